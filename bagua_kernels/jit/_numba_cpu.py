@@ -1,0 +1,130 @@
+"""Compiles rules and launcher templates with Numba for the CPU, and runs them on as many threads as torch uses."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import extending, types
+
+from bagua_kernels.jit import scalar
+from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt
+
+logger = logging.getLogger(__name__)
+
+scalar.install(
+    extending,
+    types,
+    divide=numba.njit(lambda x, y: x / y, error_model="numpy"),
+    root=numba.njit(lambda x: math.sqrt(x)),
+    # LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
+    multiply_float32=numba.njit(lambda x, y: x * y),
+)
+
+# No `fastmath`: the order of operations is part of the wire format. The numpy error model has no zero-division branches,
+# which would keep loops from vectorising.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def float32_literals(rule: Rule) -> Any:
+    """The rule's code with its float literals as float32; Numba would otherwise compute in float64."""
+    code = code_of(rule)
+    constants = tuple(np.float32(c) if isinstance(c, float) else c for c in code.co_consts)
+    return code.replace(co_consts=constants)
+
+
+@functools.cache
+def compile_rule(rule: Rule) -> Any:
+    """The rule as a Numba function of scalars, with every rule that it calls."""
+    names: dict[str, Any] = {name: compile_rule(callee) for name, callee in called_rules(rule).items()}
+    return numba.njit(rebuilt(rule, {**names, "tl": scalar}, code=float32_literals(rule)), **OPTIONS)
+
+
+def compile_template(template: Rule, bindings: Mapping[str, Any], *, parallel: bool = False) -> Any:
+    """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
+
+    Args:
+        template: a function of arrays and scalars whose free names `bindings` supplies.
+        bindings: rules (compiled here), numbers, or functions that are compiled already.
+        parallel: whether its `numba.prange` loops run on several threads.
+    """
+    names = {
+        name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
+    }
+    # A Dispatcher among the bindings is another template; its own digest is part of its name.
+    described = [
+        (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
+        for name, value in bindings.items()
+    ]
+    suffix = "_" + digest(template, described)
+    return numba.njit(rebuilt(template, names, suffix=suffix), cache=True, parallel=parallel, **OPTIONS)
+
+
+@numba.njit(parallel=True, nogil=True)
+def _first_parallel_region() -> int:
+    total = 0
+    for _ in numba.prange(2):
+        total += 1
+    return total
+
+
+@functools.cache
+def _launch_lock() -> Any:
+    """What a parallel launch must hold: nothing, unless Numba has only its `workqueue` threads.
+
+    Those abort the process when two threads launch at once, which the training and the communication thread do. TBB and
+    OpenMP do not mind; torch's Linux wheels bring an OpenMP that Numba finds, since torch is imported first.
+    """
+    with _start_lock:
+        threads = torch.get_num_threads()
+        _first_parallel_region()
+        # GNU OpenMP keeps one thread count for all its users; Numba's start-up may have changed torch's.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+    layer = numba.threading_layer()
+    if layer != "workqueue":
+        return nullcontext()
+    logger.warning("Numba has neither TBB nor OpenMP here; kernels of different threads take turns (pip install tbb)")
+    return threading.Lock()
+
+
+_start_lock = threading.Lock()
+
+
+def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a parallel kernel on as many threads as `torch.get_num_threads()` says."""
+    with _launch_lock():
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        kernel(*arguments)
+
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """The NumPy array over a CPU tensor's memory; float16 and bfloat16 as uint16 bits, which Numba can handle."""
+    tensor = tensor.detach()
+    bits = _BITS.get(tensor.dtype)
+    return (tensor.view(bits) if bits else tensor).numpy()
+
+
+def half_float(bits):  # type: ignore[no-untyped-def]
+    """The float32 equal to the float16 with these bits."""
+    return tl.half_float(bits)
+
+
+def float_half(x):  # type: ignore[no-untyped-def]
+    """The bits of the float16 nearest to a float32, ties to even."""
+    return tl.float_half(x)
+
+
+tl = scalar

@@ -1,0 +1,104 @@
+"""Chooses the backend of a launcher: by the tensor's device, or as `BAGUA_KERNELS_BACKEND` says."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from bagua_kernels import knobs
+from bagua_kernels.errors import BackendUnavailableError
+
+logger = logging.getLogger(__name__)
+
+CUDA_EXTRA = "pip install 'bagua-kernels[cuda13]' (or [cuda12], after the driver's CUDA version)"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a kernel.
+
+    Attributes:
+        name: as in `BAGUA_KERNELS_BACKEND`, and, with an underscore before it, the file in each launcher's folder.
+        device_type: the tensors it serves, "cpu" or "cuda".
+        package: what it needs to be importable.
+        emulator: the switch that makes it run on CPU tensors, in Python, for tests.
+    """
+
+    name: str
+    device_type: str
+    package: str
+    emulator: knobs.Knob[bool] | None = None
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why this backend cannot serve tensors on `device`; None if it can."""
+        if self.emulator is not None and self.emulator.get():
+            serves: tuple[str, ...] = ("cpu", self.device_type) if self.name == "triton" else ("cpu",)
+        else:
+            serves = (self.device_type,)
+        if device.type not in serves:
+            return f"{self.name} serves {' and '.join(serves)} tensors, got one on {device}"
+        if find_spec(self.package) is None:
+            return f"{self.name} needs the package {self.package!r}: {CUDA_EXTRA}"
+        return None
+
+
+# In order of preference for a device.
+BACKENDS = (
+    Backend("numba_cpu", "cpu", "numba"),
+    Backend("triton", "cuda", "triton", knobs.TRITON_INTERPRET),
+    Backend("numba_cuda", "cuda", "numba_cuda", knobs.CUDA_SIMULATOR),
+)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A launcher's door to its backends: the modules `_triton`, `_numba_cuda` and `_numba_cpu` of one package.
+
+    Attributes:
+        package: the launcher's full module name.
+    """
+
+    package: str
+
+    def backend(self, device: torch.device) -> ModuleType:
+        """The module that serves tensors on `device`, imported on first use.
+
+        Raises:
+            BackendUnavailableError: no backend can, or the one asked for cannot; the message has every reason.
+        """
+        return _backend_module(self.package, device.type, knobs.BACKEND.get())
+
+
+def available(device: torch.device) -> list[str]:
+    """The names of the backends that can serve tensors on `device`."""
+    return [b.name for b in BACKENDS if b.refusal(device) is None]
+
+
+@functools.cache
+def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
+    device = torch.device(device_type)
+    reasons = []
+    for backend in BACKENDS:
+        if choice not in ("auto", backend.name):
+            continue
+        refusal = backend.refusal(device)
+        if refusal is None:
+            if reasons and device_type == backend.device_type and choice == "auto":
+                _log_fallback(backend.name, device_type, tuple(reasons))
+            return importlib.import_module(f"{package}._{backend.name}")
+        if device_type == backend.device_type or choice == backend.name:
+            reasons.append(refusal)
+    asked = "" if choice == "auto" else f" as {knobs.BACKEND.variable}={choice} asks"
+    listed = "; ".join(reasons) or f"there are backends for cpu and cuda only, got {device_type}"
+    raise BackendUnavailableError(f"no kernel backend for {device_type} tensors{asked}: {listed}")
+
+
+@functools.cache
+def _log_fallback(name: str, device_type: str, reasons: tuple[str, ...]) -> None:
+    logger.warning("kernels on %s use %s, because %s", device_type, name, "; ".join(reasons))

@@ -1,0 +1,68 @@
+"""The words that a rule may use, as NumPy functions of the same names and meaning as in `triton.language`.
+
+This is what `tl` stands for when a rule is called as plain Python. Backends put their own words in its place:
+`triton.language` itself, or `bagua_kernels.jit.scalar` for Numba. Beside these words a rule may use arithmetic,
+comparison, bit and shift operators, literals, assignment and tuples.
+
+Three cautions make a rule mean the same everywhere. Divide and take roots with `div_rn` and `sqrt_rn`, which are correctly
+rounded on every device. After integer arithmetic `cast` back to the width you mean, since Numba widens to 64 bits. And
+decide NaN and ties yourself: `minimum` and `maximum` are for integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+float32 = np.float32
+float64 = np.float64
+int32 = np.int32
+int64 = np.int64
+uint8 = np.uint8
+uint16 = np.uint16
+uint32 = np.uint32
+
+
+def cast(x: Any, dtype: Any, bitcast: bool = False) -> Any:
+    """Converts `x` to `dtype`: by value (integers wrap), or with `bitcast` by reinterpreting its bits."""
+    value = np.asarray(x)
+    return (value.view(dtype) if bitcast else value.astype(dtype))[()]
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """`x` where `condition` holds, else `y`; both sides are computed. Literals are 32 bits wide."""
+    return np.where(condition, _literal(x), _literal(y))[()]
+
+
+def _literal(x: Any) -> Any:
+    if isinstance(x, np.generic | np.ndarray):
+        return x
+    return np.float32(x) if isinstance(x, float) else np.int32(x)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The lesser of two integers."""
+    return np.minimum(x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The greater of two integers."""
+    return np.maximum(x, y)
+
+
+def abs(x: Any) -> Any:  # noqa: A001 - named as in triton.language
+    """The magnitude of `x`."""
+    return np.abs(x)
+
+
+def div_rn(x: Any, y: Any) -> Any:
+    """`x / y`, correctly rounded; a zero divisor gives inf or NaN."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+        return np.divide(x, y)
+
+
+def sqrt_rn(x: Any) -> Any:
+    """The square root, correctly rounded; NaN below zero."""
+    with np.errstate(invalid="ignore"):
+        return np.sqrt(x)

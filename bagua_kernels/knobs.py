@@ -1,0 +1,119 @@
+"""Every environment variable that the package reads, typed, with its default and its meaning.
+
+A variable is read when its knob is used, so that a launcher or a test may set it after import. `override` sets knobs
+from Python for the length of a `with` block, above the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        variable: its name.
+        default: the value where the variable is unset or empty.
+        parse: turns its text into a value; raises `ValueError` for a text that makes no sense.
+        doc: one sentence for the documentation.
+    """
+
+    variable: str
+    default: T
+    parse: Callable[[str], T]
+    doc: str
+
+    def get(self) -> T:
+        """Returns the value in force: that of `override`, else the environment's, else the default."""
+        if self.variable in _overrides:
+            return _overrides[self.variable]  # type: ignore[no-any-return]
+        text = os.environ.get(self.variable, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{self.variable}={text!r} cannot be used: {error}. {self.doc}") from None
+
+
+_overrides: dict[str, object] = {}
+
+
+@contextlib.contextmanager
+def override(knob: Knob[T], value: T) -> Iterator[None]:
+    """Sets a knob for the length of a `with` block (for all threads)."""
+    missing = object()
+    before = _overrides.get(knob.variable, missing)
+    _overrides[knob.variable] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del _overrides[knob.variable]
+        else:
+            _overrides[knob.variable] = before
+
+
+def _backend(text: str) -> str:
+    names = ("auto", "triton", "numba_cuda", "numba_cpu")
+    if text not in names:
+        raise ValueError(f"expected one of {', '.join(names)}")
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("expected a number of seconds above zero")
+    return value
+
+
+BACKEND: Knob[str] = Knob(
+    "BAGUA_KERNELS_BACKEND",
+    "auto",
+    _backend,
+    "Kernel backend: triton, numba_cuda or numba_cpu; auto takes Triton for CUDA tensors and Numba for CPU tensors.",
+)
+TIMEOUT: Knob[float] = Knob(
+    "BAGUA_KERNELS_TIMEOUT",
+    300.0,
+    _seconds,
+    "Seconds after which a collective that does not finish raises an error.",
+)
+HEARTBEAT: Knob[float] = Knob(
+    "BAGUA_KERNELS_HEARTBEAT",
+    0.5,
+    _seconds,
+    "Seconds between two signs of life of a rank; a rank silent for six of them counts as lost once a collective fails.",
+)
+
+TRITON_INTERPRET: Knob[bool] = Knob(
+    "TRITON_INTERPRET",
+    False,
+    _flag,
+    "Triton's own switch, read when triton is imported: 1 runs its kernels in Python, on CPU tensors too.",
+)
+CUDA_SIMULATOR: Knob[bool] = Knob(
+    "NUMBA_ENABLE_CUDASIM",
+    False,
+    _flag,
+    "Numba's own switch, read when numba is imported: 1 runs CUDA kernels in Python, on CPU tensors.",
+)
+
+ALL: tuple[Knob[str] | Knob[float] | Knob[bool], ...] = (BACKEND, TIMEOUT, HEARTBEAT, TRITON_INTERPRET, CUDA_SIMULATOR)
