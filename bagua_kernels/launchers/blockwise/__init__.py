@@ -1,7 +1,7 @@
 """Runs a block quantizer: reduce each block to its range, then encode; decode; decode many, sum and encode again.
 
 A payload holds the scales of all blocks and then one code a byte; `docs/wire-format.md` fixes it. Arguments are checked here,
-once for all backends; each backend offers the same four functions over the parts of a payload.
+once for all backends; each backend offers the same four functions.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, *, bloc
     check_vector("x", x, FLOAT_DTYPES)
     layout = Layout(x.numel(), checked_block(block), rule.words)
     check_payload("payload", payload, layout, (layout.size,), x.device)
-    words, codes = layout.parts(payload)
+    seed = checked_seed(seed)
     if layout.n:
-        OP.backend(x.device).encode(rule, x, words, codes, layout, checked_seed(seed))
+        OP.backend(x.device).encode(rule, x, payload, layout, seed)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:
@@ -89,9 +89,8 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, bl
     check_vector("out", out, FLOAT_DTYPES)
     layout = Layout(out.numel(), checked_block(block), rule.words)
     check_payload("payload", payload, layout, (layout.size,), out.device)
-    words, codes = layout.parts(payload)
     if layout.n:
-        OP.backend(out.device).decode(rule, words, codes, out, layout)
+        OP.backend(out.device).decode(rule, payload, out, layout)
 
 
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, *, scale: float, block: int) -> None:
@@ -102,9 +101,8 @@ def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, 
     check_vector("out", out, FLOAT_DTYPES)
     layout = Layout(out.numel(), checked_block(block), rule.words)
     check_payload("payloads", payloads, layout, (-1, layout.size), out.device)
-    words, codes = layout.parts(payloads)
     if layout.n:
-        OP.backend(out.device).decode_sum(rule, words, codes, out, scale, layout)
+        OP.backend(out.device).decode_sum(rule, payloads, out, scale, layout)
 
 
 def reduce(
@@ -139,10 +137,9 @@ def reduce(
     layout = Layout(n, checked_block(block), rule.words)
     check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
     check_payload("out", out, layout, (layout.size,), payloads.device)
-    words, codes = layout.parts(payloads)
-    out_words, out_codes = layout.parts(out)
+    seed = checked_seed(seed)
     if layout.n:
-        OP.backend(out.device).reduce(rule, words, codes, out_words, out_codes, scale, layout, checked_seed(seed))
+        OP.backend(out.device).reduce(rule, payloads, out, scale, layout, seed)
 
 
 def checked_block(block: int) -> int:

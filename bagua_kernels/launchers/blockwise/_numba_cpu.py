@@ -172,48 +172,39 @@ def halves(seed: int | None) -> tuple[np.uint32, np.uint32]:
     return np.uint32(value & 0xFFFFFFFF), np.uint32(value >> 32)
 
 
-def clear_pads(rule: BlockQuantizer, words: Any, codes: Any, layout: Layout) -> None:
+def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
     """Zeroes the bytes after the scales and after the codes."""
-    words[layout.blocks * rule.words :] = 0
+    words[layout.blocks * layout.words :] = 0
     codes[layout.n :] = 0
 
 
-def encode(
-    rule: BlockQuantizer, x: torch.Tensor, words: torch.Tensor, codes: torch.Tensor, layout: Layout, seed: int | None
-) -> None:
+def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
-    scale_array, code_array = array(words), array(codes)
-    run("encode", rule, x.dtype, seed, layout, array(x), scale_array, code_array, *halves(seed))
-    clear_pads(rule, scale_array, code_array, layout)
+    words, codes = map(array, layout.parts(payload))
+    run("encode", rule, x.dtype, seed, layout, array(x), words, codes, *halves(seed))
+    clear_pads(words, codes, layout)
 
 
-def decode(
-    rule: BlockQuantizer, words: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, layout: Layout
-) -> None:
+def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
-    run("decode", rule, out.dtype, None, layout, array(words), array(codes), array(out))
+    words, codes = map(array, layout.parts(payload))
+    run("decode", rule, out.dtype, None, layout, words, codes, array(out))
 
 
 def decode_sum(
-    rule: BlockQuantizer, words: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout
+    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
-    arguments = (array(words), array(codes), array(out), np.float32(scale))
-    run("decode_sum", rule, out.dtype, None, layout, *arguments)
+    words, codes = map(array, layout.parts(payloads))
+    run("decode_sum", rule, out.dtype, None, layout, words, codes, array(out), np.float32(scale))
 
 
 def reduce(
-    rule: BlockQuantizer,
-    words: torch.Tensor,
-    codes: torch.Tensor,
-    out_words: torch.Tensor,
-    out_codes: torch.Tensor,
-    scale: float,
-    layout: Layout,
-    seed: int | None,
+    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout, seed: int | None
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
-    scale_array, code_array = array(out_words), array(out_codes)
-    arguments = (array(words), array(codes), scale_array, code_array, np.float32(scale), layout.n, *halves(seed))
+    words, codes = map(array, layout.parts(payloads))
+    out_words, out_codes = map(array, layout.parts(out))
+    arguments = (words, codes, out_words, out_codes, np.float32(scale), layout.n, *halves(seed))
     run("reduce", rule, torch.float32, seed, layout, *arguments)
-    clear_pads(rule, scale_array, code_array, layout)
+    clear_pads(out_words, out_codes, layout)

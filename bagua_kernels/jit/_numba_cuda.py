@@ -1,0 +1,106 @@
+"""Compiles rules and launcher templates with Numba-CUDA, or runs them in its simulator."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda
+
+from bagua_kernels import knobs
+from bagua_kernels.jit import scalar, vocabulary
+from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
+
+SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
+
+if not SIMULATED:
+    from numba.cuda import extending, libdevice, types
+
+    scalar.install(
+        extending,
+        types,
+        divide=cuda.jit(lambda x, y: libdevice.fdiv_rn(x, y), device=True),
+        root=cuda.jit(lambda x: libdevice.fsqrt_rn(x), device=True),
+        multiply_float32=cuda.jit(lambda x, y: libdevice.fmul_rn(x, y), device=True),
+    )
+
+
+class _ExplicitProducts(ast.NodeTransformer):
+    """Turns `a * b` into `tl.multiply(a, b)`.
+
+    Numba-CUDA has no switch against contracting a product and a sum into one operation with one rounding, but a product
+    from libdevice's `fmul_rn` is never contracted.
+    """
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:  # noqa: N802 - the name that NodeTransformer looks for
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Mult):
+            return node
+        word = ast.Attribute(ast.Name("tl", ast.Load()), "multiply", ast.Load())
+        return ast.copy_location(ast.Call(word, [node.left, node.right], []), node)
+
+
+def exact_code(rule: Rule) -> CodeType:
+    """The rule's code with explicit products, and its float literals as float32."""
+    original = code_of(rule)
+    lines, first = inspect.getsourcelines(rule)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    tree = ast.fix_missing_locations(ast.increment_lineno(_ExplicitProducts().visit(tree), first - 1))
+    module = compile(tree, original.co_filename, "exec")
+    code = next(c for c in module.co_consts if isinstance(c, CodeType))
+    return code.replace(co_consts=tuple(np.float32(c) if isinstance(c, float) else c for c in code.co_consts))
+
+
+def vocabulary_module() -> ModuleType:
+    """What `tl` stands for: compiled words, or NumPy's in the simulator."""
+    return vocabulary if SIMULATED else scalar
+
+
+@functools.cache
+def compile_rule(rule: Rule) -> Any:
+    """The rule as a device function of scalars, with every rule that it calls."""
+    names: dict[str, Any] = {name: compile_rule(callee) for name, callee in called_rules(rule).items()}
+    # NumPy does not contract, and its scalars keep float32 beside Python's literals.
+    code = None if SIMULATED else exact_code(rule)
+    return cuda.jit(rebuilt(rule, {**names, "tl": vocabulary_module()}, code=code), device=True)
+
+
+def compile_template(template: Rule, bindings: Mapping[str, Any], *, device: bool = False) -> Any:
+    """A launcher's template as a kernel, or as a device function for another template."""
+    names = {
+        name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
+    }
+    return cuda.jit(rebuilt(template, {**names, "tl": vocabulary_module()}), device=device)
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """The device array over a tensor's memory; bfloat16 as uint16 bits, which the rules convert."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy() if SIMULATED else cuda.as_cuda_array(tensor)
+
+
+@contextlib.contextmanager
+def launching(tensor: torch.Tensor) -> Iterator[Any]:
+    """Gives the stream to launch on: torch's current one, on the tensor's device, so that no synchronisation is needed."""
+    if SIMULATED:
+        with warnings.catch_warnings():
+            # NumPy scalars warn where the hardware wraps around; the simulator's threads start with default settings.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield 0
+    else:
+        with torch.cuda.device(tensor.device), cuda.gpus[tensor.device.index]:
+            yield cuda.external_stream(torch.cuda.current_stream(tensor.device).cuda_stream)

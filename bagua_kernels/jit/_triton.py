@@ -1,0 +1,54 @@
+"""Compiles rules and launcher templates with Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
+
+# Contraction of a product and a sum would round once where the other backends round twice.
+EXACT = {"enable_fp_fusion": False}
+
+
+@functools.cache
+def compile_rule(rule: Rule) -> Any:
+    """The rule as a Triton function of tensors, with every rule that it calls."""
+    code_of(rule)
+    names: dict[str, Any] = {name: compile_rule(callee) for name, callee in called_rules(rule).items()}
+    # The interpreter finds the language by the global's name, so `tl` must be the module itself.
+    return triton.jit(rebuilt(rule, {**names, "tl": tl}))
+
+
+def compile_template(template: Rule, bindings: Mapping[str, Any], unspecialized: Sequence[str] = ()) -> Any:
+    """A launcher's template as a Triton kernel.
+
+    Args:
+        template: the kernel's body; its free names are rules, which `bindings` supplies.
+        bindings: rules (compiled here) or functions that are compiled already.
+        unspecialized: arguments whose value must not cause another compilation, such as seeds.
+    """
+    names = {
+        name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
+    }
+    return triton.jit(rebuilt(template, names), do_not_specialize=list(unspecialized))
+
+
+@contextlib.contextmanager
+def on_device(tensor: torch.Tensor) -> Iterator[None]:
+    """Makes the tensor's GPU the current one, where Triton launches; the interpreter's NumPy is kept from warning of NaNs."""
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else np.errstate(all="ignore"):
+        yield
+
+
+def signed(word: int) -> int:
+    """The int32 with the bits of a uint32: Triton types an integer argument by its value, and must see one type."""
+    return word - (1 << 32) if word >= 1 << 31 else word
