@@ -17,7 +17,7 @@ import torch
 from numba import extending, types
 
 from bagua_kernels.jit import scalar
-from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt
+from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
 
 logger = logging.getLogger(__name__)
 
@@ -35,37 +35,35 @@ scalar.install(
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-def float32_literals(rule: Rule) -> Any:
-    """The rule's code with its float literals as float32; Numba would otherwise compute in float64."""
-    code = code_of(rule)
-    constants = tuple(np.float32(c) if isinstance(c, float) else c for c in code.co_consts)
-    return code.replace(co_consts=constants)
-
-
 @functools.cache
-def compile_rule(rule: Rule) -> Any:
-    """The rule as a Numba function of scalars, with every rule that it calls."""
-    names: dict[str, Any] = {name: compile_rule(callee) for name, callee in called_rules(rule).items()}
-    return numba.njit(rebuilt(rule, {**names, "tl": scalar}, code=float32_literals(rule)), **OPTIONS)
+def compile_rule(rule: Rule, literal: type = np.float32) -> Any:
+    """The rule as a Numba function of scalars, with every rule that it calls and its float literals of one type."""
+    names: dict[str, Any] = {name: compile_rule(callee, literal) for name, callee in called_rules(rule).items()}
+    code = with_literals(code_of(rule), literal)
+    return numba.njit(rebuilt(rule, {**names, "tl": scalar}, code=code), **OPTIONS)
 
 
-def compile_template(template: Rule, bindings: Mapping[str, Any], *, parallel: bool = False) -> Any:
+def compile_template(
+    template: Rule, bindings: Mapping[str, Any], *, parallel: bool = False, literal: type = np.float32
+) -> Any:
     """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
 
     Args:
         template: a function of arrays and scalars whose free names `bindings` supplies.
         bindings: rules (compiled here), numbers, or functions that are compiled already.
         parallel: whether its `numba.prange` loops run on several threads.
+        literal: the type of the rules' float literals, float32 or float64.
     """
     names = {
-        name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
+        name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
+        for name, value in bindings.items()
     }
     # A Dispatcher among the bindings is another template; its own digest is part of its name.
     described = [
         (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
         for name, value in bindings.items()
     ]
-    suffix = "_" + digest(template, described)
+    suffix = "_" + digest(template, described, literal)
     return numba.njit(rebuilt(template, names, suffix=suffix), cache=True, parallel=parallel, **OPTIONS)
 
 

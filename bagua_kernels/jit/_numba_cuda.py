@@ -18,7 +18,7 @@ from numba import cuda
 
 from bagua_kernels import knobs
 from bagua_kernels.jit import scalar, vocabulary
-from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
+from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt, with_literals
 
 SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
 
@@ -49,8 +49,8 @@ class _ExplicitProducts(ast.NodeTransformer):
         return ast.copy_location(ast.Call(word, [node.left, node.right], []), node)
 
 
-def exact_code(rule: Rule) -> CodeType:
-    """The rule's code with explicit products, and its float literals as float32."""
+def exact_code(rule: Rule, literal: type) -> CodeType:
+    """The rule's code with explicit products, and its float literals of one type."""
     original = code_of(rule)
     lines, first = inspect.getsourcelines(rule)
     tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -60,7 +60,7 @@ def exact_code(rule: Rule) -> CodeType:
     tree = ast.fix_missing_locations(ast.increment_lineno(_ExplicitProducts().visit(tree), first - 1))
     module = compile(tree, original.co_filename, "exec")
     code = next(c for c in module.co_consts if isinstance(c, CodeType))
-    return code.replace(co_consts=tuple(np.float32(c) if isinstance(c, float) else c for c in code.co_consts))
+    return with_literals(code, literal)
 
 
 def vocabulary_module() -> ModuleType:
@@ -69,18 +69,21 @@ def vocabulary_module() -> ModuleType:
 
 
 @functools.cache
-def compile_rule(rule: Rule) -> Any:
-    """The rule as a device function of scalars, with every rule that it calls."""
-    names: dict[str, Any] = {name: compile_rule(callee) for name, callee in called_rules(rule).items()}
+def compile_rule(rule: Rule, literal: type = np.float32) -> Any:
+    """The rule as a device function of scalars, with every rule that it calls and its float literals of one type."""
+    names: dict[str, Any] = {name: compile_rule(callee, literal) for name, callee in called_rules(rule).items()}
     # NumPy does not contract, and its scalars keep float32 beside Python's literals.
-    code = None if SIMULATED else exact_code(rule)
+    code = None if SIMULATED else exact_code(rule, literal)
     return cuda.jit(rebuilt(rule, {**names, "tl": vocabulary_module()}, code=code), device=True)
 
 
-def compile_template(template: Rule, bindings: Mapping[str, Any], *, device: bool = False) -> Any:
+def compile_template(
+    template: Rule, bindings: Mapping[str, Any], *, device: bool = False, literal: type = np.float32
+) -> Any:
     """A launcher's template as a kernel, or as a device function for another template."""
     names = {
-        name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
+        name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
+        for name, value in bindings.items()
     }
     return cuda.jit(rebuilt(template, {**names, "tl": vocabulary_module()}), device=device)
 

@@ -52,3 +52,9 @@ def on_device(tensor: torch.Tensor) -> Iterator[None]:
 def signed(word: int) -> int:
     """The int32 with the bits of a uint32: Triton types an integer argument by its value, and must see one type."""
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """bfloat16 as uint16 bits, any other tensor as it is."""
+    tensor = tensor.detach()
+    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor

@@ -29,7 +29,9 @@ def code_of(function: Rule) -> CodeType:
         TypeError: `function` is something else, or a closure, whose captured values a rebuilt function would lose.
     """
     if not isinstance(function, FunctionType):
-        raise TypeError(f"a rule must be a plain Python function, got {function!r}; pass the function before decoration")
+        raise TypeError(
+            f"a rule must be a plain Python function, got {function!r}; pass the function before decoration"
+        )
     if function.__code__.co_freevars:
         captured = ", ".join(function.__code__.co_freevars)
         raise TypeError(f"rule {function.__name__!r} captures {captured}; make these arguments or literals")
@@ -54,6 +56,11 @@ def called_rules(rule: Rule) -> dict[str, Rule]:
             )
         found[name] = value
     return found
+
+
+def with_literals(code: CodeType, literal: type) -> CodeType:
+    """The code with its float literals as `literal`; Numba would take them, and all they touch, for float64."""
+    return code.replace(co_consts=tuple(literal(c) if isinstance(c, float) else c for c in code.co_consts))
 
 
 def digest(*parts: object) -> str:
@@ -83,7 +90,9 @@ def digest(*parts: object) -> str:
     return state.hexdigest()[:16]
 
 
-def rebuilt(function: Rule, names: Mapping[str, Any], *, suffix: str = "", code: CodeType | None = None) -> FunctionType:
+def rebuilt(
+    function: Rule, names: Mapping[str, Any], *, suffix: str = "", code: CodeType | None = None
+) -> FunctionType:
     """A copy of `function` whose globals are its own, overlaid by `names`.
 
     Args:

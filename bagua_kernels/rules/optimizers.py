@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from bagua_kernels.jit import vocabulary as tl
+
+
+@dataclass(frozen=True)
+class ElementwiseRule:
+    """A rule over several flat arrays of one length; `bagua_kernels.launchers.elementwise` runs it.
+
+    Attributes:
+        name: lower-case identifier.
+        function: (one value of each array, then scalars) -> the new values of the arrays in `writes`: a tuple, or the value
+            itself if there is one.
+        arrays: number of arrays.
+        writes: the positions of the arrays that are overwritten, ascending.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arrays: int
+    writes: tuple[int, ...]
 
 
 def sgd(p, g, m, lr, momentum, undamped, weight_decay, nesterov):
@@ -27,3 +49,7 @@ def adamw(p, g, m, v, decay, rate1, beta2, rate2, eps, step_size, root_bias2):
     m = m + (g - m) * rate1
     v = v * beta2 + g * g * rate2
     return p - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_bias2) + eps) * step_size, m, v
+
+
+SGD = ElementwiseRule("sgd", sgd, arrays=3, writes=(0, 2))
+ADAMW = ElementwiseRule("adamw", adamw, arrays=4, writes=(0, 2, 3))

@@ -86,9 +86,9 @@ def minmax_decode_constants(low, high):
 
 
 def minmax_decode(code, scaled_low, step, scaled_high, post):
-    """The value of one code; never above the block's maximum, which rounding could otherwise pass and overflow."""
+    """The value of one code; the highest is the block's maximum itself, which rounding could otherwise miss or pass."""
     value = scaled_low + tl.cast(code, tl.float32) * step
-    return tl.where(value > scaled_high, scaled_high, value) * post
+    return tl.where(code == 255, scaled_high, value) * post
 
 
 MINMAX_UINT8 = BlockQuantizer(

@@ -20,10 +20,9 @@ def mix(x):
 
 def random_key(seed_low, seed_high, index_high):
     """The two uint32 keys of all elements whose index has the high half `index_high`."""
-    inner = mix(tl.cast(index_high + 0x9E3779B9, tl.uint32))
-    inner = mix(tl.cast(seed_high ^ inner, tl.uint32))
-    key = mix(tl.cast(seed_low ^ inner, tl.uint32))
-    return key, mix(tl.cast(key ^ 0x85EBCA6B, tl.uint32))
+    inner = mix(tl.cast(seed_high ^ mix(tl.cast(index_high + 0x9E3779B9, tl.uint32)), tl.uint32))
+    second = mix(tl.cast(seed_low ^ mix(tl.cast(index_high + 0x85EBCA6B, tl.uint32)), tl.uint32))
+    return mix(tl.cast(seed_low ^ inner, tl.uint32)), mix(tl.cast(seed_high ^ second, tl.uint32))
 
 
 def random_bits(index_low, key, second_key):

@@ -152,7 +152,9 @@ def checked_block(block: int) -> int:
 def checked_seed(seed: int | None) -> int | None:
     """`seed`, if it is None or fits in 64 unsigned bits."""
     if seed is not None and not 0 <= seed < 1 << 64:
-        raise ValueError(f"the seed must be None or from 0 to 2**64 - 1, got {seed=}; see bagua_kernels.compression.fold_seed")
+        raise ValueError(
+            f"the seed must be None or from 0 to 2**64 - 1, got {seed=}; see bagua_kernels.compression.fold_seed"
+        )
     return seed
 
 

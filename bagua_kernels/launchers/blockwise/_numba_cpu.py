@@ -191,9 +191,7 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layou
     run("decode", rule, out.dtype, None, layout, words, codes, array(out))
 
 
-def decode_sum(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout
-) -> None:
+def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     words, codes = map(array, layout.parts(payloads))
     run("decode_sum", rule, out.dtype, None, layout, words, codes, array(out), np.float32(scale))

@@ -209,9 +209,7 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layou
     launch("decode", rule, out.dtype, None, layout, *layout.parts(payload), out)
 
 
-def decode_sum(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout
-) -> None:
+def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     launch("decode_sum", rule, out.dtype, None, layout, *flat_parts(payloads, layout), out, np.float32(scale))
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagua_kernels.jit._triton import EXACT, compile_template, on_device, signed
+from bagua_kernels.jit._triton import EXACT, bits, compile_template, on_device, signed
 from bagua_kernels.launchers.blockwise import Layout
 from bagua_kernels.rules import random, rounding
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -177,12 +177,6 @@ def halves(seed: int | None) -> tuple[int, int]:
     return signed(value & 0xFFFFFFFF), signed(value >> 32)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """bfloat16 as uint16 bits, any other tensor as it is."""
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-
-
 def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     arguments = (bits(x), *layout.parts(payload), layout.n, *halves(seed))
@@ -194,9 +188,7 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layou
     launch("decode", rule, out.dtype, layout, out, *layout.parts(payload), bits(out), layout.n)
 
 
-def decode_sum(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout
-) -> None:
+def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     arguments = (*layout.parts(payloads), bits(out), payloads.shape[0], layout.size, layout.n, scale)
     launch("decode_sum", rule, out.dtype, layout, out, *arguments)

@@ -1,0 +1,115 @@
+"""A bucket: many tensors laid out in one flat buffer, each from a block boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Bucket:
+    """One flat buffer with a view for each of several tensors.
+
+    Every view starts at a multiple of `align` elements and the gaps are zero, so that no block of a quantizer ever spans two
+    tensors: a block over a layer of large and a layer of small gradients would destroy the small ones.
+
+    Attributes:
+        index: position among the buckets of a model.
+        flat: shape (n,), the views and the gaps between them; n is a multiple of `align`.
+        exact: shape (exact,), further elements of the same buffer, for what must not be compressed.
+        whole: `flat` and then `exact`.
+        views: one view of `flat` for each tensor, with the tensor's shape and, if that is dense, its strides.
+        gaps: the elements of `flat` between the end of each view and the next boundary.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, align: int, exact: int = 0, index: int = 0) -> None:
+        """Lays out buffers for tensors like these.
+
+        Args:
+            tensors: of one dtype and on one device; only their shapes, strides, dtype and device are used.
+            align: elements to whose multiples every tensor is aligned.
+            exact: number of further elements.
+            index: position among the buckets of a model.
+
+        Raises:
+            ValueError: there is no tensor, or the tensors differ in dtype or device.
+        """
+        kinds = {(t.dtype, t.device) for t in tensors}
+        if len(kinds) != 1:
+            raise ValueError(f"a bucket holds tensors of one dtype on one device, got {sorted(map(str, kinds))}")
+        ((dtype, device),) = kinds
+        offsets = []
+        end = 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.numel() // align) * align
+        self.index = index
+        self.whole = torch.zeros(end + exact, dtype=dtype, device=device)
+        self.flat = self.whole[:end]
+        self.exact = self.whole[end:]
+        self.views = [
+            self.flat.as_strided(t.shape, dense_strides(t), offset) for t, offset in zip(tensors, offsets, strict=True)
+        ]
+        ends = [*offsets[1:], end]
+        self.gaps = [
+            self.flat[offset + t.numel() : stop] for t, offset, stop in zip(tensors, offsets, ends, strict=True)
+        ]
+
+    def fill(self, slot: int, tensor: torch.Tensor | None) -> None:
+        """Copies a tensor into its view, unless it is that view already, and zeroes the gap behind it.
+
+        The gap is zeroed each time because a lossy codec turns its zeros into something else.
+
+        Args:
+            slot: position of the view.
+            tensor: of the view's shape; None stands for zeros.
+        """
+        view, gap = self.views[slot], self.gaps[slot]
+        if tensor is None:
+            view.zero_()
+        elif tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride():
+            view.copy_(tensor.detach())
+        if gap.numel():
+            gap.zero_()
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if they cover its elements without gap or overlap, else those of a contiguous tensor.
+
+    A gradient with its parameter's strides lets fused optimizers treat both as linear memory.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def partition(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Splits tensors, in the given order, into buckets of one dtype and device each.
+
+    A bucket closes once it holds at least `bucket_bytes`; tensors of different kinds fill different buckets meanwhile.
+
+    Args:
+        tensors: what to distribute.
+        bucket_bytes: target size in bytes.
+
+    Returns:
+        The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
+        all of it is there.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets: list[list[int]] = []
+    for position, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        open_buckets.setdefault(kind, []).append(position)
+        sizes[kind] = sizes.get(kind, 0) + tensor.numel() * tensor.element_size()
+        if sizes[kind] >= bucket_bytes:
+            buckets.append(open_buckets.pop(kind))
+            del sizes[kind]
+    buckets.extend(open_buckets.values())
+    return sorted(buckets, key=lambda bucket: bucket[-1])

@@ -1,0 +1,158 @@
+"""What every codec offers, and the registry that finds one by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Unbiased:
+    """E C(v) = v and E |C(v) - v|^2 <= omega |v|^2.
+
+    Attributes:
+        omega: bound of the relative variance.
+    """
+
+    omega: float
+
+
+@dataclass(frozen=True)
+class Contractive:
+    """E |C(v) - v|^2 <= (1 - delta) |v|^2, the condition under which error feedback converges.
+
+    Attributes:
+        delta: from 0 (nothing is kept) to 1 (exact).
+    """
+
+    delta: float
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns vectors into payloads of bytes and back; `docs/wire-format.md` fixes the bytes.
+
+    A codec is a frozen value: equal codecs on two ranks understand each other, whatever their devices.
+
+    Attributes:
+        block: elements that share scales; a vector is best cut, and tensors in it best aligned, at multiples of it.
+    """
+
+    @property
+    def block(self) -> int:
+        """Elements that share scales."""
+        ...
+
+    @property
+    def bias(self) -> Unbiased | Contractive:
+        """What its error satisfies."""
+        ...
+
+    @property
+    def linear(self) -> bool:
+        """Whether payloads may be added by the network itself."""
+        ...
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether `encode` and `reduce` need a seed that differs from message to message."""
+        ...
+
+    def payload_size(self, n: int) -> int:
+        """The exact number of bytes of `n` encoded elements, a multiple of 16."""
+        ...
+
+    def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Encodes a vector of shape (n,), float32, float16 or bfloat16, into a payload of shape (size,), uint8."""
+        ...
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Decodes a payload of shape (size,) into `out`, of shape (n,); returns `out`."""
+        ...
+
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Writes `scale` times the sum of the payloads, of shape (ranks, size), decoded, to `out`; returns `out`."""
+        ...
+
+    def reduce(
+        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes `scale` times the sum of the payloads, of shape (ranks, size), of `n` elements each, decoded."""
+        ...
+
+
+_codecs: dict[str, Callable[..., Codec]] = {}
+
+
+def register(name: str, make: Callable[..., Codec]) -> None:
+    """Makes a codec known to `from_spec` under a name.
+
+    Raises:
+        ValueError: the name is taken by another codec.
+    """
+    if _codecs.setdefault(name, make) is not make:
+        raise ValueError(f"the codec name {name!r} is taken by {_codecs[name]!r}; choose another")
+
+
+def from_spec(spec: str) -> Codec:
+    """Makes a codec from text such as "minmax_uint8" or "minmax_uint8:block=128,stochastic=true".
+
+    Raises:
+        ValueError: the name or an option is unknown, or a value does not fit.
+    """
+    name, options = parse_spec(spec)
+    if name not in _codecs:
+        raise ValueError(f"there is no codec {name!r} in {spec!r}; known are {', '.join(sorted(_codecs))}")
+    try:
+        return _codecs[name](**options)
+    except TypeError as error:
+        raise ValueError(f"the options of {spec!r} do not fit: {error}") from None
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
+    """Splits "name:key=value,key=value" into the name and its options, with numbers and truth values as such.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    name, _, rest = spec.partition(":")
+    options: dict[str, bool | int | float | str] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ValueError(f"expected key=value in {spec!r}, got {item!r}")
+        options[key.strip()] = _parse_value(value.strip())
+    return name.strip(), options
+
+
+def _parse_value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return value
+    return text
+
+
+def fold_seed(*numbers: int) -> int:
+    """Makes one 64-bit seed from what tells a message apart: a seed, the step, the bucket, the rank, the pass.
+
+    Defined in `docs/wire-format.md`, so that any rank can compute any other's.
+    """
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = ((state ^ (number & MASK)) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
