@@ -1,0 +1,42 @@
+"""Who is out there and how bytes get to them.
+
+from bagua_kernels import comm
+
+comm.init()                            # torchrun's environment, or a single process
+comm.world().all_reduce(tensor).wait()
+"""
+
+if __name__ != "bagua_kernels.comm":
+    raise ImportError(
+        f"this package is imported as bagua_kernels.comm, not as {__name__}: remove its folder from sys.path"
+    )
+
+from bagua_kernels.comm.communicator import Communicator as Communicator
+from bagua_kernels.comm.local import LocalCommunicator as LocalCommunicator
+from bagua_kernels.comm.local import run_ranks as run_ranks
+from bagua_kernels.comm.reduction import ReduceOp as ReduceOp
+from bagua_kernels.comm.rendezvous import device as device
+from bagua_kernels.comm.rendezvous import init as init
+from bagua_kernels.comm.rendezvous import is_initialized as is_initialized
+from bagua_kernels.comm.rendezvous import rank as rank
+from bagua_kernels.comm.rendezvous import shutdown as shutdown
+from bagua_kernels.comm.rendezvous import size as size
+from bagua_kernels.comm.rendezvous import world as world
+from bagua_kernels.comm.torch_backend import TorchCommunicator as TorchCommunicator
+from bagua_kernels.comm.work import Work as Work
+
+__all__ = [
+    "Communicator",
+    "LocalCommunicator",
+    "ReduceOp",
+    "TorchCommunicator",
+    "Work",
+    "device",
+    "init",
+    "is_initialized",
+    "rank",
+    "run_ranks",
+    "shutdown",
+    "size",
+    "world",
+]

@@ -1,0 +1,333 @@
+"""The protocol that every backend offers: a group of ranks and the operations among them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm import objects
+from bagua_kernels.comm.reduction import ReduceOp, check_reduction
+from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.errors import CommunicationError
+
+
+class Communicator(abc.ABC):
+    """A group of ranks that exchange tensors.
+
+    Every operation on tensors starts at once and returns a `Work`, whose `wait` finishes it. Ranks in arguments are
+    ranks of this communicator. Tensors are dense, contiguous and on `device`; they are taken as flat, whatever their
+    shape. All ranks call the same operations with the same sizes in the same order; two threads that communicate at
+    the same time need a communicator each (`duplicate`). An operation on no elements communicates nothing. With one
+    rank every operation is the identity. Reductions take float64, float32, float16, bfloat16, int64, int32, int16,
+    int8, uint8 and bool; operations that only move data take every dtype.
+
+    A backend implements the methods with a leading underscore; it gets arguments that have been checked, detached from
+    autograd, not empty, and more than one rank.
+
+    Attributes:
+        rank: this process's number, from 0.
+        size: the number of ranks.
+        device: where the tensors must be.
+        timeout: seconds after which an operation that does not finish raises an error.
+        bytes_sent: payload bytes that this rank has put on the wire by the algorithms that the backend uses; protocol
+            headers are not counted.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    bytes_sent: int
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
+        """Copies `tensor` of rank `src` into `tensor` of every rank."""
+        tensor = self._enter("broadcast", tensor=tensor)
+        self._check_rank("src", src)
+        return self._broadcast(tensor, src) if self.size > 1 and tensor.numel() else FINISHED
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Leaves the reduction over all ranks in `tensor` of rank `dst`; the other ranks' tensors stay as they are."""
+        tensor = self._enter("reduce", tensor=tensor)
+        self._check_rank("dst", dst)
+        op = check_reduction(op, tensor.dtype)
+        return self._reduce(tensor, dst, op) if self.size > 1 and tensor.numel() else FINISHED
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Replaces `tensor` of every rank by the reduction over all ranks; the result has the same bits everywhere."""
+        tensor = self._enter("all_reduce", tensor=tensor)
+        op = check_reduction(op, tensor.dtype)
+        return self._all_reduce(tensor, op) if self.size > 1 and tensor.numel() else FINISHED
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Puts the inputs of all ranks, in rank order, into `output` of every rank (size x as many elements)."""
+        output, input = self._enter_pair("all_gather", output, input, output_factor=self.size)
+        if self.size == 1 or not input.numel():
+            return self._identity(output, input)
+        return self._all_gather(output, input)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Reduces over all ranks, and leaves part number `rank` of the result in `output` (of 1/size of the input)."""
+        output, input = self._enter_pair("reduce_scatter", output, input, input_factor=self.size)
+        op = check_reduction(op, input.dtype)
+        if self.size == 1 or not input.numel():
+            return self._identity(output, input)
+        return self._reduce_scatter(output, input, op)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Sends part r of `input` to rank r, and puts what rank r sent into part r of `output` (size equal parts)."""
+        output, input = self._enter_pair("all_to_all", output, input)
+        if input.numel() % self.size:
+            raise ValueError(
+                f"all_to_all expects a number of elements that {self.size=} divides, got {input.numel()=}: pad it, or "
+                "use all_to_all_v"
+            )
+        if self.size == 1 or not input.numel():
+            return self._identity(output, input)
+        split = [input.numel() // self.size] * self.size
+        return self._all_to_all(output, input, split, split)
+
+    def all_to_all_v(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Work:
+        """`all_to_all` with parts of the given numbers of elements.
+
+        Args:
+            output: receives `output_splits[r]` elements from rank r, one rank after the other.
+            input: holds `input_splits[r]` elements for rank r, one rank after the other.
+            output_splits: `size` numbers that sum to `output.numel()`.
+            input_splits: `size` numbers that sum to `input.numel()`; entry r is rank r's `output_splits[rank]`.
+        """
+        output = self._enter("all_to_all_v", output=output)
+        input = self._enter("all_to_all_v", input=input)
+        self._check_dtypes("all_to_all_v", output, input)
+        for name, splits, numel in (
+            ("output_splits", output_splits, output.numel()),
+            ("input_splits", input_splits, input.numel()),
+        ):
+            if len(splits) != self.size or min(splits) < 0 or sum(splits) != numel:
+                raise ValueError(
+                    f"all_to_all_v expects {name} to be {self.size} numbers >= 0 that sum to {numel} elements, got "
+                    f"{list(splits)}"
+                )
+        if self.size == 1:
+            if output.numel() != input.numel():
+                raise ValueError(f"all_to_all_v with one rank expects {output.numel()=} to be {input.numel()=}")
+            return self._identity(output, input)
+        return self._all_to_all(output, input, list(output_splits), list(input_splits))
+
+    def gather(self, input: torch.Tensor, output: torch.Tensor | None = None, dst: int = 0) -> Work:
+        """Puts the inputs of all ranks, in rank order, into `output` of rank `dst`; the others pass no output."""
+        self._check_rank("dst", dst)
+        if self.rank != dst:
+            input = self._enter("gather", input=input)
+            return self._gather(None, input, dst) if input.numel() else FINISHED
+        if output is None:
+            raise ValueError(
+                f"gather on the destination rank {dst} expects an output of {self.size} x input.numel() elements"
+            )
+        output, input = self._enter_pair("gather", output, input, output_factor=self.size)
+        if self.size == 1 or not input.numel():
+            return self._identity(output, input)
+        return self._gather(output, input, dst)
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None = None, src: int = 0) -> Work:
+        """Puts part r of rank `src`'s `input` into `output` of rank r; the others pass no input."""
+        self._check_rank("src", src)
+        if self.rank != src:
+            output = self._enter("scatter", output=output)
+            return self._scatter(output, None, src) if output.numel() else FINISHED
+        if input is None:
+            raise ValueError(
+                f"scatter on the source rank {src} expects an input of {self.size} x output.numel() elements"
+            )
+        output, input = self._enter_pair("scatter", output, input, input_factor=self.size)
+        if self.size == 1 or not input.numel():
+            return self._identity(output, input)
+        return self._scatter(output, input, src)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        """Sends `tensor` to rank `dst`, which calls `recv` with the same tag and number of elements."""
+        tensor = self._enter("send", tensor=tensor)
+        self._check_peer("dst", dst, tag)
+        return self._send(tensor, dst, tag) if tensor.numel() else FINISHED
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
+        """Receives into `tensor` what rank `src` sends with the same tag."""
+        tensor = self._enter("recv", tensor=tensor)
+        self._check_peer("src", src, tag)
+        return self._recv(tensor, src, tag) if tensor.numel() else FINISHED
+
+    def barrier(self) -> Work:
+        """Finishes once every rank has called it."""
+        self._check_usable()
+        return self._barrier() if self.size > 1 else FINISHED
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Returns the object of rank `src` (pickled) on every rank; blocks."""
+        self._check_rank("src", src)
+        return objects.broadcast(self, obj, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Returns the objects of all ranks (pickled), in rank order; blocks."""
+        return objects.all_gather(self, obj)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Returns the objects of all ranks (pickled) on rank `dst` and None elsewhere; blocks."""
+        self._check_rank("dst", dst)
+        return objects.gather(self, obj, dst)
+
+    def scatter_object(self, objs: Sequence[Any] | None, src: int = 0) -> Any:
+        """Returns object number `rank` of the list that rank `src` passes (pickled); blocks."""
+        self._check_rank("src", src)
+        return objects.scatter(self, objs, src)
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """Makes a communicator of some of the ranks, which keep their order; every rank calls it.
+
+        Ranks may pass different lists at once (a row each of a grid), as long as all members of a list pass that list.
+        A rank that is in no list passes any, or an empty one.
+
+        Returns:
+            The new communicator, whose rank i is the i-th lowest of `ranks`, or None on a rank that is not in it.
+        """
+        self._check_usable()
+        for rank in ranks:
+            self._check_rank("ranks", rank)
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"split expects every rank once, got ranks={list(ranks)}")
+        return self._split(tuple(sorted(ranks))) if self.rank in ranks else None
+
+    def duplicate(self) -> Communicator:
+        """Makes a communicator of the same ranks whose operations do not mix with this one's; every rank calls it."""
+        self._check_usable()
+        return self._split(tuple(range(self.size)))
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Gives up: pending work and every later call raise `CommunicationError` here; others see it left."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`."""
+
+    def __enter__(self) -> Communicator:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes, or aborts if the block raised."""
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _check_usable(self) -> None:
+        reason = self._unusable()
+        if reason:
+            raise CommunicationError(f"this communicator cannot be used any more: {reason}")
+
+    def _enter(self, operation: str, **named: torch.Tensor) -> torch.Tensor:
+        """Checks one tensor, and returns it detached from autograd."""
+        self._check_usable()
+        ((name, tensor),) = named.items()
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{operation} expects {name} to be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{operation} expects {name} to be dense, got {tensor.layout}: call to_dense()")
+        if tensor.device != self.device:
+            raise ValueError(f"{operation} expects {name} on {self.device}, got it on {tensor.device}: move it there")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{operation} expects {name} to be contiguous, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: call contiguous(), resolve_conj() or resolve_neg()"
+            )
+        return tensor.detach()
+
+    def _enter_pair(
+        self,
+        operation: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_factor: int = 1,
+        input_factor: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self._enter(operation, output=output)
+        input = self._enter(operation, input=input)
+        self._check_dtypes(operation, output, input)
+        if output.numel() * input_factor != input.numel() * output_factor:
+            raise ValueError(
+                f"{operation} with {self.size=} expects output.numel() * {input_factor} == input.numel() * "
+                f"{output_factor}, got {output.numel()=} and {input.numel()=}"
+            )
+        return output, input
+
+    def _check_dtypes(self, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        if output.dtype != input.dtype:
+            raise TypeError(f"{operation} expects one dtype, got {output.dtype=} and {input.dtype=}")
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"expected {name} to be an int, got {rank!r}")
+        if not 0 <= rank < self.size:
+            raise ValueError(f"expected {name} to be a rank from 0 to {self.size - 1}, got {rank}")
+
+    def _check_peer(self, name: str, rank: int, tag: int) -> None:
+        self._check_rank(name, rank)
+        if rank == self.rank:
+            raise ValueError(f"expected {name} to be another rank, got this rank {rank}: copy the tensor instead")
+        if not isinstance(tag, int) or tag < 0:
+            raise ValueError(f"expected tag to be an int >= 0, got {tag!r}")
+
+    def _identity(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        # An output may be the input itself.
+        if output.data_ptr() != input.data_ptr():
+            output.view(-1).copy_(input.view(-1))
+        return FINISHED
+
+    @abc.abstractmethod
+    def _unusable(self) -> str:
+        """Returns why the communicator cannot be used, or an empty text."""
+
+    @abc.abstractmethod
+    def _split(self, ranks: tuple[int, ...]) -> Communicator: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work: ...
+
+    @abc.abstractmethod
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work: ...
+
+    @abc.abstractmethod
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work: ...
+
+    @abc.abstractmethod
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work: ...
+
+    @abc.abstractmethod
+    def _barrier(self) -> Work: ...

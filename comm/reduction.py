@@ -1,0 +1,96 @@
+"""What a reduction may be asked for, and its arithmetic in rank order on one device."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class ReduceOp(enum.Enum):
+    """How the values of all ranks become one.
+
+    `AVG` takes floating-point tensors only. float32 and float64 are summed and then divided by the number of ranks;
+    float16 and bfloat16 are divided first, so that the sum of large float16 values does not overflow.
+    `BAND`, `BOR` and `BXOR` take integers and bool. On bool, `SUM` and `MAX` are "or", `PRODUCT` and `MIN` are "and".
+    What `MIN` and `MAX` make of a NaN is left to the backend.
+    """
+
+    SUM = "sum"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    AVG = "avg"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+HALF = frozenset({torch.float16, torch.bfloat16})
+REDUCIBLE = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+_ON_BOOL = {
+    ReduceOp.SUM: ReduceOp.BOR,
+    ReduceOp.MAX: ReduceOp.BOR,
+    ReduceOp.PRODUCT: ReduceOp.BAND,
+    ReduceOp.MIN: ReduceOp.BAND,
+}
+
+_Combine = Callable[..., torch.Tensor]
+_COMBINE: dict[ReduceOp, _Combine] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def check_reduction(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+    """Checks that `op` can be applied to `dtype`.
+
+    Returns:
+        The operation to carry out: `op` itself, or for bool the bitwise operation that it stands for.
+
+    Raises:
+        TypeError: if `op` is no `ReduceOp`, or if the dtype cannot be reduced by it.
+    """
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"{op=} is no reduction: pass a member of bagua_kernels.comm.ReduceOp, such as ReduceOp.SUM")
+    if dtype not in REDUCIBLE:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in REDUCIBLE))
+        raise TypeError(
+            f"tensors of {dtype} cannot be reduced; expected one of {names}: convert the tensor, or view a complex one "
+            "through torch.view_as_real"
+        )
+    if op is ReduceOp.AVG and dtype not in FLOATING:
+        raise TypeError(f"ReduceOp.AVG expects a floating-point tensor, got {dtype}: use ReduceOp.SUM and divide")
+    if op in BITWISE and dtype in FLOATING:
+        raise TypeError(f"{op} expects an integer or bool tensor, got {dtype}")
+    return _ON_BOOL.get(op, op) if dtype is torch.bool else op
+
+
+def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Reduces one tensor per rank, from rank 0 upwards, so that the result is the same bits wherever it is computed.
+
+    Args:
+        parts: tensors of one shape and dtype; left unchanged.
+        op: the reduction, as `check_reduction` returned it.
+
+    Returns:
+        A new tensor.
+    """
+    combine = _COMBINE[op]
+    divide_first = op is ReduceOp.AVG and parts[0].dtype in HALF
+    total = parts[0] / len(parts) if divide_first else parts[0].clone()
+    for part in parts[1:]:
+        combine(total, part / len(parts) if divide_first else part, out=total)
+    if op is ReduceOp.AVG and not divide_first:
+        total /= len(parts)
+    return total

@@ -1,0 +1,283 @@
+"""Where this process stands among its fellows: `init` once, then `world`, `rank`, `size`, `device` from anywhere."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import ipaddress
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from bagua_kernels import knobs
+from bagua_kernels.comm.attempt import agree
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.local import LocalCommunicator
+from bagua_kernels.comm.meeting import LocalWorld
+from bagua_kernels.comm.torch_backend import TorchCommunicator
+from bagua_kernels.errors import CommunicationError
+
+_LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher such as torchrun tells a process through its environment.
+
+    Attributes:
+        rank: RANK, the number of this process.
+        world_size: WORLD_SIZE, the number of processes.
+        local_rank: LOCAL_RANK, the number of this process on its host; RANK where it is not set.
+        master_addr: MASTER_ADDR, the host of the key-value store.
+        master_port: MASTER_PORT, its port.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
+        """Returns what the environment says, or None where no launcher has set anything.
+
+        Raises:
+            ValueError: if some of the variables are missing, or hold no sensible number.
+        """
+        if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
+            return None
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if missing:
+            raise ValueError(
+                f"the environment lacks {', '.join(missing)}: start the script with torchrun, set all of RANK, "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them for a single process"
+            )
+
+        def number(name: str) -> int:
+            try:
+                return int(environment[name])
+            except ValueError:
+                raise ValueError(f"{name}={environment[name]!r} in the environment is no integer") from None
+
+        rank, world_size = number("RANK"), number("WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}")
+        local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], number("MASTER_PORT"))
+
+
+@dataclass
+class _World:
+    communicator: Communicator
+    made_group: bool
+
+
+_current: _World | None = None
+
+
+def init(*, timeout: float | None = None, device: str | torch.device | None = None) -> Communicator:
+    """Joins the other processes of the job; every rank calls it, as often as it likes.
+
+    Under torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, it initialises torch.distributed:
+    NCCL and Gloo on cuda:LOCAL_RANK, Gloo on a CPU. Where torch.distributed is initialised already it uses its
+    default group. In a plain single process it opens no socket.
+
+    Gloo takes the network interface that the hostname resolves to, or that GLOO_SOCKET_IFNAME names. Where
+    MASTER_ADDR is a loopback address and GLOO_SOCKET_IFNAME is not set, loopback is used instead: for torch's default
+    group by setting that variable while the group is made (there is no other way) and restoring it, for this
+    package's own without.
+
+    Args:
+        timeout: seconds after which an operation that does not finish raises an error; by default
+            `BAGUA_KERNELS_TIMEOUT`.
+        device: where tensors will be; by default the GPU of this rank if there is one, else the CPU.
+
+    Returns:
+        The communicator of all ranks.
+
+    Raises:
+        ValueError: if the environment is incomplete, or the arguments contradict an earlier call.
+        CollectiveTimeoutError: if not all ranks arrived in time; it names those that are missing.
+        CommunicationError: if the store at MASTER_ADDR cannot be reached.
+    """
+    global _current
+    wanted = None if device is None else _indexed(torch.device(device))
+    if _current is not None:
+        made = _current.communicator
+        if timeout is not None and timeout != made.timeout:
+            raise ValueError(
+                f"init was called before with timeout={made.timeout}, now with {timeout=}: call shutdown first"
+            )
+        if wanted is not None and wanted != made.device:
+            raise ValueError(
+                f"init was called before with device={made.device}, now with {device=}: call shutdown first"
+            )
+        return made
+    seconds = knobs.TIMEOUT.get() if timeout is None else float(timeout)
+    if not seconds > 0:
+        raise ValueError(f"expected a number of seconds above zero, got {timeout=}")
+    if dist.is_initialized():
+        _current = _World(TorchCommunicator(timeout=seconds, device=wanted), made_group=False)
+    else:
+        launch = Launch.read()
+        if launch is None:
+            place = wanted or _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            alone = LocalWorld(1, seconds, place)
+            _current = _World(LocalCommunicator(alone, alone.group("world", (0,)), 0), made_group=False)
+        else:
+            _current = _World(_join(launch, seconds, wanted), made_group=True)
+    atexit.register(_shutdown_at_exit)
+    return _current.communicator
+
+
+def world() -> Communicator:
+    """Returns the communicator of all ranks.
+
+    Raises:
+        RuntimeError: if `init` has not been called.
+    """
+    if _current is None:
+        raise RuntimeError("there is no communicator yet: call bagua_kernels.comm.init() first")
+    return _current.communicator
+
+
+def device() -> torch.device:
+    """Returns the device of this rank's tensors."""
+    return world().device
+
+
+def rank() -> int:
+    """Returns this process's number, from 0."""
+    return world().rank
+
+
+def size() -> int:
+    """Returns the number of processes."""
+    return world().size
+
+
+def is_initialized() -> bool:
+    """Returns whether `init` has been called, and `shutdown` not since."""
+    return _current is not None
+
+
+def shutdown() -> None:
+    """Waits for the other ranks, and undoes `init`; harmless without it.
+
+    A rank that has gone is logged, not raised: there is nothing left to do with it. It runs by itself when the process
+    exits, where it waits for at most 30 seconds, and not at all after an uncaught exception.
+    """
+    _shutdown(None, "")
+
+
+def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Communicator:
+    place = wanted or torch.device("cpu")
+    if wanted is None and torch.cuda.is_available():
+        if launch.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={launch.local_rank} has no GPU of its own, there are {torch.cuda.device_count()}: start "
+                "fewer processes on this host, or pass device='cpu'"
+            )
+        place = torch.device("cuda", launch.local_rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    host = _loopback(launch.master_addr)
+    try:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout)))
+    except RuntimeError as error:
+        where = f"{launch.master_addr}:{launch.master_port}"
+        raise CommunicationError(
+            f"rank {launch.rank} could not reach the store at MASTER_ADDR:MASTER_PORT={where}: see that rank 0 (or the "
+            f"launcher) runs there and that no other job uses the port [torch: {str(error).splitlines()[0]}]"
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout))
+    # A launcher that restarts dead ranks hands out the same store again, with the dead ranks' addresses still in it.
+    session = agree(store, launch.rank, launch.world_size, timeout)
+    with _interface(host):
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+            store=PrefixStore(f"bagua_kernels/{session}", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    return TorchCommunicator(timeout=timeout, device=place, host=host)
+
+
+def _loopback(address: str) -> str:
+    """Returns the address if it is a loopback address that Gloo should use, else an empty text."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    if address == "localhost":
+        return "127.0.0.1"
+    try:
+        return address if ipaddress.ip_address(address).is_loopback else ""
+    except ValueError:
+        return ""
+
+
+@contextlib.contextmanager
+def _interface(host: str) -> Iterator[None]:
+    """Makes Gloo use the loopback interface within the block, if `host` is given."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    if not host or not name:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _indexed(place: torch.device) -> torch.device:
+    if place == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _shutdown(limit: float | None, failure: str) -> None:
+    global _current
+    if _current is None:
+        return
+    communicator, made_group = _current.communicator, _current.made_group
+    _current = None
+    atexit.unregister(_shutdown_at_exit)
+    if not isinstance(communicator, TorchCommunicator):
+        communicator.close()
+        return
+    healthy = not failure and not communicator.is_ended()
+    if healthy:
+        try:
+            communicator.close(limit)
+        except CommunicationError as error:
+            _log.warning("the other ranks did not shut down with this one: %s", error)
+            healthy = False
+    if not healthy:
+        communicator.abort(failure or "its process exited")
+    if not made_group or not dist.is_initialized():
+        return
+    if healthy:
+        dist.destroy_process_group()
+    else:
+        # Its destructor would wait for operations that cannot finish.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+
+def _shutdown_at_exit() -> None:
+    error = getattr(sys, "last_value", None)
+    failure = f"its process exited after {type(error).__name__}: {error}" if error is not None else ""
+    _shutdown(_LONGEST_GOODBYE, failure)

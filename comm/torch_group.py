@@ -1,0 +1,142 @@
+"""The connections beneath a `TorchCommunicator`: a Gloo or NCCL backend of its own, or the group of the user."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from bagua_kernels.comm.reduction import BITWISE, ReduceOp
+
+
+@dataclass
+class Group:
+    """Connections among some ranks.
+
+    Attributes:
+        backend: torch's backend (or process group), whose methods start the operations.
+        kind: "gloo", "nccl" or the name of another backend.
+        store: where members of new groups find one another.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: seconds.
+        device: where tensors are.
+        host: the address whose interface Gloo uses; empty for torch's choice.
+    """
+
+    backend: Any
+    kind: str
+    store: Store
+    rank: int
+    size: int
+    timeout: float
+    device: torch.device
+    host: str
+
+    def child(self, key: str, ranks: tuple[int, ...]) -> Group:
+        """Connects some of the ranks.
+
+        torch's `new_group` will not do: either all processes of the job must call it, or it names the group by how many
+        groups this process is in, which differs between members.
+
+        Args:
+            key: a name that no other group of the job ever had.
+            ranks: the members, ascending; this rank is one.
+        """
+        if self.kind not in ("gloo", "nccl"):
+            raise ValueError(f"a group over torch's backend {self.kind!r} cannot be split; use gloo or nccl")
+        rank, size = ranks.index(self.rank), len(ranks)
+        backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
+        return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host)
+
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        """Returns whether the backend has this reduction."""
+        if self.kind == "gloo":
+            return dtype is not torch.int16
+        return op not in BITWISE and dtype is not torch.int16
+
+    def broadcast_copies(self, src: int) -> int:
+        """Returns to how many ranks this rank passes on a broadcast."""
+        position = (self.rank - src) % self.size
+        if self.kind != "gloo":
+            return int(position < self.size - 1)
+        # Gloo's binomial tree: position p sends to p + 2^i for every 2^i below its lowest set bit.
+        lowest = position & -position if position else 1 << (self.size - 1).bit_length()
+        steps = (1 << i for i in range(lowest.bit_length() - 1))
+        return sum(position + step < self.size for step in steps)
+
+    def close(self) -> None:
+        """Frees the connections, once all ranks are done with them."""
+        self.backend = None
+
+    def abandon(self) -> None:
+        """Gives the connections up while operations may be under way, without waiting for those.
+
+        Gloo's destructor waits for its operations, even when the process exits, so it must never run.
+        """
+        if self.kind == "nccl" and self.backend is not None:
+            self.backend.abort()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
+
+def open_group(
+    group: dist.ProcessGroup,
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    device: torch.device | None,
+    host: str,
+) -> Group:
+    """Opens the connections of a new communicator beside a process group.
+
+    Args:
+        group: the user's group.
+        store: the job's store.
+        name: a name that no other group of the job ever had.
+        rank: this rank in the group.
+        size: the group's size.
+        timeout: seconds.
+        device: where tensors will be; None for the device that the group serves.
+        host: the address whose interface Gloo uses; empty for torch's choice.
+
+    Raises:
+        ValueError: if the group serves no tensors on `device`.
+    """
+    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if device is None:
+        on_cuda = torch.cuda.is_available() and served.get("cuda", "gloo") != "gloo"
+        device = torch.device("cuda" if on_cuda else "cpu")
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    kind = served.get(device.type)
+    if kind is None or (kind == "gloo" and device.type != "cpu"):
+        raise ValueError(
+            f"expected a group that serves {device=}, got one with the backends {served}: initialise torch.distributed "
+            "with backend='cpu:gloo,cuda:nccl'"
+        )
+    own = kind in ("gloo", "nccl") and size > 1
+    backend = _open(kind, store, name, rank, size, timeout, host) if own else group
+    return Group(backend, kind, store, rank, size, timeout, device, host)
+
+
+def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: float, host: str) -> Any:
+    prefixed = PrefixStore(f"bagua_kernels/{key}", store)
+    limit = timedelta(seconds=timeout)
+    if size == 1:
+        return None
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = limit
+    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+    return gloo(prefixed, rank, size, options)

@@ -1,0 +1,246 @@
+"""Waiting for torch's operations: the timeout, and the error that says what happened and who is at fault."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from bagua_kernels.comm.liveness import Liveness, Verdict
+from bagua_kernels.comm.work import Work
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+
+T = TypeVar("T")
+
+# Between two looks at what other ranks reported; it also bounds how long Ctrl-C and `abort` take.
+_SLICE = 0.25
+
+
+class Session:
+    """What all work of one communicator shares: how to name it, when to give up, and whether it has already failed.
+
+    Args:
+        name: of the communicator, for errors; the same on all its ranks.
+        timeout: seconds.
+        rank: this rank in the communicator.
+        members: the communicator's ranks as numbers of the world, in order.
+        liveness: tells who is at fault; None for errors without names.
+        abandon: called once when an operation has failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float,
+        rank: int,
+        members: tuple[int, ...],
+        liveness: Liveness | None,
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self.rank = rank
+        self.members = members
+        self.liveness = liveness
+        self.ended = ""
+        self.abandon: Callable[[], None] | None = None
+        self._failure: CommunicationError | None = None
+        self._lock = threading.Lock()
+
+    def child(self, label: str, ranks: tuple[int, ...]) -> Session:
+        """Returns the session of a communicator of some of the ranks."""
+        members = tuple(self.members[rank] for rank in ranks)
+        return Session(f"{self.name}/{label}", self.timeout, ranks.index(self.rank), members, self.liveness)
+
+    def entered(self, number: int, operation: str) -> None:
+        """Notes that operation `number` has started."""
+        if self.liveness is not None:
+            self.liveness.entered(self.name, number, operation)
+
+    def finished(self, number: int | None) -> None:
+        """Notes that it has finished."""
+        if self.liveness is not None and number is not None:
+            self.liveness.finished(self.name, number)
+
+    def close(self) -> None:
+        """Makes every later call fail, after all ranks are through with the communicator."""
+        self.ended = self.ended or "it was closed"
+        if self.liveness is not None:
+            self.liveness.closed(self.name)
+
+    def abort(self, reason: str) -> None:
+        """Makes pending work and every later call fail, here and, unless it has failed anyway, on the other ranks."""
+        if not self.ended and self.liveness is not None:
+            self.liveness.gave_up(self.name, reason)
+        self.ended = self.ended or reason
+
+    def guard(self, operation: str, call: Callable[[], T], number: int | None = None, peer: int | None = None) -> T:
+        """Returns what `call` returns; turns torch's errors into this package's."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.failure(operation, number, peer, error, timed_out=_is_timeout(error)) from error
+
+    def reported(self) -> bool:
+        """Returns whether another rank has reported a failure that concerns this communicator."""
+        if self.liveness is None:
+            return False
+        self.liveness.observe()
+        return self.liveness.reported(self.name, self.members) is not None
+
+    def failure(
+        self, operation: str, number: int | None, peer: int | None, error: Exception | None, *, timed_out: bool
+    ) -> CommunicationError:
+        """Returns the error to raise for an operation that failed, and ends the communicator.
+
+        Args:
+            operation: its name.
+            number: its number; None for send and receive.
+            peer: the only other rank that took part; None for a collective.
+            error: what torch raised, if it did.
+            timed_out: whether the time ran out, rather than a connection.
+        """
+        what = f"{operation} #{number}" if number is not None else operation
+        what += f" with rank {peer}" if peer is not None else ""
+        with self._lock:
+            if self._failure is not None:
+                kind = type(self._failure)
+                text = f"{what} cannot finish, since an operation before it failed: {self._failure}"
+                return _with_ranks(kind, text, getattr(self._failure, "ranks", ()))
+            others = self.members if peer is None else (self.members[self.rank], self.members[peer])
+            verdict = None
+            if self.liveness is not None:
+                verdict = self.liveness.diagnose(self.name, others, number, operation, timed_out=timed_out)
+            said = "" if error is None else f" [torch: {_told(error)}]"
+            self._failure = self._describe(what, verdict, peer, timed_out, said)
+            self.ended = self.ended or f"{self._failure}"
+            if self.abandon is not None:
+                self.abandon()
+            return self._failure
+
+    def _describe(
+        self, what: str, verdict: Verdict | None, peer: int | None, timed_out: bool, said: str
+    ) -> CommunicationError:
+        where = f"{what} of communicator {self.name!r}"
+        ranks = [self.members.index(rank) for rank in verdict.ranks if rank in self.members] if verdict else []
+        numbers = ", ".join(map(str, ranks))
+        many = "ranks" if len(ranks) > 1 else "rank"
+        if verdict is None or verdict.kind == "unknown":
+            detail = verdict.text if verdict else "the ranks keep no signs of life, so the rank at fault is not known"
+            if timed_out:
+                text = (
+                    f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"
+                )
+                return CollectiveTimeoutError(text, [] if peer is None else [peer])
+            return CommunicationError(f"{where} failed: {detail}{said}")
+        reporter = f" (reported by world rank {verdict.by})" if verdict.by != self.members[self.rank] else ""
+        if self.members[self.rank] in verdict.ranks:
+            text = f"{where} failed, for the others have given up this rank{reporter}: {verdict.text}{said}"
+            return _with_ranks(CollectiveTimeoutError if verdict.kind == "late" else RankLostError, text, ranks)
+        if verdict.kind == "late":
+            return CollectiveTimeoutError(
+                f"{where} did not finish within {self.timeout:g} s, waiting for {many} {numbers}{reporter}: "
+                f"{verdict.text}; make all ranks issue the same operations in the same order, or raise timeout={said}",
+                ranks,
+            )
+        how = "left" if verdict.kind == "closed" else "was lost"
+        return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {verdict.text}{said}", ranks)
+
+
+class TorchWork(Work):
+    """One operation of torch under way."""
+
+    def __init__(
+        self,
+        session: Session,
+        handle: Any,
+        operation: str,
+        number: int | None,
+        peer: int | None,
+        finish: Callable[[], None] | None,
+        on_stream: bool,
+    ) -> None:
+        self._session = session
+        self._handle = handle
+        self._operation = operation
+        self._number = number
+        self._peer = peer
+        self._finish = finish
+        self._on_stream = on_stream
+        self._done = False
+        self._error: CommunicationError | None = None
+
+    def is_completed(self) -> bool:
+        """Returns whether `wait` would return, or raise, at once."""
+        return self._done or self._error is not None or bool(self._session.ended) or bool(self._handle.is_completed())
+
+    def wait(self) -> None:
+        """Waits until the outputs are valid; raises an error that names the rank at fault where it is known."""
+        if self._done:
+            return
+        if self._error is not None:
+            raise self._error
+        try:
+            if self._on_stream:
+                self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
+            else:
+                self._wait_on_host()
+        except CommunicationError as error:
+            self._error = error
+            raise
+        if self._finish is not None:
+            self._finish()
+        self._done = True
+        self._session.finished(self._number)
+
+    def _wait_on_host(self) -> None:
+        session = self._session
+        deadline = time.monotonic() + session.timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._handle.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
+                return
+            except RuntimeError as error:
+                if self._handle.is_completed():
+                    self._settle(error)
+                    return
+            if session.ended:
+                raise self._fail(None, timed_out=False) if session._failure else self._given_up()
+            if session.reported():
+                raise self._fail(None, timed_out=False)
+            if left <= _SLICE:
+                raise self._fail(None, timed_out=True)
+
+    def _settle(self, error: RuntimeError) -> None:
+        """Decides about an operation that is complete after `wait` raised: it may have finished right after."""
+        try:
+            self._handle.wait(timedelta(seconds=1))
+        except RuntimeError as final:
+            raise self._fail(final, timed_out=_is_timeout(final)) from final
+
+    def _fail(self, error: Exception | None, *, timed_out: bool) -> CommunicationError:
+        return self._session.failure(self._operation, self._number, self._peer, error, timed_out=timed_out)
+
+    def _given_up(self) -> CommunicationError:
+        return CommunicationError(f"{self._operation} was given up: {self._session.ended}")
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def _told(error: Exception) -> str:
+    """Returns the telling part of Gloo's message: neither where in its source it arose nor its good wishes."""
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return re.sub(r"^\[\S+:\d+\] ", "", text).split(" This is typically")[0]
+
+
+def _with_ranks(kind: type[CommunicationError], text: str, ranks: Any) -> CommunicationError:
+    if issubclass(kind, (RankLostError, CollectiveTimeoutError)):
+        return kind(text, ranks)
+    return kind(text)

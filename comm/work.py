@@ -1,0 +1,41 @@
+"""A communication under way."""
+
+from __future__ import annotations
+
+import abc
+
+
+class Work(abc.ABC):
+    """A communication that has been started.
+
+    Outputs hold their values, and inputs may be changed again, only once `wait` has returned: parts of an operation
+    (a division, a copy) run there. Waiting again is harmless, and repeats the error of the first time if there was one.
+    """
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits until the outputs are valid: on a GPU the current stream waits, on a CPU the caller.
+
+        Raises:
+            RankLostError: if a rank that takes part died or left.
+            CollectiveTimeoutError: if the communicator's timeout ran out while every rank still answered.
+            CommunicationError: if it failed otherwise.
+        """
+
+    @abc.abstractmethod
+    def is_completed(self) -> bool:
+        """Returns whether `wait` would return, or raise, at once."""
+
+
+class Finished(Work):
+    """A communication that had nothing left to do when it was started."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """Returns True."""
+        return True
+
+
+FINISHED = Finished()

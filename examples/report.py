@@ -1,0 +1,231 @@
+"""What surrounds the training loop of the examples: start of the processes, progress bar, table, picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+INK, GREY = "#222222", "#8a8a8a"
+
+
+class Stats(Protocol):
+    """What an algorithm counts from its first step on; see `stats()` of the algorithms."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time for which training stood still because communication had not finished."""
+
+
+def under_torchrun(processes: int) -> None:
+    """Starts this program anew under torchrun with several processes, unless that is where it runs already."""
+    if processes == 1 or torch.distributed.is_torchelastic_launched():
+        return
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--"]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
+
+
+class Run:
+    """One training run: a progress bar on rank 0 while it lasts, and what was measured afterwards.
+
+    Time counts from the start of the first step; evaluations are left out of it.
+
+    Attributes:
+        algorithm: its name on the command line.
+        parameters: number of values in the gradient of the model.
+        ranks: number of processes.
+        loss: loss of rank 0, at each step.
+        seconds: time since the start, at the end of each step.
+        waited: time that training has waited for communication since the start, likewise.
+        bytes_sent: bytes that rank 0 has sent since the start, likewise.
+        accuracy: pairs of the number of steps and the accuracy on the test set then.
+    """
+
+    WARM_UP = 5  # steps that are left out of the times: kernels are compiled and memory is allocated in them
+
+    def __init__(self, algorithm: str, model: nn.Module, steps: int, rank: int, ranks: int) -> None:
+        self.algorithm = algorithm
+        self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.ranks = ranks
+        self.loss: list[float] = []
+        self.seconds: list[float] = []
+        self.waited: list[float] = []
+        self.bytes_sent: list[int] = []
+        self.accuracy: list[tuple[int, float]] = []
+        self._clock = time.perf_counter()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f} {task.fields[rate]:6,.0f} images/s {task.fields[accuracy]}"),
+            TimeElapsedColumn(),
+            disable=rank != 0,
+        )
+        self._task = self._bar.add_task(f"{algorithm:<9}", total=steps, loss=float("nan"), rate=0.0, accuracy="")
+
+    def __enter__(self) -> Run:
+        self._bar.start()
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, loss: float, images: int, stats: Stats) -> None:
+        """Notes a step that has just ended."""
+        now = time.perf_counter()
+        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + now - self._clock)
+        self._clock = now
+        self.loss.append(loss)
+        self.waited.append(stats.wait_seconds)
+        self.bytes_sent.append(stats.bytes_sent)
+        recent = self.seconds[-20:]
+        rate = (len(recent) - 1) * images * self.ranks / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
+        self._bar.update(self._task, advance=1, loss=statistics.fmean(self.loss[-20:]), rate=rate)
+
+    def evaluation(self, accuracy: float) -> None:
+        """Notes the accuracy on the test set, measured since the last step."""
+        self.accuracy.append((len(self.loss), accuracy))
+        self._bar.update(self._task, accuracy=f"test {accuracy:.1%}")
+        self._clock = time.perf_counter()
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that a rank sends in a step."""
+        return self.bytes_sent[-1] / len(self.bytes_sent)
+
+    @property
+    def compression_ratio(self) -> float | None:
+        """Traffic of a ring all-reduce of float32 gradients, divided by this run's; None without traffic."""
+        exact = 2 * (self.ranks - 1) / self.ranks * 4 * self.parameters
+        return exact / self.bytes_per_step if self.bytes_per_step else None
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median time of a step."""
+        times = np.diff(self.seconds, prepend=0.0)
+        return float(np.median(times[self._first :]))
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time in which training stood still for communication."""
+        first = self._first
+        seconds, waited = ([0.0, *series] for series in (self.seconds, self.waited))
+        return (waited[-1] - waited[first]) / (seconds[-1] - seconds[first])
+
+    @property
+    def _first(self) -> int:
+        return self.WARM_UP if len(self.seconds) > 2 * self.WARM_UP else 0
+
+
+def write(runs: Sequence[Run], folder: Path, options: Mapping[str, object]) -> None:
+    """Prints the table of some runs, and writes their numbers and a picture of them to a folder."""
+    ranks = runs[0].ranks
+    table = Table(title=f"{options['dataset']}, ranks: {ranks}, epochs: {options['epochs']}")
+    table.add_column("algorithm", overflow="fold")
+    for heading in ("test\naccuracy", "sent per step\nand rank", "compression", "time\nper step", "of it\nwaiting"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        table.add_row(
+            run.algorithm,
+            f"{run.accuracy[-1][1]:.2%}",
+            f"{run.bytes_per_step / 1e3:,.1f} kB",
+            f"{run.compression_ratio:.2f} ×" if run.compression_ratio else "–",
+            f"{run.seconds_per_step * 1e3:.1f} ms",
+            f"{run.waiting_share:.1%}",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {
+        "options": dict(options),
+        "ranks": ranks,
+        "parameters": runs[0].parameters,
+        "runs": [_numbers(run) for run in runs],
+    }
+    (folder / "train.json").write_text(json.dumps(numbers, indent=1, default=str) + "\n")
+    picture(runs, folder / "train.png", f"{options['dataset']}, ranks: {ranks}")
+    console = Console()
+    console.print(table)
+    console.print(f"picture: {folder / 'train.png'}   numbers: {folder / 'train.json'}")
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    return {
+        "algorithm": run.algorithm,
+        "test_accuracy": run.accuracy[-1][1],
+        "bytes_per_step": run.bytes_per_step,
+        "compression_ratio": run.compression_ratio,
+        "seconds_per_step": run.seconds_per_step,
+        "waiting_share": run.waiting_share,
+        "steps": len(run.loss),
+        "accuracy": [{"step": step, "accuracy": accuracy} for step, accuracy in run.accuracy],
+        "loss": [round(value, 6) for value in run.loss],
+        "seconds": [round(value, 6) for value in run.seconds],
+        "waited": [round(value, 6) for value in run.waited],
+        "bytes_sent": run.bytes_sent,
+    }
+
+
+def picture(runs: Sequence[Run], path: Path, title: str) -> None:
+    """Draws loss and accuracy against time and against bytes sent."""
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "axes.edgecolor": GREY,
+        "axes.labelcolor": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e6e6e6",
+        "xtick.color": GREY,
+        "ytick.color": GREY,
+    }
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(2, 2, figsize=(10, 6.6), sharex="col", sharey="row", layout="constrained")
+        for run, colour in zip(runs, COLOURS * len(runs), strict=False):
+            for column, axis in enumerate((run.seconds, [count / 1e6 for count in run.bytes_sent])):
+                panels[0, column].plot(axis, run.loss, color=colour, linewidth=0.6, alpha=0.2)
+                panels[0, column].plot(axis, _smooth(run.loss), color=colour, linewidth=1.8, label=run.algorithm)
+                steps, accuracies = zip(*run.accuracy, strict=True)
+                reached = [axis[step - 1] for step in steps]
+                panels[1, column].plot(
+                    reached, [100 * value for value in accuracies], "o-", color=colour, markersize=4.5, linewidth=1.8
+                )
+        lowest = min(min(_smooth(run.loss)) for run in runs)
+        panels[0, 0].set(ylabel="training loss, rank 0", yscale="log", ylim=(lowest / 2, None))
+        panels[1, 0].set(ylabel="test accuracy, %", xlabel="training time, s")
+        panels[1, 1].set(xlabel="sent by a rank, MB")
+        panels[0, 1].legend(frameon=False, loc="upper right")
+        figure.align_ylabels()
+        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _smooth(values: Sequence[float], length: int = 20) -> list[float]:
+    """Returns the mean of the last values at each place."""
+    return [statistics.fmean(values[max(0, end - length) : end]) for end in range(1, len(values) + 1)]

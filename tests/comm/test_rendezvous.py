@@ -1,0 +1,260 @@
+"""How processes find one another, and how they part."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from bagua_kernels import comm
+from bagua_kernels.comm.attempt import agree
+from bagua_kernels.comm.rendezvous import Launch
+from bagua_kernels.comm.testing import Processes, run_processes
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+
+ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+VARIABLES = (*ENVIRONMENT, "LOCAL_RANK")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without a launcher."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_launch_reads_the_environment() -> None:
+    """All of it, or nothing."""
+    assert Launch.read({}) is None
+    assert Launch.read({"MASTER_ADDR": "elsewhere"}) is None
+    assert Launch.read(ENVIRONMENT) == Launch(1, 2, 1, "127.0.0.1", 29500)
+    assert Launch.read({**ENVIRONMENT, "LOCAL_RANK": "0"}) == Launch(1, 2, 0, "127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"WORLD_SIZE": ""}, "lacks WORLD_SIZE"),
+        ({"RANK": ""}, "lacks RANK"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "lacks MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "two"}, "RANK='two'"),
+        ({"RANK": "2"}, "RANK from 0 to"),
+    ],
+)
+def test_launch_refuses_half_an_environment(change: dict[str, str], text: str) -> None:
+    """The error names what is missing."""
+    with pytest.raises(ValueError, match=text):
+        Launch.read({**ENVIRONMENT, **change})
+
+
+@pytest.mark.usefixtures("alone")
+def test_single_process() -> None:
+    """No launcher: one rank, no torch.distributed."""
+    with pytest.raises(RuntimeError, match=r"call bagua_kernels\.comm\.init"):
+        comm.world()
+    assert not comm.is_initialized()
+    try:
+        communicator = comm.init(timeout=5, device="cpu")
+        assert comm.init() is communicator
+        assert comm.world() is communicator
+        assert (comm.rank(), comm.size(), comm.device()) == (0, 1, torch.device("cpu"))
+        assert not dist.is_initialized()
+        x = torch.arange(3.0)
+        communicator.all_reduce(x, comm.ReduceOp.AVG).wait()
+        assert x.tolist() == [0, 1, 2]
+        assert communicator.all_gather_object("a") == ["a"]
+        assert communicator.bytes_sent == 0
+        with pytest.raises(ValueError, match="timeout=5"):
+            comm.init(timeout=6)
+        with pytest.raises(ValueError, match="device"):
+            comm.init(device="meta")
+    finally:
+        comm.shutdown()
+    assert not comm.is_initialized()
+    comm.shutdown()
+    with pytest.raises(CommunicationError, match="closed"):
+        communicator.barrier()
+
+
+def test_package_is_imported_under_its_name_only() -> None:
+    """The folder at the top of the repository is no package called comm."""
+    root = Path(__file__).parents[2]
+    if not (root / "comm").is_dir():
+        pytest.skip("not run from the repository")
+    command = [sys.executable, "-c", "import comm"]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert "imported as bagua_kernels.comm" in result.stderr.splitlines()[-1]
+
+
+def test_agree_ignores_what_dead_ranks_left() -> None:
+    """The same store again, as torchrun hands it out, with every key of an earlier start in it."""
+    store = HashStore()
+
+    def start(c: comm.Communicator) -> str:
+        time.sleep(0.05 * ((c.rank * 7) % 3))
+        return agree(store, c.rank, c.size, timeout=10)
+
+    names = [set(comm.run_ranks(3, start)) for _ in range(4)]
+    assert all(len(name) == 1 for name in names)
+    assert len(set.union(*names)) == 4
+
+
+def test_agree_names_who_is_missing() -> None:
+    """Rank 2 never comes."""
+
+    def start(c: comm.Communicator) -> None:
+        if c.rank < 2:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                agree(store, c.rank, c.size, timeout=0.3)
+            assert caught.value.ranks == (2,)
+
+    store = HashStore()
+    comm.run_ranks(3, start)
+
+
+def whole_life() -> None:
+    """Joins, uses the world, a user's group of two, and parts; then joins once more."""
+    before = dict(os.environ)
+    for _ in range(2):
+        communicator = comm.init(timeout=30)
+        assert dist.is_initialized()
+        assert dict(os.environ) == before
+        assert comm.size() == 3
+        # torch's own group works beside ours, in any order.
+        x, y = torch.ones(2), torch.ones(2)
+        works = [communicator.all_reduce(x), communicator.all_reduce(y)]
+        z = torch.ones(2)
+        dist.all_reduce(z)
+        for work in works:
+            work.wait()
+        assert x.tolist() == y.tolist() == z.tolist() == [3, 3]
+        group = dist.new_group([1, 2])
+        if comm.rank() in (1, 2):
+            with comm.TorchCommunicator(group, timeout=20, watch=False) as pair:
+                assert pair.rank == comm.rank() - 1
+                assert pair.all_gather_object(comm.rank()) == [1, 2]
+        comm.shutdown()
+        assert not dist.is_initialized()
+    comm.init(timeout=30).barrier().wait()
+    time.sleep(0.5 * comm.rank())  # and leaves the rest to the end of the process
+    print("FINE", flush=True)
+
+
+def test_whole_life() -> None:
+    """Init, shutdown, init, exit, without a word on stderr."""
+    for result in run_processes(whole_life, 3, timeout=60):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "FINE\n"
+        assert result.stderr == ""
+
+
+def with_users_group() -> None:
+    """The user has initialised torch.distributed; it stays theirs."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    communicator = comm.init(timeout=20)
+    x = torch.full((3,), float(comm.rank()))
+    communicator.all_reduce(x).wait()
+    assert x.tolist() == [1, 1, 1]
+    comm.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("FINE", flush=True)
+
+
+def test_users_group_is_used_and_kept() -> None:
+    """As under Lightning or Accelerate."""
+    for result in run_processes(with_users_group, 2, timeout=60):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+def dies_with_work_pending() -> None:
+    """Rank 1 raises while rank 0 waits, for long; rank 0 lets the process end with a duplicate's work under way."""
+    communicator = comm.init(timeout=300)
+    other = communicator.duplicate()
+    x = torch.ones(10)
+    if comm.rank() == 1:
+        time.sleep(1)
+        raise ValueError("done for")
+    pending = other.all_reduce(torch.ones(5))
+    try:
+        communicator.all_reduce(x).wait()
+    except CommunicationError as error:
+        print("TOLD", error, flush=True)
+        sys.exit(4)
+    del pending
+
+
+def test_exit_does_not_hang_when_a_peer_died() -> None:
+    """Operations that can never finish do not keep a process from ending, nor an exception from being told."""
+    started = time.monotonic()
+    with Processes(dies_with_work_pending, 2, env={"BAGUA_KERNELS_HEARTBEAT": "0.25"}) as processes:
+        survivor, culprit = processes.wait(40)
+    assert time.monotonic() - started < 30
+    assert survivor.returncode == 4, survivor.stderr
+    assert "ValueError: done for" in survivor.stdout
+    assert culprit.returncode == 1
+    assert "ValueError: done for" in culprit.stderr
+
+
+def exits_while_others_hang() -> None:
+    """Rank 0 leaves by an exception with work under way that rank 1 never joins, and rank 1 stays alive."""
+    communicator = comm.init(timeout=300)
+    communicator.barrier().wait()
+    if comm.rank() == 1:
+        time.sleep(60)
+    communicator.all_reduce(torch.ones(1000))
+    raise ValueError("early")
+
+
+def test_exit_does_not_wait_for_work_under_way() -> None:
+    """Gloo's own destructor would wait for the timeout of five minutes."""
+    with Processes(exits_while_others_hang, 2) as processes:
+        (result,) = processes.wait(30, [0])
+    assert result.returncode == 1
+    assert result.stderr.rstrip().endswith("ValueError: early")
+
+
+def restarts(folder: str) -> None:
+    """Under torchrun: the first attempt dies, the second reads the same store."""
+    communicator = comm.init(timeout=20)
+    x = torch.ones(4)
+    communicator.all_reduce(x).wait()
+    assert x.tolist() == [2, 2, 2, 2]
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if comm.rank() == 1:
+            os._exit(9)
+        communicator.all_reduce(x).wait()
+    Path(folder, f"fine{comm.rank()}").touch()
+
+
+def test_torchrun_restarts(tmp_path: Path) -> None:
+    """After a rank died, the second attempt does not see its addresses."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('module', {__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        f"module.restarts({str(tmp_path)!r})\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).parents[2]
+    environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "BAGUA_KERNELS_HEARTBEAT": "0.25"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.2", "--master-addr=127.0.0.1", f"--master-port={port}", str(script)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "fine0").exists()
+    assert (tmp_path / "fine1").exists()

@@ -1,0 +1,78 @@
+"""Backends as a parameter, poisoned memory, and lengths that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from bagua_kernels import knobs
+from bagua_kernels.jit import op
+
+EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
+
+# The `target` fixture stays as it is from one example to the next, which is what is wanted.
+PROFILE = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("native", PROFILE, max_examples=100)
+settings.register_profile("emulated", PROFILE, max_examples=3)
+settings.load_profile("emulated" if EMULATED else "native")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend and where it runs here."""
+
+    backend: str
+    device: torch.device
+
+    @property
+    def emulated(self) -> bool:
+        return EMULATED
+
+
+def targets() -> list[Target]:
+    """Every backend that can run here; in an emulated run, the emulated one only, since the others ran before."""
+    devices = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
+    found = [Target(name, device) for device in devices for name in op.available(device)]
+    if knobs.TRITON_INTERPRET.get():
+        return [t for t in found if t.backend == "triton" and t.device.type == "cpu"]
+    if knobs.CUDA_SIMULATOR.get():
+        return [t for t in found if t.backend == "numba_cuda" and t.device.type == "cpu"]
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "target" in metafunc.fixturenames:
+        found = targets()
+        metafunc.parametrize("target", found, ids=[f"{t.backend}-{t.device.type}" for t in found], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An emulated run is about kernels; everything else has been tested without."""
+    if not EMULATED:
+        return
+    kernels = [item for item in items if "target" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kernels])
+    items[:] = kernels
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Runs the test with one backend forced."""
+    with knobs.override(knobs.BACKEND, request.param.backend):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN or 255, so that an element that a kernel forgets to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,118 @@
+"""The rules of the house: what lives where, and who may import whom."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
+# From the ground up: a floor imports from itself and from those before it.
+FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
+
+OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
+MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/nccl.py")
+MAY_READ_THE_ENVIRONMENT = ("bagua_kernels/knobs.py", "comm/rendezvous.py")
+
+
+def sources() -> list[Path]:
+    """Returns every Python file of the three floors, once, by its real path."""
+    folders = (ROOT / "bagua_kernels", *(ROOT / name for name in LINKS))
+    files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
+    return sorted(file for file in files if "__pycache__" not in file.parts)
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def floor_of_module(module: str) -> int | None:
+    """Returns the floor of a module by its dotted name, None outside the project."""
+    if module != "bagua_kernels" and not module.startswith("bagua_kernels."):
+        return None
+    return max(floor for floor, top in enumerate(FLOORS) if module == top or module.startswith(f"{top}."))
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields line and dotted name of everything that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            # `from a import b` may name a module a.b or something in a; the longer name is judged, it begins with a.
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_floor_is_linked_into_the_package(name: str) -> None:
+    link = ROOT / "bagua_kernels" / name
+    assert link.is_symlink()
+    assert link.readlink().as_posix() == LINKS[name]
+    assert (ROOT / name).is_dir()
+    assert not (ROOT / name).is_symlink()
+    assert (link / "__init__.py").is_file()
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {file.parent for file in sources()}
+    assert [name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("file", sources(), ids=name_of)
+def test_imports_only_go_down_a_floor(file: Path) -> None:
+    top = file.relative_to(ROOT).parts[0]
+    own = FLOORS.index(top if top == "bagua_kernels" else f"bagua_kernels.{top}")
+    for line, module in imports(file):
+        where = f"{name_of(file)}:{line} imports {module}"
+        assert not module.startswith("."), f"{where}: write it out as bagua_kernels.…"
+        assert module.split(".")[0] not in LINKS, f"{where}: write bagua_kernels.{module}"
+        floor = floor_of_module(module)
+        assert floor is None or floor <= own, f"{where}, which is on a floor above"
+
+
+@pytest.mark.parametrize("file", sources(), ids=name_of)
+def test_optional_packages_are_imported_by_their_backends_only(file: Path) -> None:
+    if name_of(file).endswith(MAY_IMPORT_OPTIONAL_PACKAGES):
+        return
+    for line, module in imports(file):
+        for package in OPTIONAL_PACKAGES:
+            assert module != package, f"{name_of(file)}:{line}"
+            assert not module.startswith(f"{package}."), f"{name_of(file)}:{line}"
+
+
+@pytest.mark.parametrize("file", sources(), ids=name_of)
+def test_environment_is_read_by_the_knobs_only(file: Path) -> None:
+    if name_of(file) in MAY_READ_THE_ENVIRONMENT:
+        return
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            assert name not in ("environ", "getenv", "environb"), f"{name_of(file)}:{node.lineno} reads the environment"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            assert not {alias.name for alias in node.names} & {"environ", "getenv"}, f"{name_of(file)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_floor_has_one_name(name: str) -> None:
+    """Imported as a top-level package, a floor says how it is called."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=rf"bagua_kernels\.{name}"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert name not in sys.modules
+
+
+def test_wheel_holds_the_three_floors_and_nothing_else() -> None:
+    setuptools = pytest.importorskip("setuptools")
+    found = set(setuptools.find_packages(str(ROOT), include=["bagua_kernels*"]))
+    assert set(FLOORS) <= found
+    # Every folder with code is reached, also those behind the links.
+    below = {name_of(file.parent).replace("/", ".") for file in sources()}
+    expected = {name if name.split(".")[0] == "bagua_kernels" else f"bagua_kernels.{name}" for name in below}
+    assert found == expected
+    assert (ROOT / "bagua_kernels/py.typed").is_file()

@@ -1,0 +1,40 @@
+"""What `import bagua_kernels` costs: nothing that a machine without a GPU would not have."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda", "matplotlib")
+
+
+def run(program: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("module", ["bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms"])
+def test_import_leaves_optional_packages_alone(module: str) -> None:
+    # torch itself may import some of them; what counts is what comes on top of it.
+    program = (
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        f"import {module}\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    loaded = set(json.loads(run(program)))
+    assert module in loaded
+    assert sorted(loaded & set(OPTIONAL_PACKAGES)) == []
+
+
+def test_import_is_fast() -> None:
+    program = (
+        "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"
+    )
+    assert min(float(run(program)) for _ in range(3)) < 0.3
