@@ -63,9 +63,7 @@ bench: $(INSTALLED)
 	$(PYTHON) -m pytest bench --benchmark-enable --benchmark-only --override-ini "python_files=bench_*.py" --timeout 0
 
 gpu-check: $(INSTALLED)
-	mkdir -p bench/results
-	$(PYTHON) bench/gpu_check.py > bench/results/gpu_check.txt
-	@cat bench/results/gpu_check.txt
+	$(PYTHON) -m bench.gpu_check
 
 wheel: $(INSTALLED)
 	$(PYTHON) -m build --no-isolation --outdir dist .

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.engine import Engine
+from bagua_kernels.algorithms.engine import Counters, Engine
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.compression.codec import parse_spec
@@ -129,11 +129,16 @@ class Algorithm(torch.nn.Module):
         finally:
             self._engine.enabled = before
 
+    def close(self) -> None:
+        """Stops exchanging gradients and frees the connections; collective over all ranks."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._communicator.close()
+
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
-        if self._engine is None:
-            return Stats(0, 0, 0.0, 0.0)
-        counters = self._engine.counters
+        counters = Counters() if self._engine is None else self._engine.counters
         sent = self._communicator.bytes_sent - self._setup_bytes
         return Stats(counters.steps, sent, counters.wait_seconds, counters.exchange_seconds)
 
@@ -194,11 +199,12 @@ def from_spec(
     Raises:
         ValueError: the name or an option is unknown, or a value does not fit.
     """
-    name, options = parse_spec(spec)
+    name, parsed = parse_spec(spec)
+    options: dict[str, Any] = {**parsed, **arguments}
     if name not in _algorithms:
         raise ValueError(f"there is no algorithm {name!r} in {spec!r}; known are {', '.join(names())}")
     try:
-        return _algorithms[name](module, optimizer, **options, **arguments)
+        return _algorithms[name](module, optimizer, **options)
     except TypeError as error:
         raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
 
@@ -211,7 +217,9 @@ def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
                 f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
-            raise TypeError(f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point")
+            raise TypeError(
+                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point"
+            )
     state = [*module.named_parameters(), *module.named_buffers()]
     own = [f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}" for name, t in state]
     digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
@@ -257,5 +265,3 @@ def _broadcast_together(tensors: Sequence[torch.Tensor], communicator: Communica
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-

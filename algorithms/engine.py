@@ -47,14 +47,22 @@ class CommunicationThread:
     """
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
-        """Starts the thread, which ends with this object."""
+        """Starts the thread, which ends with this object.
+
+        Args:
+            exchange: what to do with each bucket: a method, of whose object the thread keeps no reference.
+            device: of the buckets.
+        """
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # A reference from the thread to the algorithm, or to `self`, would keep all of them alive for ever.
         thread = threading.Thread(
-            target=_work, args=(self._tasks, exchange, device), name="bagua_kernels communication", daemon=True
+            target=_work,
+            args=(self._tasks, weakref.WeakMethod(exchange), device),
+            name="bagua_kernels communication",
+            daemon=True,
         )
         thread.start()
-        # The thread must not hold `self`, or neither would ever go.
-        self.close = weakref.finalize(self, self._tasks.put, None)
+        self.close = weakref.finalize(self, _end_thread, self._tasks, thread)
 
     def start(self, bucket: Bucket, step: int) -> Task:
         """Queues an exchange of a bucket whose gradients are in place on the current stream."""
@@ -66,7 +74,15 @@ class CommunicationThread:
         return task
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], exchange: Exchange, device: torch.device) -> None:
+def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+    """Ends the thread and waits for it: a thread that outlives the interpreter ends the process with an abort."""
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        # An exchange that hangs is released by its communicator, at the latest when that is shut down.
+        thread.join(timeout=10.0)
+
+
+def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Exchange], device: torch.device) -> None:
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     failure: BaseException | None = None
     while (task := tasks.get()) is not None:
@@ -75,19 +91,29 @@ def _work(tasks: queue.SimpleQueue[Task | None], exchange: Exchange, device: tor
             # After one failure the ranks no longer agree on what comes next.
             if failure is not None:
                 raise failure
-            if stream is None or task.ready is None:
-                exchange(task.bucket, task.step)
-            else:
-                with torch.cuda.stream(stream):
-                    stream.wait_event(task.ready)
-                    exchange(task.bucket, task.step)
-                    task.finished = torch.cuda.Event()
-                    task.finished.record(stream)
+            _run(task, exchange(), stream)
         except BaseException as error:
             task.error = failure = error
         finally:
             task.seconds = time.perf_counter() - begin
             task.done.set()
+        # Waiting for the next task must not keep this one's tensors alive.
+        del task
+
+
+def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None) -> None:
+    if exchange is None:
+        raise RuntimeError(
+            "the algorithm was deleted while its gradients were exchanged; keep it until backward has ended"
+        )
+    if stream is None or task.ready is None:
+        exchange(task.bucket, task.step)
+        return
+    with torch.cuda.stream(stream):
+        stream.wait_event(task.ready)
+        exchange(task.bucket, task.step)
+        task.finished = torch.cuda.Event()
+        task.finished.record(stream)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Knob(Generic[T]):
     def get(self) -> T:
         """Returns the value in force: that of `override`, else the environment's, else the default."""
         if self.variable in _overrides:
-            return _overrides[self.variable]  # type: ignore[no-any-return]
+            return cast(T, _overrides[self.variable])
         text = os.environ.get(self.variable, "")
         if not text:
             return self.default

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
@@ -38,8 +40,8 @@ class CompressedAllReduce:
         blocks = -(-n // codec.block)
         chunk = -(-blocks // size) * codec.block
         starts = [min(rank * chunk, n) for rank in range(size + 1)]
-        self.chunks = [slice(begin, end) for begin, end in zip(starts, starts[1:], strict=False)]
-        self.lengths = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+        self.chunks = [slice(begin, end) for begin, end in pairwise(starts)]
+        self.lengths = [end - begin for begin, end in pairwise(starts)]
         # Every slot has room for a full chunk, so that short last chunks need no collective of uneven parts.
         slot = codec.payload_size(chunk)
         exact_bytes = -(-exact * torch.empty((), dtype=dtype).element_size() // 16) * 16

@@ -263,6 +263,7 @@ def _shutdown(limit: float | None, failure: str) -> None:
     if healthy:
         try:
             communicator.close(limit)
+            communicator.close_relatives()
         except CommunicationError as error:
             _log.warning("the other ranks did not shut down with this one: %s", error)
             healthy = False

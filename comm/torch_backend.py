@@ -135,6 +135,18 @@ class TorchCommunicator(Communicator):
         if self._owned_liveness is not None:
             self._owned_liveness.stop("it closed its communicator")
 
+    def close_relatives(self) -> None:
+        """Frees the connections of every open communicator split from this one or from which it was split.
+
+        For the end of a job, when all ranks are known to have finished. Gloo's threads may still hold tensors a moment after
+        an operation; freeing the connections waits for them, and one that let go of a tensor after the interpreter had
+        ended would end the process with an abort.
+        """
+        for communicator in list(_open):
+            if communicator._session.liveness is self._session.liveness and not communicator._session.ended:
+                communicator._session.close()
+                communicator._group.close()
+
     def is_ended(self) -> bool:
         """Returns whether it was closed or aborted, or has failed."""
         return bool(self._session.ended)

@@ -115,12 +115,12 @@ def array(tensor: torch.Tensor) -> Any:
     return (tensor.view(bits) if bits else tensor).numpy()
 
 
-def half_float(bits):  # type: ignore[no-untyped-def]
+def half_float(bits):
     """The float32 equal to the float16 with these bits."""
     return tl.half_float(bits)
 
 
-def float_half(x):  # type: ignore[no-untyped-def]
+def float_half(x):
     """The bits of the float16 nearest to a float32, ties to even."""
     return tl.float_half(x)
 

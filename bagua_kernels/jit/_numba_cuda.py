@@ -41,7 +41,7 @@ class _ExplicitProducts(ast.NodeTransformer):
     from libdevice's `fmul_rn` is never contracted.
     """
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:  # noqa: N802 - the name that NodeTransformer looks for
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Mult):
             return node

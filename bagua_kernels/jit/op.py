@@ -83,7 +83,7 @@ def available(device: torch.device) -> list[str]:
 @functools.cache
 def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
     device = torch.device(device_type)
-    reasons = []
+    reasons: list[str] = []
     for backend in BACKENDS:
         if choice not in ("auto", backend.name):
             continue

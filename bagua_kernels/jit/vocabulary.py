@@ -51,7 +51,7 @@ def maximum(x: Any, y: Any) -> Any:
     return np.maximum(x, y)
 
 
-def abs(x: Any) -> Any:  # noqa: A001 - named as in triton.language
+def abs(x: Any) -> Any:
     """The magnitude of `x`."""
     return np.abs(x)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.jit.rule import called_rules
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class ElementwiseRule:
     function: Callable[..., Any]
     arrays: int
     writes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        called_rules(self.function)
 
 
 def sgd(p, g, m, lr, momentum, undamped, weight_decay, nesterov):

@@ -154,7 +154,9 @@ def test_encoding_again_changes_nothing(target: Target) -> None:
 
 def test_accuracy_in_every_layer_of_a_bucket(target: Target) -> None:
     if EMULATED:
-        pytest.skip("accuracy is a matter of the bytes, which the other tests compare; 160,000 elements take minutes here")
+        pytest.skip(
+            "accuracy is a matter of the bytes, which the other tests compare; 160,000 elements take minutes here"
+        )
     codec = MinMaxUInt8()
     x, layers = mixed_bucket(codec.block)
     decoded = codec.decode(codec.encode(x.to(target.device)), torch.empty_like(x, device=target.device)).cpu()
@@ -232,7 +234,7 @@ class TestArguments:
                 self.codec.decode(payload[:size], torch.empty(1000))
 
     def test_payload_of_wrong_dtype(self) -> None:
-        with pytest.raises(TypeError, match="uint8, got torch.int8"):
+        with pytest.raises(TypeError, match=r"uint8, got torch\.int8"):
             self.codec.decode(torch.zeros(272, dtype=torch.int8), torch.empty(256))
 
     def test_unaligned_payload(self) -> None:
@@ -263,7 +265,7 @@ class TestArguments:
 def test_from_spec() -> None:
     assert from_spec("minmax_uint8") == MinMaxUInt8()
     assert from_spec("minmax_uint8:block=128,stochastic=true") == MinMaxUInt8(128, stochastic=True)
-    with pytest.raises(ValueError, match="no codec 'minmax'.*known are minmax_uint8"):
+    with pytest.raises(ValueError, match=r"no codec 'minmax'.*known are minmax_uint8"):
         from_spec("minmax")
     with pytest.raises(ValueError, match="unexpected keyword argument 'blocks'"):
         from_spec("minmax_uint8:blocks=128")
@@ -272,7 +274,13 @@ def test_from_spec() -> None:
 
 
 def test_fold_seed_tells_messages_apart() -> None:
-    seeds = {fold_seed(s, step, bucket, rank) for s in (0, 1) for step in range(20) for bucket in range(5) for rank in range(5)}
+    seeds = {
+        fold_seed(s, step, bucket, rank)
+        for s in (0, 1)
+        for step in range(20)
+        for bucket in range(5)
+        for rank in range(5)
+    }
     assert len(seeds) == 2 * 20 * 5 * 5
     assert fold_seed(1, 2) != fold_seed(2, 1)
     # A golden value: every rank must come to the same seed, whatever its version.

@@ -1,0 +1,156 @@
+"""Measures all rows in turns in one process: `python -m bench.speed [--output bench/results/cpu.json]`.
+
+On a shared machine a rival that was measured a minute later was measured on another machine, so the rows of a group take
+turns, one run each a round, and medians over the rounds are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import workloads
+from bench.workloads import Workload
+
+Clock = Callable[[Callable[[], object]], float]
+
+
+def host_clock(run: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup: int = 2) -> list[dict[str, Any]]:
+    """Times each group's rows in turns.
+
+    Returns:
+        A dict for each row: group, name, bytes, seconds (median, least, greatest), gb_per_s, its share of the copy's, and
+        what the row itself reports.
+    """
+    results = []
+    for rows in groups:
+        runs = [row.prepare() for row in rows]
+        seconds: list[list[float]] = [[] for _ in rows]
+        for turn in range(warmup + rounds):
+            # A different row goes first each time: none always follows the one that leaves the caches worst.
+            for position in range(len(rows)):
+                index = (turn + position) % len(rows)
+                taken = clock(runs[index])
+                if turn >= warmup:
+                    seconds[index].append(taken)
+        del runs
+        gc.collect()
+        results += [result(row, taken) for row, taken in zip(rows, seconds, strict=True)]
+    roofs = {r["group"]: r["gb_per_s"] for r in results if r["name"] == workloads.COPY}
+    return [r | {"share_of_copy": r["gb_per_s"] / roofs[r["group"]]} for r in results]
+
+
+def result(row: Workload, seconds: list[float]) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    return {
+        "group": row.group,
+        "name": row.name,
+        "bytes": row.bytes,
+        "median_s": median,
+        "least_s": min(seconds),
+        "greatest_s": max(seconds),
+        "gb_per_s": row.bytes / median / 1e9,
+        **row.info(),
+    }
+
+
+def table(results: list[dict[str, Any]], title: str) -> Table:
+    """GB/s and share of the copy's, a section a group."""
+    grid = Table("", "", title=title, title_justify="left")
+    for heading in ("median ms", "least–greatest ms", "GB/s", "of copy", "bytes/element", "relative error"):
+        grid.add_column(heading, justify="right")
+    for index, row in enumerate(results):
+        first = index == 0 or results[index - 1]["group"] != row["group"]
+        if first and index:
+            grid.add_section()
+        grid.add_row(
+            row["group"] if first else "",
+            row["name"],
+            f"{row['median_s'] * 1e3:.3f}",
+            f"{row['least_s'] * 1e3:.3f}–{row['greatest_s'] * 1e3:.3f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['share_of_copy']:.0%}",
+            f"{row['bytes_per_element']:.4f}" if "bytes_per_element" in row else "",
+            f"{row['relative_error']:.2e}" if "relative_error" in row else "",
+        )
+    return grid
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        model = named[0] if named else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": model,
+        "cores": cores,
+        "torch_threads": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def console(record: bool = False) -> Console:
+    """Wide enough for the tables, also where output goes to a file."""
+    return Console(width=max(Console().width, 130), record=record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--codec-elements", type=int, default=workloads.CODEC_ELEMENTS)
+    parser.add_argument("--adamw-elements", type=int, default=workloads.ADAMW_ELEMENTS)
+    options = parser.parse_args()
+    if min(options.rounds, options.codec_elements, options.adamw_elements) < 1:
+        parser.error("rounds and elements must be 1 or more")
+
+    device = torch.device("cpu")
+    described = machine()
+    groups = [
+        *workloads.codec_groups(device, options.codec_elements),
+        *workloads.elementwise_groups(device, options.adamw_elements),
+    ]
+    results = measure(groups, options.rounds, host_clock)
+    title = f"{described['cpu']}, {described['cores']} cores: medians of {options.rounds} rounds in turns"
+    console().print(table(results, title))
+    if options.output:
+        sizes = {"codec_elements": options.codec_elements, "adamw_elements": options.adamw_elements}
+        write(options.output, {"machine": described, "rounds": options.rounds, **sizes, "rows": results})
+
+
+if __name__ == "__main__":
+    main()

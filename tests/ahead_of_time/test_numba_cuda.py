@@ -1,0 +1,155 @@
+"""Numba-CUDA compiles every kernel without a GPU, and the code is exact and free of local memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_kernels import knobs
+from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
+from bagua_kernels.rules.quantizers import MINMAX_UINT8
+from tests.ahead_of_time.ptx import opcodes, target, violations
+
+pytest.importorskip("numba_cuda", reason="needs numba_cuda")
+if knobs.CUDA_SIMULATOR.get():
+    pytest.skip("Numba's CUDA simulator compiles nothing", allow_module_level=True)
+
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.cudadrv.error import NvvmSupportError
+from numba.cuda.cudadrv.nvvm import NVVM
+
+from bagua_kernels.jit import _numba_cuda as jit
+from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
+from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
+
+try:
+    NVVM()
+except NvvmSupportError as error:
+    pytest.skip(f"needs libnvvm: {error}", allow_module_level=True)
+
+FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+# What a launcher passes for an element of a dtype: bfloat16 goes as its bits.
+ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float16, BFLOAT16: types.uint16}
+# Other dtypes differ in their loads and stores, so that one architecture shows them.
+TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[SimpleNamespace]:
+    """Stands in for the current GPU, whose architecture device functions are compiled for as a kernel meets them."""
+    fake = SimpleNamespace(compute_capability=(9, 0))
+    caches = (jit.compile_rule, blockwise.kernel, elementwise.kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: fake)
+        yield fake
+    # What was compiled for another device than the one here, if there is one, must not be launched on it.
+    for cache in caches:
+        cache.cache_clear()
+
+
+def compiled(kernel: Any, signature: tuple[Any, ...], sm: int, device: SimpleNamespace) -> str:
+    device.compute_capability = divmod(sm, 10)
+    ptx, _ = cuda.compile_ptx(kernel.py_func, signature, cc=device.compute_capability)
+    assert target(ptx) == f"sm_{sm}"
+    return ptx
+
+
+def blockwise_ptx(
+    name: str, dtype: torch.dtype, sm: int, device: SimpleNamespace, *, stochastic: bool = False, block: int = 256
+) -> str:
+    kernel = blockwise.kernel(name, MINMAX_UINT8, block, dtype, stochastic)
+    arrays = {"x": ELEMENTS[dtype], "out": ELEMENTS[dtype], "words": types.int32, "out_words": types.int32}
+    arrays |= {"codes": types.uint8, "out_codes": types.uint8}
+    signature = []
+    for argument in inspect.signature(kernel.py_func).parameters:
+        if argument in arrays:
+            signature.append(arrays[argument][::1])
+        else:
+            signature.append(types.float32 if argument == "scale" else types.int64)
+    return compiled(kernel, tuple(signature), sm, device)
+
+
+def elementwise_ptx(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> str:
+    scalars = len(inspect.signature(rule.function).parameters) - rule.arrays
+    kernel = elementwise.kernel(rule, scalars, (dtype,) * rule.arrays)
+    scalar = types.float64 if dtype == FLOAT64 else types.float32
+    return compiled(kernel, (ELEMENTS[dtype][::1],) * rule.arrays + (scalar,) * scalars, sm, device)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_encode(dtype: torch.dtype, sm: int, stochastic: bool, device: SimpleNamespace) -> None:
+    ptx = blockwise_ptx("encode", dtype, sm, device, stochastic=stochastic)
+    assert violations(ptx, sums_are_marked=False) == []
+    assert {"mul.rn.f32", "div.rn.f32"} <= set(opcodes(ptx))
+
+
+@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
+@pytest.mark.parametrize("name", ["decode", "decode_sum"])
+def test_decode(name: str, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
+    ptx = blockwise_ptx(name, dtype, sm, device)
+    assert violations(ptx, sums_are_marked=False) == []
+    assert {"mul.rn.f32", "div.rn.f32"} <= set(opcodes(ptx))
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_reduce(sm: int, stochastic: bool, device: SimpleNamespace) -> None:
+    assert violations(blockwise_ptx("reduce", FLOAT32, sm, device, stochastic=stochastic), sums_are_marked=False) == []
+
+
+@pytest.mark.parametrize("block", [32, 4096])
+@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
+def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespace) -> None:
+    ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=True, block=block)
+    assert violations(ptx, sums_are_marked=False) == []
+
+
+@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
+@pytest.mark.parametrize("rule", [ADAMW, SGD], ids=lambda rule: rule.name)
+def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
+    ptx = elementwise_ptx(rule, dtype, sm, device)
+    assert violations(ptx, sums_are_marked=False) == []
+    if rule is ADAMW:
+        assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(opcodes(ptx))
+
+
+@pytest.mark.parametrize("rule", [ADAMW, SGD], ids=lambda rule: rule.name)
+def test_elementwise_in_float64(rule: ElementwiseRule, device: SimpleNamespace) -> None:
+    ptx = elementwise_ptx(rule, FLOAT64, 90, device)
+    assert violations(ptx, sums_are_marked=False, real="f64") == []
+
+
+def test_contraction_is_seen(device: SimpleNamespace) -> None:
+    def product_and_sum(x, y):
+        y[0] = x[0] * x[0] + x[0]
+
+    array = types.float32[::1]
+    assert violations(compiled(cuda.jit(product_and_sum), (array, array), 90, device), sums_are_marked=False)
+
+
+def test_float64_is_seen(device: SimpleNamespace) -> None:
+    def promoted(x, y):
+        y[0] = x[0] + 0.1
+
+    array = types.float32[::1]
+    found = violations(compiled(cuda.jit(promoted), (array, array), 90, device), sums_are_marked=False)
+    assert any("f64" in line for line in found)
+
+
+def test_local_memory_is_seen(device: SimpleNamespace) -> None:
+    def indexed(x, y):
+        held = cuda.local.array(64, types.float32)
+        for i in range(64):
+            held[i] = x[i]
+        y[0] = held[int(x[64])]
+
+    array = types.float32[::1]
+    found = violations(compiled(cuda.jit(indexed), (array, array), 90, device), sums_are_marked=False)
+    assert any("local" in line for line in found)

@@ -1,0 +1,62 @@
+"""Small models trained by thread ranks, for tests of algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms import Algorithm
+from bagua_kernels.comm import Communicator
+
+
+class Odd(nn.Module):
+    """Layers whose sizes are divisible by nothing, one frozen parameter and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 31)
+        self.second = nn.Linear(31, 13, bias=False)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.frozen = nn.Parameter(torch.rand(5), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(3))
+        fill(self, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def fill(module: nn.Module, seed: int = 0) -> None:
+    """Sets parameters to seeded values, without torch's global generator, which thread ranks share."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.4)
+
+
+def batch(rank: int, step: int, width: int = 7) -> torch.Tensor:
+    """Every rank's inputs differ, and every step's."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def train(
+    communicator: Communicator,
+    wrap: Callable[..., Algorithm],
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    **arguments: object,
+) -> tuple[list[torch.Tensor], Algorithm]:
+    """Trains for a few steps from different seeds on each rank; returns the parameters and the algorithm."""
+    module = Odd(seed=communicator.rank).to(dtype)
+    algorithm = wrap(module, communicator=communicator, **arguments)
+    optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        algorithm(batch(communicator.rank, step).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in algorithm.parameters()], algorithm

@@ -1,0 +1,289 @@
+"""What every algorithm must do, run by thread ranks: one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, from_spec, names
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.ranks import Odd, batch, fill, gradients, train
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "allreduce": GradientAllReduce,
+    "bytegrad": ByteGrad,
+    "bytegrad_stochastic": lambda *args, **kw: ByteGrad(*args, stochastic=True, block=32, **kw),
+}
+# Largest error of a mean gradient, relative to the largest gradient of its parameter.
+ERROR = {"allreduce": 1e-6, "bytegrad": 2.5 / 255, "bytegrad_stochastic": 4.5 / 255}
+
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+@every_algorithm
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 10 << 20])
+def test_all_ranks_end_bit_identical(name: str, size: int, bucket_bytes: int) -> None:
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        return train(communicator, ALGORITHMS[name], bucket_bytes=bucket_bytes)[0]
+
+    everyone = run_ranks(size, rank)
+    for other in everyone[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(everyone[0], other, strict=True))
+
+
+@every_algorithm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_the_mean(name: str, dtype: torch.dtype) -> None:
+    def rank(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        plain = Odd().to(dtype)
+        plain(batch(communicator.rank, 0).to(dtype)).float().square().mean().backward()
+        algorithm = ALGORITHMS[name](Odd().to(dtype), communicator=communicator, bucket_bytes=600)
+        algorithm(batch(communicator.rank, 0).to(dtype)).float().square().mean().backward()
+        assert [p.grad.dtype for p in algorithm.parameters() if p.grad is not None] == [dtype] * 4
+        return gradients(plain), gradients(algorithm)
+
+    everyone = run_ranks(3, rank)
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    for position, parameter in enumerate(everyone[0][0]):
+        if parameter is None:
+            assert everyone[0][1][position] is None
+            continue
+        local = torch.stack([plain[position].double() for plain, _ in everyone])
+        error = (everyone[0][1][position].double() - local.mean(0)).abs().max()
+        assert error <= (ERROR[name] + rounding) * 2 * local.abs().max()
+
+
+@every_algorithm
+def test_one_rank_is_plain_pytorch_bit_for_bit(name: str) -> None:
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        return train(communicator, ALGORITHMS[name], steps=5)[0]
+
+    (ours,) = run_ranks(1, rank)
+    plain = Odd(seed=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        plain(batch(0, step)).float().square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain.parameters(), strict=True))
+
+
+@every_algorithm
+def test_start_is_rank_0s(name: str) -> None:
+    """Parameters, frozen ones and buffers of all dtypes, bit for bit."""
+
+    def rank(communicator: Communicator) -> dict[str, torch.Tensor]:
+        module = Odd(seed=communicator.rank)
+        module.register_buffer("flag", torch.tensor([communicator.rank == 0]))
+        module.register_buffer("count", torch.tensor(communicator.rank + 7))
+        module.register_buffer("odd_byte", torch.tensor([communicator.rank], dtype=torch.uint8))
+        module.register_buffer("nan", torch.full((3,), float("nan"), dtype=torch.bfloat16))
+        module.calls.fill_(communicator.rank)
+        ALGORITHMS[name](module, communicator=communicator)
+        return module.state_dict()
+
+    everyone = run_ranks(3, rank)
+    for key, value in everyone[0].items():
+        for other in everyone[1:]:
+            assert torch.equal(torch.nan_to_num(value), torch.nan_to_num(other[key])), key
+    assert everyone[2]["count"] == 7
+    assert everyone[2]["flag"].all()
+
+
+@every_algorithm
+def test_buffers_follow_rank_0_in_training_only(name: str) -> None:
+    def rank(communicator: Communicator) -> tuple[float, float]:
+        module = nn.BatchNorm1d(7)
+        algorithm = ALGORITHMS[name](module, communicator=communicator)
+        for step in range(3):
+            algorithm(batch(communicator.rank, step)).square().mean().backward()
+        before = float(module.running_mean.sum())
+        algorithm(batch(communicator.rank, 3)).square().mean().backward()
+        algorithm.eval()
+        algorithm(batch(communicator.rank, 4))
+        return before, float(module.running_mean[0])
+
+    first, second = run_ranks(2, rank)
+    # Each forward starts from rank 0's statistics and then adds the rank's own batch.
+    assert first != second
+
+
+@every_algorithm
+def test_no_sync_accumulates_and_then_averages_the_sum(name: str) -> None:
+    def rank(communicator: Communicator) -> tuple[list, list, int]:
+        plain, ours = Odd(), ALGORITHMS[name](Odd(), communicator=communicator)
+        for step in range(2):
+            plain(batch(communicator.rank, step)).square().mean().backward()
+        with ours.no_sync():
+            ours(batch(communicator.rank, 0)).square().mean().backward()
+            sent = ours.stats().bytes_sent
+            local = gradients(ours)
+        first = Odd()
+        first(batch(communicator.rank, 0)).square().mean().backward()
+        assert all(torch.equal(a, b) for a, b in zip(local, gradients(first), strict=True) if a is not None)
+        ours(batch(communicator.rank, 1)).square().mean().backward()
+        return gradients(plain), gradients(ours), sent
+
+    everyone = run_ranks(2, rank)
+    assert everyone[0][2] == 0
+    for position, mean in enumerate(everyone[0][1]):
+        if mean is not None:
+            local = torch.stack([plain[position] for plain, _, _ in everyone])
+            assert (mean - local.mean(0)).abs().max() <= ERROR[name] * 2 * local.abs().max()
+
+
+@every_algorithm
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_without_no_sync(name: str, set_to_none: bool) -> None:
+    """Gradients that live in the bucket may be accumulated into, zeroed in place or dropped."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        algorithm = ALGORITHMS[name](Odd(), communicator=communicator)
+        optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for micro in range(2):
+                algorithm(batch(communicator.rank, 2 * step + micro)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in algorithm.parameters()]
+
+    everyone = run_ranks(2, rank)
+    reference = [Odd(), Odd()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in reference]
+    for step in range(3):
+        for r in range(2):
+            optimizers[r].zero_grad()
+            for micro in range(2):
+                reference[r](batch(r, 2 * step + micro)).square().mean().backward()
+        for a, b in zip(*(m.parameters() for m in reference), strict=True):
+            if a.grad is not None:
+                a.grad = b.grad = (a.grad + b.grad) / 2
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, expected in zip(everyone[0], reference[0].parameters(), strict=True):
+        assert torch.allclose(ours, expected, atol=ERROR[name] * 1.0 + 1e-6)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(7, 3)
+        self.right = nn.Linear(7, 3)
+        self.never = nn.Linear(7, 3)
+        fill(self)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+@every_algorithm
+@pytest.mark.parametrize("bucket_bytes", [1, 10 << 20])
+def test_unused_parameters(name: str, bucket_bytes: int) -> None:
+    """Used by one rank: the mean with zeros for the others, everywhere. Used by none: no gradient."""
+
+    def rank(communicator: Communicator) -> tuple[dict, dict]:
+        algorithm = ALGORITHMS[name](Branches(), communicator=communicator, bucket_bytes=bucket_bytes)
+        algorithm(batch(communicator.rank, 0), left=communicator.rank == 0).square().mean().backward()
+        ours = {n: p.grad for n, p in algorithm.module.named_parameters()}
+        plain = Branches()
+        plain(batch(communicator.rank, 0), left=communicator.rank == 0).square().mean().backward()
+        return ours, {n: p.grad for n, p in plain.named_parameters()}
+
+    everyone = run_ranks(2, rank)
+    for (ours, _), r in zip(everyone, range(2), strict=True):
+        assert ours["never.weight"] is None
+        for key, owner in (("left.weight", 0), ("left.bias", 0), ("right.weight", 1), ("right.bias", 1)):
+            expected = everyone[owner][1][key] / 2
+            assert torch.equal(ours[key], everyone[1 - r][0][key])
+            assert (ours[key] - expected).abs().max() <= ERROR[name] * 2 * expected.abs().max()
+
+
+@every_algorithm
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_gradients_arrive_everywhere(name: str, bad: float) -> None:
+    def rank(communicator: Communicator) -> list[torch.Tensor | None]:
+        algorithm = ALGORITHMS[name](Odd(), communicator=communicator)
+        x = batch(communicator.rank, 0)
+        loss = algorithm(x).square().mean()
+        if communicator.rank == 1:
+            loss = loss * bad
+        loss.backward()
+        return gradients(algorithm)
+
+    for grads in run_ranks(3, rank):
+        for gradient in grads:
+            assert gradient is None or not gradient.isfinite().all()
+
+
+@every_algorithm
+def test_channels_last_parameters_keep_their_layout(name: str) -> None:
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = nn.Conv2d(3, 5, 3)
+        fill(module)
+        module = module.to(memory_format=torch.channels_last)
+        algorithm = ALGORITHMS[name](module, communicator=communicator)
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(communicator.rank))
+        algorithm(x).square().mean().backward()
+        assert module.weight.grad.stride() == module.weight.stride()
+        return module.weight.grad
+
+    first, second = run_ranks(2, rank)
+    module = nn.Conv2d(3, 5, 3)
+    fill(module)
+    for r in range(2):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(r))
+        (module(x).square().mean() / 2).backward()
+    assert torch.equal(first, second)
+    assert (first - module.weight.grad).abs().max() <= ERROR[name] * 2 * module.weight.grad.abs().max() + 1e-6
+
+
+@every_algorithm
+def test_bytes_per_step(name: str) -> None:
+    def rank(communicator: Communicator) -> int:
+        module = nn.Linear(512, 512, bias=False)
+        algorithm = ALGORITHMS[name](module, communicator=communicator)
+        algorithm(batch(communicator.rank, 0, 512)).square().mean().backward()
+        return algorithm.stats().bytes_sent
+
+    full = 2 * 3 / 4 * 4 * 512 * 512
+    (sent, *_) = run_ranks(4, rank)
+    expected = {"allreduce": 1.0, "bytegrad": 0.2578, "bytegrad_stochastic": 0.3125}[name]
+    assert expected * full <= sent <= (expected + 0.005) * full
+
+
+@every_algorithm
+def test_steps_resume(name: str) -> None:
+    def rank(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        whole, _ = train(communicator, ALGORITHMS[name], steps=4)
+        _, first = train(communicator, ALGORITHMS[name], steps=2)
+        state = first.algorithm_state_dict()
+        again, _ = train(communicator, ALGORITHMS[name], steps=0)
+        assert state == {"steps": 2}
+        first.load_algorithm_state_dict({"steps": 11})
+        assert first.stats().steps == 11
+        return whole, again
+
+    run_ranks(2, rank)
+
+
+def test_every_registered_algorithm_has_a_row() -> None:
+    assert set(names()) <= set(ALGORITHMS)
+
+
+def test_from_spec() -> None:
+    def rank(communicator: Communicator) -> None:
+        algorithm = from_spec("bytegrad:block=64", Odd(), communicator=communicator)
+        assert isinstance(algorithm, ByteGrad)
+        assert algorithm.codec.block == 64
+        with pytest.raises(ValueError, match=r"no algorithm 'nothing'.*known are allreduce, bytegrad"):
+            from_spec("nothing", Odd(), communicator=communicator)
+        with pytest.raises(ValueError, match="unexpected keyword argument 'blok'"):
+            from_spec("bytegrad:blok=64", Odd(), communicator=communicator)
+        with pytest.raises(ValueError, match="is a ByteGrad, expected a GradientAllReduce"):
+            GradientAllReduce.from_spec("bytegrad", Odd(), communicator=communicator)
+
+    run_ranks(1, rank)

@@ -1,0 +1,202 @@
+"""What the engine does beside averaging: overlap, its thread's life, and its errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
+from bagua_kernels.bucket import Bucket, partition
+from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.errors import CommunicationError
+from tests.algorithms.ranks import Odd, batch
+
+
+def communication_threads() -> int:
+    return sum(t.name == "bagua_kernels communication" for t in threading.enumerate())
+
+
+def test_thread_and_model_go_with_the_algorithm() -> None:
+    def rank(communicator: Communicator) -> weakref.ref[nn.Module]:
+        module = Odd()
+        algorithm = ByteGrad(module, communicator=communicator)
+        algorithm(batch(communicator.rank, 0)).square().mean().backward()
+        return weakref.ref(module)
+
+    gone = run_ranks(2, rank)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert communication_threads() == 0
+
+
+def test_close_removes_hooks() -> None:
+    def rank(communicator: Communicator) -> None:
+        module = Odd()
+        algorithm = GradientAllReduce(module, communicator=communicator)
+        algorithm.close()
+        module(batch(communicator.rank, 0)).square().mean().backward()
+        plain = Odd()
+        plain(batch(communicator.rank, 0)).square().mean().backward()
+        assert torch.equal(module.first.weight.grad, plain.first.weight.grad)
+
+    run_ranks(2, rank)
+
+
+class Slow(Algorithm):
+    """Takes its time for every bucket."""
+
+    name = "slow"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        if not hasattr(self, "started"):
+            self.started: list[tuple[int, float]] = []
+        self.started.append((bucket.index, time.perf_counter()))
+        time.sleep(0.02)
+
+
+class Delay(torch.autograd.Function):
+    """Passes a gradient on after a while."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.05)
+        return grad
+
+
+def test_exchanges_start_in_order_and_during_backward() -> None:
+    def rank(communicator: Communicator) -> tuple[list[tuple[int, float]], float]:
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+        algorithm = Slow(nn.Sequential(*layers), communicator=communicator, bucket_bytes=1)
+        x = batch(0, 0, 8)
+        for layer in layers:
+            x = Delay.apply(layer(x))
+        # Called around the algorithm, whose own forward would not delay.
+        x.sum().backward()
+        return algorithm.started, time.perf_counter()
+
+    started, end = run_ranks(2, rank)[0]
+    assert [index for index, _ in started] == [0, 1, 2, 3]
+    assert started[0][1] < end - 0.1
+
+
+def test_sparse_gradients_are_refused() -> None:
+    def rank(communicator: Communicator) -> None:
+        algorithm = ByteGrad(nn.Embedding(10, 4, sparse=True), communicator=communicator)
+        with pytest.raises(TypeError, match=r"sparse one.*sparse=False"):
+            algorithm(torch.tensor([1, 2])).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_interrupted_backward_is_noticed() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("on purpose")
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+        algorithm = GradientAllReduce(module, communicator=communicator, bucket_bytes=1)
+        hidden = module[0](batch(0, 0))
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            module[1](Fails.apply(hidden)).sum().backward()
+        with pytest.raises(RuntimeError, match="interrupted while gradients were exchanged"):
+            algorithm(batch(0, 0))
+
+    run_ranks(2, rank)
+
+
+def test_error_of_an_exchange_leaves_backward() -> None:
+    def rank(communicator: Communicator) -> None:
+        algorithm = GradientAllReduce(Odd(), communicator=communicator)
+        algorithm._communicator.abort()
+        with pytest.raises(CommunicationError):
+            algorithm.module(batch(0, 0)).square().mean().backward()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: nn.Linear(3, 3 + r), r"modules differ between ranks: rank 0 has 'weight \(3, 3\)"),
+        (lambda r: nn.Linear(3, 3, bias=r == 0), "modules differ between ranks: 2 tensors on rank 0, 1 on rank 1"),
+        (lambda r: nn.Linear(3, 3, dtype=torch.float64 if r else None), "rank 1 has 'weight .* torch.float64"),
+    ],
+)
+def test_different_modules_are_refused(make, message: str) -> None:
+    def rank(communicator: Communicator) -> None:
+        with pytest.raises(ValueError, match=message):
+            ByteGrad(make(communicator.rank), communicator=communicator)
+
+    run_ranks(2, rank)
+
+
+def test_wrong_device_and_dtype_are_refused() -> None:
+    def rank(communicator: Communicator) -> None:
+        with pytest.raises(ValueError, match="'weight' is on meta, expected cpu"):
+            ByteGrad(nn.Linear(3, 3, device="meta"), communicator=communicator)
+        with pytest.raises(TypeError, match=r"'weight' is torch\.complex64"):
+            ByteGrad(nn.Linear(3, 3, dtype=torch.complex64), communicator=communicator)
+        algorithm = ByteGrad(nn.Linear(3, 3, dtype=torch.float64), communicator=communicator)
+        loss = algorithm(torch.ones(1, 3, dtype=torch.float64)).sum()
+        with pytest.raises(TypeError, match=r"float32, float16, bfloat16, got torch\.float64"):
+            loss.backward()
+
+    run_ranks(2, rank)
+
+
+def test_optimizer_state_becomes_rank_0s() -> None:
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = Odd()
+        optimizer = torch.optim.Adam(module.parameters())
+        (module(batch(communicator.rank, 0)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        GradientAllReduce(module, optimizer, communicator=communicator)
+        return optimizer.state[module.first.weight]["exp_avg"]
+
+    first, second = run_ranks(2, rank)
+    assert torch.equal(first, second)
+
+
+class TestPartition:
+    def test_closes_at_the_target(self) -> None:
+        tensors = [torch.empty(10) for _ in range(5)]
+        assert partition(tensors, 80) == [[0, 1], [2, 3], [4]]
+        assert partition(tensors, 1) == [[0], [1], [2], [3], [4]]
+        assert partition(tensors, 1000) == [[0, 1, 2, 3, 4]]
+
+    def test_one_dtype_a_bucket(self) -> None:
+        tensors = [torch.empty(10, dtype=d) for d in (torch.float32, torch.float16, torch.float32, torch.float16)]
+        assert partition(tensors, 1000) == [[0, 2], [1, 3]]
+        assert partition(tensors, 40) == [[0], [2], [1, 3]]
+
+    def test_bucket_of_mixed_dtypes_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="one dtype on one device"):
+            Bucket([torch.empty(3), torch.empty(3, dtype=torch.float16)], align=1)
+
+    def test_alignment_and_gaps(self) -> None:
+        bucket = Bucket([torch.empty(3), torch.empty(2, 4)], align=8, exact=2)
+        assert bucket.flat.numel() == 16
+        assert bucket.whole.numel() == 18
+        assert [v.storage_offset() for v in bucket.views] == [0, 8]
+        bucket.flat.fill_(5)
+        bucket.fill(0, torch.ones(3))
+        assert bucket.flat[:8].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+        bucket.fill(1, None)
+        assert bucket.flat[8:].tolist() == [0] * 8

@@ -1,0 +1,58 @@
+"""Training with real processes over Gloo: equal replicas, and what happens when a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+from bagua_kernels import comm
+from bagua_kernels.algorithms import from_spec
+from bagua_kernels.comm.testing import Processes, run_processes
+from tests.algorithms.ranks import Odd, batch
+
+
+def train(spec: str, steps: int) -> None:
+    """Trains and prints the bytes of the parameters."""
+    communicator = comm.init(timeout=20)
+    algorithm = from_spec(spec, Odd(seed=communicator.rank), bucket_bytes=500)
+    optimizer = torch.optim.AdamW(algorithm.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        algorithm(batch(communicator.rank, step)).square().mean().backward()
+        optimizer.step()
+        print(f"step {step}", flush=True)
+    stats = algorithm.stats()
+    parameters = torch.cat([p.detach().flatten() for p in algorithm.parameters()])
+    print(json.dumps({"bytes": parameters.numpy().tobytes().hex(), "sent": stats.bytes_sent, "steps": stats.steps}))
+    comm.shutdown()
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "bytegrad"])
+def test_three_processes_end_bit_identical(spec: str) -> None:
+    results = run_processes(train, 3, args=(spec, 5), timeout=60)
+    assert [r.returncode for r in results] == [0, 0, 0], results[0].stderr[-2000:]
+    reports = [json.loads(r.stdout.splitlines()[-1]) for r in results]
+    assert reports[0]["bytes"] == reports[1]["bytes"] == reports[2]["bytes"]
+    assert reports[0]["steps"] == 5
+    assert reports[0]["sent"] > 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named(victim: int) -> None:
+    """The others end with an error that names it, long before the timeout of 20 seconds has passed twice."""
+    with Processes(train, 3, args=("bytegrad", 10**6)) as processes:
+        for rank in range(3):
+            processes.wait_for_output(rank, "step 3", timeout=60)
+        begin = time.monotonic()
+        processes.send_signal(victim, signal.SIGKILL)
+        survivors = [r for r in range(3) if r != victim]
+        results = processes.wait(40, survivors)
+        assert time.monotonic() - begin < 40
+    for result in results:
+        assert result.returncode != 0
+        assert "RankLostError" in result.stderr
+        assert f"rank {victim}" in result.stderr.split("RankLostError")[-1]
