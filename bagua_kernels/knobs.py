@@ -116,4 +116,18 @@ CUDA_SIMULATOR: Knob[bool] = Knob(
     "Numba's own switch, read when numba is imported: 1 runs CUDA kernels in Python, on CPU tensors.",
 )
 
-ALL: tuple[Knob[str] | Knob[float] | Knob[bool], ...] = (BACKEND, TIMEOUT, HEARTBEAT, TRITON_INTERPRET, CUDA_SIMULATOR)
+MASTER_ADDR: Knob[str] = Knob(
+    "MASTER_ADDR",
+    "",
+    str,
+    "torchrun's variable: the host of rank 0, which is also where its signs of life are kept.",
+)
+
+ALL: tuple[Knob[str] | Knob[float] | Knob[bool], ...] = (
+    BACKEND,
+    TIMEOUT,
+    HEARTBEAT,
+    TRITON_INTERPRET,
+    CUDA_SIMULATOR,
+    MASTER_ADDR,
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import uuid
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from bagua_kernels import knobs
 from bagua_kernels.comm.liveness import HOST, Liveness
 
 _PATIENCE = timedelta(seconds=10)  # for one attempt to connect
@@ -72,13 +72,6 @@ def _client(offer: dict[str, Any], host: str) -> tuple[TCPStore | None, str]:
 
 def _addresses(host: str) -> list[str]:
     """Returns the addresses under which other hosts may reach this one, the likeliest first."""
-    found = [os.environ.get("MASTER_ADDR", "")]
-    # Connecting a datagram socket sends nothing, and tells the address of the interface that a packet would leave by.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            found.append(probe.getsockname()[0])
-        except OSError as error:
-            _log.debug("no route to other hosts: %s", error)
-    found.append(host)
+    # Rank 0 is on the host that MASTER_ADDR names; without a launcher, the host's name is what others know it by.
+    found = [knobs.MASTER_ADDR.get(), host, socket.gethostname()]
     return list(dict.fromkeys(address for address in found if address))

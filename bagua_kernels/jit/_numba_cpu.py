@@ -21,14 +21,13 @@ from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt,
 
 logger = logging.getLogger(__name__)
 
-scalar.install(
-    extending,
-    types,
+# LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
+IEEE = scalar.Exact(
     divide=numba.njit(lambda x, y: x / y, error_model="numpy"),
     root=numba.njit(lambda x: math.sqrt(x)),
-    # LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
-    multiply_float32=numba.njit(lambda x, y: x * y),
+    multiply=numba.njit(lambda x, y: x * y),
 )
+scalar.install(extending, types, single=IEEE, double=IEEE)
 
 # No `fastmath`: the order of operations is part of the wire format. The numpy error model has no zero-division branches,
 # which would keep loops from vectorising.

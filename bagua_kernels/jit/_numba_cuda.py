@@ -28,9 +28,16 @@ if not SIMULATED:
     scalar.install(
         extending,
         types,
-        divide=cuda.jit(lambda x, y: libdevice.fdiv_rn(x, y), device=True),
-        root=cuda.jit(lambda x: libdevice.fsqrt_rn(x), device=True),
-        multiply_float32=cuda.jit(lambda x, y: libdevice.fmul_rn(x, y), device=True),
+        single=scalar.Exact(
+            divide=cuda.jit(lambda x, y: libdevice.fdiv_rn(x, y), device=True),
+            root=cuda.jit(lambda x: libdevice.fsqrt_rn(x), device=True),
+            multiply=cuda.jit(lambda x, y: libdevice.fmul_rn(x, y), device=True),
+        ),
+        double=scalar.Exact(
+            divide=cuda.jit(lambda x, y: libdevice.ddiv_rn(x, y), device=True),
+            root=cuda.jit(lambda x: libdevice.dsqrt_rn(x), device=True),
+            multiply=cuda.jit(lambda x, y: libdevice.dmul_rn(x, y), device=True),
+        ),
     )
 
 

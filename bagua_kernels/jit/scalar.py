@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,15 +39,29 @@ half_float = _compiled_only("half_float")
 float_half = _compiled_only("float_half")
 
 
-def install(extending: Any, types: Any, *, divide: Any, root: Any, multiply_float32: Any) -> None:
+@dataclass(frozen=True)
+class Exact:
+    """Correctly rounded operations on one float type, as functions that the target can compile.
+
+    Attributes:
+        divide: a quotient.
+        root: a square root.
+        multiply: a product that the compiler will not contract with an addition.
+    """
+
+    divide: Any
+    root: Any
+    multiply: Any
+
+
+def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None:
     """Registers the vocabulary with a Numba target.
 
     Args:
         extending: the target's `extending` module.
         types: the target's `types` module.
-        divide: correctly rounded float32 division, a function of two scalars that the target can compile.
-        root: correctly rounded float32 square root.
-        multiply_float32: a float32 product that the compiler will not contract with an addition.
+        single: operations on float32.
+        double: operations on float64.
     """
     overload = extending.overload
 
@@ -88,25 +103,23 @@ def install(extending: Any, types: Any, *, divide: Any, root: Any, multiply_floa
     def overload_abs(x):  # type: ignore[no-untyped-def]
         return lambda x: x if x > 0 else -x
 
-    def is_float32(*arguments: Any) -> bool:
-        return all(a == types.float32 for a in arguments)
+    exact = {types.float32: single, types.float64: double}
 
-    @overload(div_rn, jit_options={"error_model": "numpy"})
+    @overload(div_rn)
     def overload_div_rn(x, y):  # type: ignore[no-untyped-def]
-        if is_float32(x, y):
-            return lambda x, y: divide(x, y)
-        return lambda x, y: x / y
+        divide = exact[x].divide
+        return lambda x, y: divide(x, y)
 
     @overload(sqrt_rn)
     def overload_sqrt_rn(x):  # type: ignore[no-untyped-def]
-        if is_float32(x):
-            return lambda x: root(x)
-        return lambda x: x**0.5
+        root = exact[x].root
+        return lambda x: root(x)
 
     @overload(multiply)
     def overload_multiply(x, y):  # type: ignore[no-untyped-def]
-        if is_float32(x, y):
-            return lambda x, y: multiply_float32(x, y)
+        if x == y and x in exact:
+            product = exact[x].multiply
+            return lambda x, y: product(x, y)
         return lambda x, y: x * y
 
     @extending.intrinsic

@@ -124,6 +124,8 @@ def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device:
 def test_elementwise_in_float64(rule: ElementwiseRule, device: SimpleNamespace) -> None:
     ptx = elementwise_ptx(rule, FLOAT64, 90, device)
     assert violations(ptx, sums_are_marked=False, real="f64") == []
+    if rule is ADAMW:
+        assert {"mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"} <= set(opcodes(ptx))
 
 
 def test_contraction_is_seen(device: SimpleNamespace) -> None:
