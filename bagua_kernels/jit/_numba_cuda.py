@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import cuda
@@ -24,6 +25,9 @@ SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
 
 if not SIMULATED:
     from numba.cuda import extending, libdevice, types
+
+    # A short vector is no mistake of the caller, and would be reported to him as one at each launch.
+    numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
     scalar.install(
         extending,
