@@ -18,6 +18,7 @@ from numba import extending, types
 
 from bagua_kernels.jit import scalar
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
+from bagua_kernels.rules import rounding
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +126,17 @@ def float_half(x):
 
 
 tl = scalar
+
+# How a kernel reads an element as float32 (float64 stays what it is) and writes it back.
+LOAD = {
+    torch.float64: rounding.identity,
+    torch.float32: rounding.identity,
+    torch.float16: half_float,
+    torch.bfloat16: rounding.bfloat16_float,
+}
+STORE = {
+    torch.float64: rounding.identity,
+    torch.float32: rounding.identity,
+    torch.float16: float_half,
+    torch.bfloat16: rounding.float_bfloat16,
+}

@@ -19,7 +19,9 @@ from numba import cuda
 
 from bagua_kernels import knobs
 from bagua_kernels.jit import scalar, vocabulary
+from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt, with_literals
+from bagua_kernels.rules import rounding
 
 SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
 
@@ -118,3 +120,24 @@ def launching(tensor: torch.Tensor) -> Iterator[Any]:
     else:
         with torch.cuda.device(tensor.device), cuda.gpus[tensor.device.index]:
             yield cuda.external_stream(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+def half_float(x):
+    """float16 to float32, exact."""
+    return tl.cast(x, tl.float32)
+
+
+# How a kernel reads an element as float32 (float64 stays what it is) and writes it back. A float32 stored to a float16
+# array is rounded to nearest, ties to even, by the store.
+LOAD = {
+    torch.float64: rounding.identity,
+    torch.float32: rounding.identity,
+    torch.float16: half_float,
+    torch.bfloat16: rounding.bfloat16_float,
+}
+STORE = {
+    torch.float64: rounding.identity,
+    torch.float32: rounding.identity,
+    torch.float16: rounding.identity,
+    torch.bfloat16: rounding.float_bfloat16,
+}

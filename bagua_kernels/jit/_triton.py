@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
+from bagua_kernels.rules import rounding
 
 # Contraction of a product and a sum would round once where the other backends round twice.
 EXACT = {"enable_fp_fusion": False}
@@ -58,3 +59,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """bfloat16 as uint16 bits, any other tensor as it is."""
     tensor = tensor.detach()
     return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def half_float(x):
+    """float16 to float32, exact."""
+    return tl.cast(x, tl.float32)
+
+
+def float_half(x):
+    """float32 to the nearest float16, ties to even."""
+    return tl.cast(x, tl.float16)
+
+
+# How a kernel reads an element as float32 and writes it back. bfloat16 travels as bits and is converted by the same rules
+# as on the CPU: its NaNs come out alike, and Triton's interpreter has no working bfloat16.
+LOAD = {torch.float32: rounding.identity, torch.float16: half_float, torch.bfloat16: rounding.bfloat16_float}
+STORE = {torch.float32: rounding.identity, torch.float16: float_half, torch.bfloat16: rounding.float_bfloat16}

@@ -6,11 +6,14 @@ once for all backends; each backend offers the same four functions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from bagua_kernels.jit.op import Op
+from bagua_kernels.rules import random, rounding
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
@@ -140,6 +143,28 @@ def reduce(
     seed = checked_seed(seed)
     if layout.n:
         OP.backend(out.device).reduce(rule, payloads, out, scale, layout, seed)
+
+
+def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
+    """The names by which the templates of every backend call rules."""
+    return {
+        "ordered": rounding.ordered,
+        "float_bits": rounding.float_bits,
+        "random_key": random.random_key,
+        "random_bits": random.random_bits,
+        "dither": random.dither,
+        "scales": rule.scales,
+        "encode_constants": rule.encode_constants,
+        "encode": rule.encode,
+        "decode_constants": rule.decode_constants,
+        "decode": rule.decode,
+    }
+
+
+def seed_halves(seed: int | None) -> tuple[int, int]:
+    """The low and the high 32 bits of a seed; zeros where there is none."""
+    value = seed or 0
+    return value & 0xFFFFFFFF, value >> 32
 
 
 def checked_block(block: int) -> int:

@@ -14,18 +14,14 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import array, compile_template, float_half, half_float, run_parallel
-from bagua_kernels.launchers.blockwise import Layout
-from bagua_kernels.rules import random, rounding
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
+from bagua_kernels.launchers.blockwise import Layout, rule_bindings, seed_halves
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Elements a task: large enough to hide the cost of a task, small enough for an even split over threads.
 TASK = 16384
 # Below this many elements waking other threads costs more than it saves.
 SERIAL = 32768
-
-LOAD = {torch.float32: rounding.identity, torch.float16: half_float, torch.bfloat16: rounding.bfloat16_float}
-STORE = {torch.float32: rounding.identity, torch.float16: float_half, torch.bfloat16: rounding.float_bfloat16}
 
 
 def encode_block(values, words, codes, block, seed_low, seed_high):
@@ -140,16 +136,7 @@ def kernels(name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, sto
         "STOCHASTIC": stochastic,
         "load": LOAD[dtype],
         "store": STORE[dtype],
-        "ordered": rounding.ordered,
-        "float_bits": rounding.float_bits,
-        "random_key": random.random_key,
-        "random_bits": random.random_bits,
-        "dither": random.dither,
-        "scales": rule.scales,
-        "encode_constants": rule.encode_constants,
-        "encode": rule.encode,
-        "decode_constants": rule.decode_constants,
-        "decode": rule.decode,
+        **rule_bindings(rule),
     }
     inner = {f.__name__: compile_template(f, bindings) for f in (encode_block, sum_block)}
     over_blocks, over_tasks = TEMPLATES[name]
@@ -166,12 +153,6 @@ def run(name: str, rule: BlockQuantizer, dtype: torch.dtype, seed: int | None, l
         run_parallel(parallel, *arguments, layout.blocks, max(1, TASK // layout.block))
 
 
-def halves(seed: int | None) -> tuple[np.uint32, np.uint32]:
-    """The low and the high half of a seed."""
-    value = seed or 0
-    return np.uint32(value & 0xFFFFFFFF), np.uint32(value >> 32)
-
-
 def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
     """Zeroes the bytes after the scales and after the codes."""
     words[layout.blocks * layout.words :] = 0
@@ -181,7 +162,7 @@ def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
 def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     words, codes = map(array, layout.parts(payload))
-    run("encode", rule, x.dtype, seed, layout, array(x), words, codes, *halves(seed))
+    run("encode", rule, x.dtype, seed, layout, array(x), words, codes, *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, layout)
 
 
@@ -203,6 +184,6 @@ def reduce(
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = map(array, layout.parts(payloads))
     out_words, out_codes = map(array, layout.parts(out))
-    arguments = (words, codes, out_words, out_codes, np.float32(scale), layout.n, *halves(seed))
+    arguments = (words, codes, out_words, out_codes, np.float32(scale), layout.n, *map(np.uint32, seed_halves(seed)))
     run("reduce", rule, torch.float32, seed, layout, *arguments)
     clear_pads(out_words, out_codes, layout)

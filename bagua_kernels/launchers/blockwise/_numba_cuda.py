@@ -14,23 +14,11 @@ import numpy as np
 import torch
 from numba import cuda
 
-from bagua_kernels.jit import vocabulary as tl
-from bagua_kernels.jit._numba_cuda import array, compile_template, launching
-from bagua_kernels.launchers.blockwise import Layout
-from bagua_kernels.rules import random, rounding
+from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
+from bagua_kernels.launchers.blockwise import Layout, rule_bindings, seed_halves
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 LANES = 32
-
-
-def half_float(x):
-    """float16 to float32, exact."""
-    return tl.cast(x, tl.float32)
-
-
-# A float32 stored to a float16 array is rounded to nearest, ties to even, by the store.
-LOAD = {torch.float32: rounding.identity, torch.float16: half_float, torch.bfloat16: rounding.bfloat16_float}
-STORE = {torch.float32: rounding.identity, torch.float16: rounding.identity, torch.bfloat16: rounding.float_bfloat16}
 
 
 def add(total, value):
@@ -160,16 +148,7 @@ def kernel(name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, stoc
         "store": STORE[dtype],
         "add": add,
         "scaled": scaled,
-        "ordered": rounding.ordered,
-        "float_bits": rounding.float_bits,
-        "random_key": random.random_key,
-        "random_bits": random.random_bits,
-        "dither": random.dither,
-        "scales": rule.scales,
-        "encode_constants": rule.encode_constants,
-        "encode": rule.encode,
-        "decode_constants": rule.decode_constants,
-        "decode": rule.decode,
+        **rule_bindings(rule),
     }
     inner = {f.__name__: compile_template(f, bindings, device=True) for f in (encode_block, sum_block)}
     return compile_template(TEMPLATES[name], {**bindings, **inner})
@@ -187,12 +166,6 @@ def launch(
         kernel(name, rule, layout.block, dtype, seed is not None)[grid, (LANES, height), stream](*arguments)
 
 
-def halves(seed: int | None) -> tuple[int, int]:
-    """The low and the high half of a seed."""
-    value = seed or 0
-    return value & 0xFFFFFFFF, value >> 32
-
-
 def flat_parts(payloads: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Contiguous views from the first scale and from the first code to the end, then a payload's size and their number."""
     flat = payloads.view(-1)
@@ -201,7 +174,7 @@ def flat_parts(payloads: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, to
 
 def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
-    launch("encode", rule, x.dtype, seed, layout, x, *layout.parts(payload), layout.n, *halves(seed))
+    launch("encode", rule, x.dtype, seed, layout, x, *layout.parts(payload), layout.n, *seed_halves(seed))
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
@@ -218,5 +191,5 @@ def reduce(
     rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout, seed: int | None
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
-    arguments = (*flat_parts(payloads, layout), *layout.parts(out), np.float32(scale), layout.n, *halves(seed))
+    arguments = (*flat_parts(payloads, layout), *layout.parts(out), np.float32(scale), layout.n, *seed_halves(seed))
     launch("reduce", rule, torch.float32, seed, layout, *arguments)

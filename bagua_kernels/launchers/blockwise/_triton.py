@@ -12,26 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bagua_kernels.jit._triton import EXACT, bits, compile_template, on_device, signed
-from bagua_kernels.launchers.blockwise import Layout
-from bagua_kernels.rules import random, rounding
+from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device, signed
+from bagua_kernels.launchers.blockwise import Layout, rule_bindings, seed_halves
 from bagua_kernels.rules.quantizers import BlockQuantizer
-
-
-def half_float(x):
-    """float16 to float32, exact."""
-    return tl.cast(x, tl.float32)
-
-
-def float_half(x):
-    """float32 to the nearest float16, ties to even."""
-    return tl.cast(x, tl.float16)
-
-
-# bfloat16 travels as bits and is converted by the same rules as on the CPU: its NaNs come out alike, and Triton's
-# interpreter has no working bfloat16.
-LOAD = {torch.float32: rounding.identity, torch.float16: half_float, torch.bfloat16: rounding.bfloat16_float}
-STORE = {torch.float32: rounding.identity, torch.float16: float_half, torch.bfloat16: rounding.float_bfloat16}
 
 
 def encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, seed_low, seed_high, STOCHASTIC: tl.constexpr):
@@ -141,16 +124,7 @@ def kernel(name: str, rule: BlockQuantizer, dtype: torch.dtype) -> Any:
         "N_WORDS": tl.constexpr(rule.words),
         "load": LOAD[dtype],
         "store": STORE[dtype],
-        "ordered": rounding.ordered,
-        "float_bits": rounding.float_bits,
-        "random_key": random.random_key,
-        "random_bits": random.random_bits,
-        "dither": random.dither,
-        "scales": rule.scales,
-        "encode_constants": rule.encode_constants,
-        "encode": rule.encode,
-        "decode_constants": rule.decode_constants,
-        "decode": rule.decode,
+        **rule_bindings(rule),
     }
     inner = {f.__name__: compile_template(f, bindings) for f in (encode_tile, decoded_sum)}
     return compile_template(TEMPLATES[name], {**bindings, **inner}, UNSPECIALIZED[name])
@@ -171,15 +145,9 @@ def launch(name: str, rule: BlockQuantizer, dtype: torch.dtype, layout: Layout, 
         kernel(name, rule, dtype)[grid](*arguments, **constants, **shape, **EXACT)
 
 
-def halves(seed: int | None) -> tuple[int, int]:
-    """The low and the high half of a seed, as int32."""
-    value = seed or 0
-    return signed(value & 0xFFFFFFFF), signed(value >> 32)
-
-
 def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
-    arguments = (bits(x), *layout.parts(payload), layout.n, *halves(seed))
+    arguments = (bits(x), *layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
     launch("encode", rule, x.dtype, layout, x, *arguments, STOCHASTIC=seed is not None)
 
 
@@ -199,5 +167,5 @@ def reduce(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     parts = (*layout.parts(payloads), *layout.parts(out))
-    arguments = (*parts, payloads.shape[0], layout.size, layout.n, scale, *halves(seed))
+    arguments = (*parts, payloads.shape[0], layout.size, layout.n, scale, *map(signed, seed_halves(seed)))
     launch("reduce", rule, torch.float32, layout, out, *arguments, STOCHASTIC=seed is not None)

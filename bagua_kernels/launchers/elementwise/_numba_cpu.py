@@ -9,27 +9,13 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import array, compile_template, float_half, half_float, run_parallel
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.rules import rounding
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 TASK = 16384
 SERIAL = 32768
-
-LOAD = {
-    torch.float32: rounding.identity,
-    torch.float64: rounding.identity,
-    torch.float16: half_float,
-    torch.bfloat16: rounding.bfloat16_float,
-}
-STORE = {
-    torch.float32: rounding.identity,
-    torch.float64: rounding.identity,
-    torch.float16: float_half,
-    torch.bfloat16: rounding.float_bfloat16,
-}
 
 
 def source(rule: ElementwiseRule, scalars: int) -> str:

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from numba import cuda
 
-from bagua_kernels.jit._numba_cuda import array, compile_template, launching
+from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.blockwise._numba_cuda import LOAD, STORE
 from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.rules import rounding
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 THREADS = 256
@@ -38,8 +36,8 @@ def kernel(rule: ElementwiseRule, scalars: int, dtypes: tuple[torch.dtype, ...])
     """The compiled kernel."""
     bindings: dict[str, Any] = {"rule": rule.function}
     for i, dtype in enumerate(dtypes):
-        bindings[f"load_{i}"] = LOAD.get(dtype, rounding.identity)
-        bindings[f"store_{i}"] = STORE.get(dtype, rounding.identity)
+        bindings[f"load_{i}"] = LOAD[dtype]
+        bindings[f"store_{i}"] = STORE[dtype]
     literal = np.float64 if dtypes[0] == torch.float64 else np.float32
     template = function_from_source(source(rule, scalars), "over_range", {"__name__": __name__, "cuda": cuda})
     return compile_template(template, bindings, literal=literal)

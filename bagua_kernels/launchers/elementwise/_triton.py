@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bagua_kernels.jit._triton import EXACT, bits, compile_template, on_device
+from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.blockwise._triton import LOAD, STORE
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
