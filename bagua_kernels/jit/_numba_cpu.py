@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import threading
@@ -35,6 +36,10 @@ scalar.install(extending, types, single=IEEE, double=IEEE)
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
+# Kernels on disk hold compiled words of the vocabulary, and must not outlive a change of these.
+VOCABULARY = digest(inspect.getsource(scalar))
+
+
 @functools.cache
 def compile_rule(rule: Rule, literal: type = np.float32) -> Any:
     """The rule as a Numba function of scalars, with every rule that it calls and its float literals of one type."""
@@ -63,8 +68,15 @@ def compile_template(
         (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
         for name, value in bindings.items()
     ]
-    suffix = "_" + digest(template, described, literal)
-    return numba.njit(rebuilt(template, names, suffix=suffix), cache=True, parallel=parallel, **OPTIONS)
+    function = rebuilt(template, names, suffix="_" + digest(template, described, literal, VOCABULARY))
+    try:
+        return numba.njit(function, cache=True, parallel=parallel, **OPTIONS)
+    except RuntimeError as error:
+        # Neither the package's folder nor the user's cache can be written, as in some containers.
+        logger.warning(
+            "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a writable folder): %s", error
+        )
+        return numba.njit(function, parallel=parallel, **OPTIONS)
 
 
 @numba.njit(parallel=True, nogil=True)

@@ -1,0 +1,97 @@
+"""Rebuilding of functions, and the names of cached kernels."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from bagua_kernels.compression import MinMaxUInt8
+from bagua_kernels.jit import _numba_cpu
+from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.jit.rule import called_rules, digest, rebuilt, with_literals
+
+
+def half(x):
+    return x * 0.5
+
+
+def other_half(x):
+    return x * 0.25
+
+
+def calls_half(x):
+    return half(x) + 1.0
+
+
+def bits(x):
+    return tl.cast(x, tl.int32, bitcast=True)
+
+
+def test_called_rules() -> None:
+    assert called_rules(calls_half) == {"half": half}
+    assert called_rules(bits) == {}
+
+
+def test_digest_sees_what_a_rule_calls() -> None:
+    changed = rebuilt(calls_half, {"half": other_half})
+    assert digest(calls_half) == digest(rebuilt(calls_half, {}))
+    assert digest(calls_half) != digest(changed)
+    assert digest(half) != digest(other_half)
+    assert digest(calls_half, ("BLOCK", 256)) != digest(calls_half, ("BLOCK", 128))
+
+
+def test_float32_stays_float32() -> None:
+    assert with_literals(half.__code__, np.float32).co_consts[-1].dtype == np.float32
+    compiled = _numba_cpu.compile_rule(calls_half)
+    compiled(np.float32(3))
+    assert compiled.nopython_signatures[0].return_type == numba.float32
+    assert compiled(np.float32(3)) == 2.5
+
+
+def test_rules_are_their_own_reference() -> None:
+    x = np.array([1.0, -2.5], np.float32)
+    assert calls_half(x).dtype == np.float32
+    assert np.array_equal(bits(x), x.view(np.int32))
+
+
+def test_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    njit = numba.njit
+
+    def without_cache(function, **options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(function, **options)
+
+    def template(x):
+        return rule(x)  # noqa: F821 - bound when the template is compiled
+
+    monkeypatch.setattr(numba, "njit", without_cache)
+    with caplog.at_level(logging.WARNING):
+        kernel = _numba_cpu.compile_template(template, {"rule": half})
+    assert kernel(np.float32(4)) == 2
+    assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_kernels_run_from_several_threads_at_once() -> None:
+    """The training and the communication thread both launch; Numba's own thread layer would end the process."""
+    codec = MinMaxUInt8()
+    x = torch.randn(400_000)
+    expected = codec.encode(x)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for payload in pool.map(lambda _: codec.encode(x), range(40)):
+            assert torch.equal(payload, expected)
+
+
+def test_torch_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        MinMaxUInt8().encode(torch.randn(400_000))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
