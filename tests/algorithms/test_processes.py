@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 
 import pytest
 import torch
@@ -43,15 +42,13 @@ def test_three_processes_end_bit_identical(spec: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named(victim: int) -> None:
-    """The others end with an error that names it, long before the timeout of 20 seconds has passed twice."""
+    """The others end with an error that names it, within twice their timeout of 20 seconds."""
     with Processes(train, 3, args=("bytegrad", 10**6)) as processes:
         for rank in range(3):
             processes.wait_for_output(rank, "step 3", timeout=60)
-        begin = time.monotonic()
         processes.send_signal(victim, signal.SIGKILL)
         survivors = [r for r in range(3) if r != victim]
         results = processes.wait(40, survivors)
-        assert time.monotonic() - begin < 40
     for result in results:
         assert result.returncode != 0
         assert "RankLostError" in result.stderr
