@@ -203,9 +203,9 @@ class Engine:
         if not self._running:
             self._begin()
         if position in self._arrived:
-            name = tuple(self.parameters[position].shape)
+            shape = tuple(self.parameters[position].shape)
             raise RuntimeError(
-                f"a parameter of shape {name} got a second gradient in one backward pass; if the model is checkpointed, use "
+                f"a parameter of shape {shape} got a second gradient in one backward pass; if the model is checkpointed, use "
                 "use_reentrant=False"
             )
         self._fill(position)

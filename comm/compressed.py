@@ -44,7 +44,8 @@ class CompressedAllReduce:
         self.lengths = [end - begin for begin, end in pairwise(starts)]
         # Every slot has room for a full chunk, so that short last chunks need no collective of uneven parts.
         slot = codec.payload_size(chunk)
-        exact_bytes = -(-exact * torch.empty((), dtype=dtype).element_size() // 16) * 16
+        self.sizes = [codec.payload_size(length) for length in self.lengths]
+        exact_bytes = -(-exact * dtype.itemsize // 16) * 16
         self.sent = torch.zeros(size, slot, dtype=torch.uint8, device=device)
         self.received = torch.empty(size, slot, dtype=torch.uint8, device=device)
         self.mean = torch.zeros(slot + exact_bytes, dtype=torch.uint8, device=device)
@@ -66,7 +67,7 @@ class CompressedAllReduce:
         size, rank = self.communicator.size, self.communicator.rank
         if size == 1:
             return
-        sizes = [self.codec.payload_size(length) for length in self.lengths]
+        sizes = self.sizes
         for owner in range(size):
             self.codec.encode(
                 x[self.chunks[owner]],
@@ -83,7 +84,7 @@ class CompressedAllReduce:
             seed=fold_seed(seed, SECOND_PASS, rank),
             out=self.mean[: sizes[rank]],
         )
-        exact_bytes = exact.numel() * exact.element_size()
+        exact_bytes = exact.nbytes
         self.mean[self.slot : self.slot + exact_bytes].view(exact.dtype).copy_(exact)
         self.communicator.all_gather(self.means.view(-1), self.mean).wait()
 

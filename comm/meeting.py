@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.comm.work import Work
+from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 
 Parts = list[torch.Tensor]
@@ -76,7 +76,7 @@ class LocalWorld:
         return group.gone.get(rank) or self.lost.get(group.ranks[rank], "")
 
 
-class MeetingWork(Work):
+class MeetingWork(Pending):
     """Waits until no rank is missing, then copies the result into the output on the waiting thread.
 
     Args:
@@ -99,6 +99,7 @@ class MeetingWork(Work):
         take: Callable[[], torch.Tensor],
         output: torch.Tensor | None,
     ) -> None:
+        super().__init__()
         self._world = world
         self._group = group
         self._rank = rank
@@ -106,8 +107,6 @@ class MeetingWork(Work):
         self._missing = missing
         self._take = take
         self._output = output
-        self._done = False
-        self._error: CommunicationError | None = None
 
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
@@ -117,20 +116,7 @@ class MeetingWork(Work):
             except CommunicationError:
                 return True
 
-    def wait(self) -> None:
-        """Waits for the other ranks, and writes the output."""
-        if self._done:
-            return
-        if self._error is not None:
-            raise self._error
-        try:
-            self._finish()
-        except CommunicationError as error:
-            self._error = error
-            raise
-        self._done = True
-
-    def _finish(self) -> None:
+    def _complete(self) -> None:
         deadline = time.monotonic() + self._world.timeout
         with self._world.changed:
             while not self._ready():

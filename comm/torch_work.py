@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from bagua_kernels.comm.liveness import Liveness, Verdict
-from bagua_kernels.comm.work import Work
+from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Session:
         return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {verdict.text}{said}", ranks)
 
 
-class TorchWork(Work):
+class TorchWork(Pending):
     """One operation of torch under way."""
 
     def __init__(
@@ -162,6 +162,7 @@ class TorchWork(Work):
         finish: Callable[[], None] | None,
         on_stream: bool,
     ) -> None:
+        super().__init__()
         self._session = session
         self._handle = handle
         self._operation = operation
@@ -169,30 +170,18 @@ class TorchWork(Work):
         self._peer = peer
         self._finish = finish
         self._on_stream = on_stream
-        self._done = False
-        self._error: CommunicationError | None = None
 
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
         return self._done or self._error is not None or bool(self._session.ended) or bool(self._handle.is_completed())
 
-    def wait(self) -> None:
-        """Waits until the outputs are valid; raises an error that names the rank at fault where it is known."""
-        if self._done:
-            return
-        if self._error is not None:
-            raise self._error
-        try:
-            if self._on_stream:
-                self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
-            else:
-                self._wait_on_host()
-        except CommunicationError as error:
-            self._error = error
-            raise
+    def _complete(self) -> None:
+        if self._on_stream:
+            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
+        else:
+            self._wait_on_host()
         if self._finish is not None:
             self._finish()
-        self._done = True
         self._session.finished(self._number)
 
     def _wait_on_host(self) -> None:

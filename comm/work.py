@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 
+from bagua_kernels.errors import CommunicationError
+
 
 class Work(abc.ABC):
     """A communication that has been started.
@@ -25,6 +27,31 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
+
+
+class Pending(Work):
+    """A communication that is completed once, by the first `wait`; later ones return, or raise, the same."""
+
+    def __init__(self) -> None:
+        self._done = False
+        self._error: CommunicationError | None = None
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._done:
+            return
+        if self._error is not None:
+            raise self._error
+        try:
+            self._complete()
+        except CommunicationError as error:
+            self._error = error
+            raise
+        self._done = True
+
+    @abc.abstractmethod
+    def _complete(self) -> None:
+        """Waits for the communication and writes its outputs; errors as of `Work.wait`."""
 
 
 class Finished(Work):

@@ -79,8 +79,8 @@ def compile_template(
         return numba.njit(function, parallel=parallel, **OPTIONS)
 
 
-@numba.njit(parallel=True, nogil=True)
-def _first_parallel_region() -> int:
+def first_parallel_region():
+    """A template that makes Numba start its threads."""
     total = 0
     for _ in numba.prange(2):
         total += 1
@@ -94,9 +94,9 @@ def _launch_lock() -> Any:
     Those abort the process when two threads launch at once, which the training and the communication thread do. TBB and
     OpenMP do not mind; torch's Linux wheels bring an OpenMP that Numba finds, since torch is imported first.
     """
-    with _start_lock:
+    with _one_at_a_time:
         threads = torch.get_num_threads()
-        _first_parallel_region()
+        compile_template(first_parallel_region, {}, parallel=True)()
         # GNU OpenMP keeps one thread count for all its users; Numba's start-up may have changed torch's.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -104,10 +104,10 @@ def _launch_lock() -> Any:
     if layer != "workqueue":
         return nullcontext()
     logger.warning("Numba has neither TBB nor OpenMP here; kernels of different threads take turns (pip install tbb)")
-    return threading.Lock()
+    return _one_at_a_time
 
 
-_start_lock = threading.Lock()
+_one_at_a_time = threading.Lock()
 
 
 def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:

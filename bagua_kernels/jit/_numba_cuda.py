@@ -18,7 +18,7 @@ import torch
 from numba import cuda
 
 from bagua_kernels import knobs
-from bagua_kernels.jit import scalar, vocabulary
+from bagua_kernels.jit import scalar
 from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt, with_literals
 from bagua_kernels.rules import rounding
@@ -78,7 +78,7 @@ def exact_code(rule: Rule, literal: type) -> CodeType:
 
 def vocabulary_module() -> ModuleType:
     """What `tl` stands for: compiled words, or NumPy's in the simulator."""
-    return vocabulary if SIMULATED else scalar
+    return tl if SIMULATED else scalar
 
 
 @functools.cache
