@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagua_kernels import knobs
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
 from bagua_kernels.rules import rounding
 
@@ -41,6 +42,11 @@ def compile_template(template: Rule, bindings: Mapping[str, Any], unspecialized:
         name: compile_rule(value) if isinstance(value, FunctionType) else value for name, value in bindings.items()
     }
     return triton.jit(rebuilt(template, names), do_not_specialize=list(unspecialized))
+
+
+def constant(value: int) -> Any:
+    """A number that a template reads as a global: compiled code wants it marked, the interpreter wants a plain one."""
+    return value if knobs.TRITON_INTERPRET.get() else tl.constexpr(value)
 
 
 @contextlib.contextmanager

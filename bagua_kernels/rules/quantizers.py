@@ -1,30 +1,50 @@
-"""Block quantizers: how the scales of a block follow from its range, and an element from them to its code and back."""
+"""Block quantizers: how the scales of a block follow from its values, and an element from them to its code and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.rules.rounding import bits_float, nearest_integer, ordered
+
+
+def no_unit(low, high):
+    """No sums, no unit."""
+    return 1.0
+
+
+def no_terms(x, unit):
+    """No sums, no terms."""
+    return x, x, x
 
 
 @dataclass(frozen=True)
 class BlockQuantizer:
     """The rules of one block quantizer; `bagua_kernels.launchers.blockwise` runs them.
 
-    A launcher finds the least and the greatest `ordered` key of each block, makes the stored scales from them, makes four
+    A launcher finds the extremes of each block, if asked for also sums over it, makes the stored scales from them, makes four
     constants from the scales, and applies `encode` to every element. A quantizer that needs fewer constants leaves some 0.
+    `levels` is a compile-time number handed to the rules, so that quantizers of different widths share them.
 
     Attributes:
         name: lower-case identifier, used in caches and messages.
         words: number of 32-bit scales stored for each block, 1 or 2.
-        scales: (least key, greatest key) -> `words` int32 scales, always a pair; the second is dropped if `words` is 1.
-        encode_constants: (int32 scale, int32 scale) -> four block constants.
-        encode: (float32 value, four constants, float32 dither in [-0.5, 0.5)) -> int32 code from 0 to 255.
-        decode_constants: (int32 scale, int32 scale) -> four block constants.
-        decode: (int32 code, four constants) -> float32 value.
+        scales: (low, high, three sums, number of elements as float32, levels) -> two int32 scales; the second is dropped if
+            `words` is 1.
+        encode_constants: (int32 scale, int32 scale, levels) -> four block constants.
+        encode: (float32 value, four constants, float32 dither in [-0.5, 0.5), levels) -> int32, whose low `bits` are the code.
+        decode_constants: (int32 scale, int32 scale, levels) -> four block constants.
+        decode: (int32 code, four constants, levels) -> float32 value.
+        bits: bits of a code: 8, 4, 2 or 1.
+        levels: number of levels, or whatever the rules take it for.
+        signed: whether codes are two's complement, so that `decode` gets them with their sign.
+        extremes: "range": low and high are the least and greatest `ordered` key of the block; "magnitude": high is the greatest
+            of its bits without the sign, low is 0.
+        sums: how many of the three sums are wanted: 0, 1 or 3.
+        unit: (low, high) -> float32 that `terms` gets.
+        terms: (float32 value, unit) -> three float32 summands.
     """
 
     name: str
@@ -34,69 +54,87 @@ class BlockQuantizer:
     encode: Callable[..., Any]
     decode_constants: Callable[..., Any]
     decode: Callable[..., Any]
+    bits: int = 8
+    levels: int = 255
+    signed: bool = False
+    extremes: Literal["range", "magnitude"] = "magnitude"
+    sums: int = 0
+    unit: Callable[..., Any] = no_unit
+    terms: Callable[..., Any] = no_terms
 
 
-def minmax_scales(low_key, high_key):
+def safe_power(magnitude):
+    """(power, inverse): what a block of this greatest magnitude (int32 bits) is multiplied by before and after its arithmetic.
+
+    The power keeps differences from overflowing (blocks reaching 2^126) and keeps steps, reciprocals and products out of the
+    subnormal numbers (blocks below 2^-60), where precision is lost and some devices flush to zero.
+    """
+    huge = magnitude >= 0x7E800000
+    tiny = magnitude < 0x21800000
+    pre = tl.where(huge, 0.25, tl.where(tiny, 1.2089258196146292e24, 1.0))
+    post = tl.where(huge, 4.0, tl.where(tiny, 8.271806125530277e-25, 1.0))
+    return pre, post
+
+
+def minmax_scales(low, high, sum0, sum1, sum2, count, levels):
     """The bits of a block's least and greatest value; one fixed NaN for both where the block is not all finite."""
     # The keys of the infinities are 0x7F800000 and its mirror image; NaNs lie beyond them.
-    finite = (low_key > -2139095041) & (high_key < 2139095040)
-    low = tl.where(finite, ordered(low_key), 0x7FC00000)
-    high = tl.where(finite, ordered(high_key), 0x7FC00000)
-    return tl.cast(low, tl.int32), tl.cast(high, tl.int32)
+    finite = (low > -2139095041) & (high < 2139095040)
+    least = tl.where(finite, ordered(low), 0x7FC00000)
+    greatest = tl.where(finite, ordered(high), 0x7FC00000)
+    return tl.cast(least, tl.int32), tl.cast(greatest, tl.int32)
 
 
 def minmax_range(low, high):
-    """A block's (low, high, range), scaled by a power of two, then that power and its inverse; all float32.
-
-    The power keeps `high - low` from overflowing (blocks reaching 2^126) and keeps the step, its reciprocal and every product
-    out of the subnormal numbers (blocks below 2^-60), where precision is lost and some devices flush to zero.
-    """
-    largest = tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF)
-    huge = largest >= 0x7E800000
-    tiny = largest < 0x21800000
-    pre = tl.where(huge, 0.25, tl.where(tiny, 1.2089258196146292e24, 1.0))
-    post = tl.where(huge, 4.0, tl.where(tiny, 8.271806125530277e-25, 1.0))
+    """A block's (low, high, range), scaled by a power of two, then that power and its inverse; all float32."""
+    pre, post = safe_power(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
     scaled_low = bits_float(low) * pre
     scaled_high = bits_float(high) * pre
     return scaled_low, scaled_high, scaled_high - scaled_low, pre, post
 
 
-def minmax_encode_constants(low, high):
-    """(pre, scaled minimum, codes per unit, mask): the mask clears the codes of a block that is not finite."""
+def minmax_encode_constants(low, high, levels):
+    """(pre, scaled minimum, codes per unit, top): the top clears the codes of a block that is not finite."""
     scaled_low, scaled_high, span, pre, post = minmax_range(low, high)
-    per_unit = tl.where(span > 0.0, tl.div_rn(tl.cast(255.0, tl.float32), span), 0.0)
-    mask = tl.where((low & 0x7FFFFFFF) > 0x7F800000, 0, 255)
-    return pre, scaled_low, per_unit, mask
+    per_unit = tl.where(span > 0.0, tl.div_rn(tl.cast(levels, tl.float32), span), 0.0)
+    top = tl.where((low & 0x7FFFFFFF) > 0x7F800000, 0, levels)
+    return pre, scaled_low, per_unit, tl.cast(top, tl.int32)
 
 
-def minmax_encode(x, pre, scaled_low, per_unit, mask, dither):
+def minmax_encode(x, pre, scaled_low, per_unit, top, dither, levels):
     """The code of one value: its distance from the block's minimum in steps, rounded and clamped.
 
-    Anchored at the minimum, not at zero, so that the index cannot leave 0..255 by more than rounding.
+    Anchored at the minimum, not at zero, so that the index cannot leave its range by more than rounding.
     """
     steps = (x * pre - scaled_low) * per_unit + dither
-    code = tl.minimum(tl.maximum(nearest_integer(steps), 0), 255)
-    return tl.cast(code & mask, tl.int32)
+    # Numba takes a literal for 64 bits wide, and would widen the comparison and the vectors with it.
+    bottom = tl.cast(0, tl.int32)
+    return tl.cast(tl.minimum(tl.maximum(nearest_integer(steps), bottom), top), tl.int32)
 
 
-def minmax_decode_constants(low, high):
+def minmax_decode_constants(low, high, levels):
     """(scaled minimum, scaled step, scaled maximum, post)."""
     scaled_low, scaled_high, span, pre, post = minmax_range(low, high)
-    return scaled_low, tl.div_rn(span, tl.cast(255.0, tl.float32)), scaled_high, post
+    return scaled_low, tl.div_rn(span, tl.cast(levels, tl.float32)), scaled_high, post
 
 
-def minmax_decode(code, scaled_low, step, scaled_high, post):
+def minmax_decode(code, scaled_low, step, scaled_high, post, levels):
     """The value of one code; the highest is the block's maximum itself, which rounding could otherwise miss or pass."""
     value = scaled_low + tl.cast(code, tl.float32) * step
-    return tl.where(code == 255, scaled_high, value) * post
+    return tl.where(code == levels, scaled_high, value) * post
 
 
-MINMAX_UINT8 = BlockQuantizer(
-    name="minmax_uint8",
-    words=2,
-    scales=minmax_scales,
-    encode_constants=minmax_encode_constants,
-    encode=minmax_encode,
-    decode_constants=minmax_decode_constants,
-    decode=minmax_decode,
-)
+def minmax(bits: int) -> BlockQuantizer:
+    """Levels from a block's least to its greatest value, `2^bits` of them."""
+    return BlockQuantizer(
+        name=f"minmax_uint{bits}",
+        words=2,
+        scales=minmax_scales,
+        encode_constants=minmax_encode_constants,
+        encode=minmax_encode,
+        decode_constants=minmax_decode_constants,
+        decode=minmax_decode,
+        bits=bits,
+        levels=(1 << bits) - 1,
+        extremes="range",
+    )

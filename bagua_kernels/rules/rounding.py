@@ -15,6 +15,11 @@ def bits_float(bits):
     return tl.cast(bits, tl.float32, bitcast=True)
 
 
+def magnitude(x):
+    """A float32 without its sign, also of -0."""
+    return bits_float(tl.cast(float_bits(x) & 0x7FFFFFFF, tl.int32))
+
+
 def ordered(bits):
     """Maps the int32 bits of a float32 to an int32 that compares as the float does, and back (it is its own inverse).
 

@@ -1,19 +1,23 @@
-"""Runs a block quantizer: reduce each block to its range, then encode; decode; decode many, sum and encode again.
+"""Runs a block quantizer: reduce each block to its statistics, then encode; decode; decode many, sum and encode again.
 
-A payload holds the scales of all blocks and then one code a byte; `docs/wire-format.md` fixes it. Arguments are checked here,
-once for all backends; each backend offers the same four functions.
+A payload holds the scales of all blocks and then the codes; `docs/wire-format.md` fixes it. Three more kernels fuse what
+training does around that: error feedback, encoding many tensors without a flat copy, and an optimizer step on what was
+decoded. Arguments are checked here, once for all backends; each backend offers the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from bagua_kernels.jit.op import Op
+from bagua_kernels.rules import feedback as feedback_rules
 from bagua_kernels.rules import random, rounding
+from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
@@ -29,11 +33,13 @@ class Layout:
         n: number of elements.
         block: elements a block.
         words: 32-bit scales a block.
+        bits: bits a code: 8, 4, 2 or 1.
     """
 
     n: int
     block: int
     words: int
+    bits: int
 
     @property
     def blocks(self) -> int:
@@ -41,14 +47,29 @@ class Layout:
         return -(-self.n // self.block)
 
     @property
+    def stride(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block * self.bits // 8
+
+    @property
+    def fields(self) -> int:
+        """Codes in a byte; those of one byte are `stride` elements apart."""
+        return 8 // self.bits
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales, padded to 16."""
         return padded(4 * self.words * self.blocks)
 
     @property
+    def used_code_bytes(self) -> int:
+        """Bytes of the codes without the pad. Codes of less than a byte always fill their block."""
+        return self.n if self.bits == 8 else self.blocks * self.stride
+
+    @property
     def code_bytes(self) -> int:
         """Bytes of the codes, padded to 16."""
-        return padded(self.n)
+        return padded(self.used_code_bytes)
 
     @property
     def size(self) -> int:
@@ -60,12 +81,23 @@ class Layout:
         return payloads[..., : self.scale_bytes].view(torch.int32), payloads[..., self.scale_bytes :]
 
 
-def padded(size: int) -> int:
-    """`size` rounded up to a multiple of 16."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def padded(size: int, multiple: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of 16, or of another number."""
+    return -(-size // multiple) * multiple
 
 
-def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, *, block: int, seed: int | None) -> None:
+def layout_of(rule: BlockQuantizer, n: int, block: int) -> Layout:
+    """The layout of `n` elements.
+
+    Raises:
+        ValueError: the block size does not fit.
+    """
+    return Layout(n, checked_block(block), rule.words, rule.bits)
+
+
+def encode(
+    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, *, block: int, seed: int | None, given: bool = False
+) -> None:
     """Encodes a vector into a payload.
 
     Args:
@@ -74,23 +106,142 @@ def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, *, bloc
         payload: shape (size,), uint8, on the same device; overwritten.
         block: elements a block, a power of two from 32 to 4096.
         seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+        given: whether the payload's scales are there already and are to be used.
 
     Raises:
         TypeError: a dtype is not supported.
         ValueError: a shape, size, device, alignment, block or seed does not fit.
     """
     check_vector("x", x, FLOAT_DTYPES)
-    layout = Layout(x.numel(), checked_block(block), rule.words)
+    layout = layout_of(rule, x.numel(), block)
     check_payload("payload", payload, layout, (layout.size,), x.device)
     seed = checked_seed(seed)
     if layout.n:
-        OP.backend(x.device).encode(rule, x, payload, layout, seed)
+        OP.backend(x.device).encode(rule, x, payload, layout, seed, given)
+
+
+def encode_pieces(
+    rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, *, block: int, seed: int | None
+) -> None:
+    """Encodes many tensors as one vector, each filled up with zeros to a multiple of the block, without a flat copy of them.
+
+    Args:
+        rule: the quantizer.
+        pieces: contiguous tensors of any shape, of one dtype, on the payload's device.
+        payload: shape (size,), uint8, of the vector of all blocks of all pieces; overwritten.
+        block: elements a block.
+        seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+
+    Raises:
+        TypeError: a dtype is not supported, or they differ.
+        ValueError: a shape, size, device, alignment, block or seed does not fit.
+    """
+    flat = [piece.view(-1) if piece.is_contiguous() else piece for piece in pieces]
+    for i, piece in enumerate(flat):
+        check_vector(f"piece {i}", piece, FLOAT_DTYPES)
+        if piece.dtype != flat[0].dtype or piece.device != payload.device:
+            raise TypeError(
+                f"piece {i} must be {flat[0].dtype} on {payload.device} as the others, got {piece.dtype} on {piece.device}"
+            )
+    layout = layout_of(rule, sum(padded(piece.numel(), block) for piece in flat), block)
+    check_payload("payload", payload, layout, (layout.size,), payload.device)
+    seed = checked_seed(seed)
+    if layout.n:
+        OP.backend(payload.device).encode_pieces(rule, flat, payload, layout, seed)
+
+
+def feedback(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    payload: torch.Tensor,
+    *,
+    block: int,
+    factor: float,
+    seed: int | None,
+) -> None:
+    """Encodes `factor * (x + residual)` and leaves in `residual` what the payload lacks of `x + residual`, in one pass.
+
+    Where the sum or the decoded value is not finite the residual stays as it was.
+
+    Args:
+        rule: the quantizer.
+        x: shape (n,), float32, float16 or bfloat16, contiguous.
+        residual: shape (n,), float32, contiguous; updated.
+        payload: shape (size,), uint8; overwritten.
+        block: elements a block.
+        factor: a float32; 1 for a contractive codec, 1 / (1 + omega) for an unbiased one.
+        seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a shape, size, device, alignment, block or seed does not fit.
+    """
+    check_vector("x", x, FLOAT_DTYPES)
+    check_vector("residual", residual, (torch.float32,))
+    if residual.shape != x.shape or residual.device != x.device:
+        raise ValueError(
+            f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on {residual.device}"
+        )
+    layout = layout_of(rule, x.numel(), block)
+    check_payload("payload", payload, layout, (layout.size,), x.device)
+    seed = checked_seed(seed)
+    if layout.n:
+        OP.backend(x.device).feedback(rule, x, residual, payload, layout, factor, seed)
+
+
+def decode_apply(
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    update: ElementwiseRule,
+    arrays: Sequence[torch.Tensor],
+    scalars: Sequence[float],
+    *,
+    scale: float,
+    block: int,
+    position: int = 1,
+) -> None:
+    """Decodes payloads and applies an optimizer's rule to what they sum up to, without writing the gradient.
+
+    Args:
+        rule: the quantizer.
+        payloads: shape (ranks, size), uint8.
+        update: a rule of which one array is the gradient.
+        arrays: the rule's other arrays in their order, each of shape (n,), float32, float16 or bfloat16, contiguous; updated.
+        scalars: the rule's scalars.
+        scale: factor of the sum of the payloads.
+        block: elements a block.
+        position: the gradient's place among the rule's arrays.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a number of arrays, a shape, size, device, alignment or block does not fit, or the rule writes the gradient.
+    """
+    if len(arrays) != update.arrays - 1 or not arrays:
+        raise ValueError(
+            f"rule {update.name!r} takes {update.arrays - 1} arrays beside the gradient, got {len(arrays)}"
+        )
+    if not 0 <= position < update.arrays or position in update.writes:
+        raise ValueError(f"array {position} of rule {update.name!r} is no gradient: it must be one that is only read")
+    for i, array in enumerate(arrays):
+        check_vector(f"array {i}", array, FLOAT_DTYPES)
+        if array.shape != arrays[0].shape or array.device != payloads.device:
+            raise ValueError(
+                f"array {i} must have shape {tuple(arrays[0].shape)} on {payloads.device}, "
+                f"got {tuple(array.shape)} on {array.device}"
+            )
+    layout = layout_of(rule, arrays[0].numel(), block)
+    check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
+    if layout.n:
+        numbers = tuple(float(s) for s in scalars)
+        backend = OP.backend(payloads.device)
+        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:
     """Decodes a payload of shape (size,) into `out`, of shape (n,); arguments and errors as in `encode`."""
     check_vector("out", out, FLOAT_DTYPES)
-    layout = Layout(out.numel(), checked_block(block), rule.words)
+    layout = layout_of(rule, out.numel(), block)
     check_payload("payload", payload, layout, (layout.size,), out.device)
     if layout.n:
         OP.backend(out.device).decode(rule, payload, out, layout)
@@ -102,7 +253,7 @@ def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, 
     Each payload is read once. The sum is taken in float32, in the order of the ranks. Errors as in `encode`.
     """
     check_vector("out", out, FLOAT_DTYPES)
-    layout = Layout(out.numel(), checked_block(block), rule.words)
+    layout = layout_of(rule, out.numel(), block)
     check_payload("payloads", payloads, layout, (-1, layout.size), out.device)
     if layout.n:
         OP.backend(out.device).decode_sum(rule, payloads, out, scale, layout)
@@ -137,7 +288,7 @@ def reduce(
     """
     if n < 0:
         raise ValueError(f"the number of elements must be 0 or more, got {n=}")
-    layout = Layout(n, checked_block(block), rule.words)
+    layout = layout_of(rule, n, block)
     check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
     check_payload("out", out, layout, (layout.size,), payloads.device)
     seed = checked_seed(seed)
@@ -150,6 +301,10 @@ def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
     return {
         "ordered": rounding.ordered,
         "float_bits": rounding.float_bits,
+        "compensated": feedback_rules.compensated,
+        "remainder": feedback_rules.remainder,
+        "unit": rule.unit,
+        "terms": rule.terms,
         "random_key": random.random_key,
         "random_bits": random.random_bits,
         "dither": random.dither,
@@ -159,6 +314,14 @@ def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
         "decode_constants": rule.decode_constants,
         "decode": rule.decode,
     }
+
+
+def piece_table(pieces: Sequence[torch.Tensor], block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the pieces' memory and how long it is, and each one's first block, with the number of all blocks at the end."""
+    sizes = [piece.numel() for piece in pieces]
+    firsts = [0, *accumulate(-(-size // block) for size in sizes)]
+    addresses = [piece.data_ptr() for piece in pieces]
+    return torch.tensor(addresses, dtype=torch.int64), torch.tensor(sizes), torch.tensor(firsts)
 
 
 def seed_halves(seed: int | None) -> tuple[int, int]:
@@ -200,6 +363,11 @@ def check_payload(
     name: str, payload: torch.Tensor, layout: Layout, shape: tuple[int, ...], device: torch.device
 ) -> None:
     """Raises unless `payload` is a contiguous, aligned uint8 tensor of the shape (-1 stands for any size) on the device."""
+    check_bytes(name, payload, shape, device, f"n={layout.n} and block={layout.block}")
+
+
+def check_bytes(name: str, payload: torch.Tensor, shape: tuple[int, ...], device: torch.device, cause: str) -> None:
+    """As `check_payload`; `cause` is what the shape follows from."""
     if not isinstance(payload, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(payload).__name__}")
     if payload.dtype != torch.uint8:
@@ -207,9 +375,7 @@ def check_payload(
     fits = payload.dim() == len(shape) and all(w in (-1, g) for w, g in zip(shape, payload.shape, strict=True))
     if not fits:
         expected = tuple("ranks" if w == -1 else w for w in shape)
-        raise ValueError(
-            f"{name} must have shape {expected} for n={layout.n} and block={layout.block}, got {tuple(payload.shape)}"
-        )
+        raise ValueError(f"{name} must have shape {expected} for {cause}, got {tuple(payload.shape)}")
     if payload.device != device:
         raise ValueError(f"{name} must be on {device}, got {payload.device}")
     if not payload.is_contiguous():

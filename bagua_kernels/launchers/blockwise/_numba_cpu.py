@@ -1,21 +1,39 @@
-"""Block quantizers on the CPU.
+"""Block quantizers on the CPU: kernels over all blocks, and how they are launched.
 
-Each function below named `*_blocks` or `*_block` is a template: its upper-case names and rule names are bound when a kernel
-is made. A block is sliced out before its loop: inside `range(size)` over a slice Numba needs no negative-index check, and
-LLVM vectorises the loop, which makes the difference between 5 and 80 per cent of the copy rate.
+Each function named `*_blocks` or `*_tasks` is a template, see `_numba_cpu_block`. Two things decide the speed besides
+vectorised loops. Memory is asked for some blocks ahead, since the passes over a block make its reading and its arithmetic take
+turns. And arrays are `borrowed`, since a block takes a dozen slices, each of which would count references atomically.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
-from bagua_kernels.launchers.blockwise import Layout, rule_bindings, seed_halves
+from bagua_kernels.jit._numba_cpu import (
+    LOAD,
+    POINTER,
+    STORE,
+    array,
+    borrowed,
+    compile_template,
+    keep,
+    packing,
+    run_parallel,
+    store_fence,
+    wide_vectors,
+)
+from bagua_kernels.jit.rule import Rule
+from bagua_kernels.jit.source import function_from_source
+from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, seed_halves
+from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
+from bagua_kernels.launchers.elementwise import call_lines
+from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Elements a task: large enough to hide the cost of a task, small enough for an even split over threads.
@@ -24,83 +42,141 @@ TASK = 16384
 SERIAL = 32768
 
 
-def encode_block(values, words, codes, block, seed_low, seed_high):
-    low = np.int32(0x7FFFFFFF)
-    high = np.int32(-0x80000000)
-    for i in range(values.size):
-        key = ordered(float_bits(load(values[i])))
-        low = min(low, key)
-        high = max(high, key)
-    first, second = scales(low, high)
-    words[block * WORDS] = first
-    if WORDS == 2:
-        words[block * WORDS + 1] = second
-    a, b, c, d = encode_constants(first, second)
-    if STOCHASTIC:
-        start = block * BLOCK
-        key, second_key = random_key(seed_low, seed_high, np.uint32(start >> 32))
-        for i in range(values.size):
-            bits = random_bits(np.uint32(start + i), key, second_key)
-            codes[i] = encode(load(values[i]), a, b, c, d, dither(bits))
-    else:
-        for i in range(values.size):
-            # Adding -0 leaves every float as it is, so the compiler drops the addition.
-            codes[i] = encode(load(values[i]), a, b, c, d, np.float32(-0.0))
-
-
 def encode_blocks(x, words, codes, seed_low, seed_high, begin, end):
+    wide_vectors()
+    x, words, codes = borrowed(x), borrowed(words), borrowed(codes)
+    own = np.empty((max(SUMS, 1), BLOCK), np.float32)
+    scratch = borrowed(own)
+    for block in range(begin, end):
+        start = block * BLOCK
+        ask_for(x, start, BLOCK)
+        values = x[start : min(start + BLOCK, x.size)]
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        encode_block(values, words, here, scratch, block, start, seed_low, seed_high)
+    keep(own)
+
+
+def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end):
+    """Piece p has `sizes[p]` elements at an address, and blocks from `firsts[p]` up to `firsts[p + 1]`."""
+    wide_vectors()
+    words, codes = borrowed(words), borrowed(codes)
+    own = np.empty((max(SUMS, 1) + 1, BLOCK), np.float32)
+    scratch = borrowed(own)
+    padded_block = scratch[-1]
+    piece = np.searchsorted(firsts, begin, "right") - 1
+    for block in range(begin, end):
+        while block >= firsts[piece + 1]:
+            piece += 1
+        x = numba.carray(pointer(addresses[piece]), (sizes[piece],))
+        start = (block - firsts[piece]) * BLOCK
+        ask_for(x, start, BLOCK)
+        values = x[start : min(start + BLOCK, x.size)]
+        for i in range(values.size):
+            padded_block[i] = load_input(values[i])
+        padded_block[values.size :] = 0
+        here = codes[block * STRIDE : (block + 1) * STRIDE]
+        encode_block(padded_block, words, here, scratch, block, block * BLOCK, seed_low, seed_high)
+    keep(own)
+
+
+def feedback_blocks(x, residual, words, codes, factor, seed_low, seed_high, begin, end):
+    wide_vectors()
+    x, residual, words, codes = borrowed(x), borrowed(residual), borrowed(words), borrowed(codes)
+    own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, scaled, loose = scratch[-1], scratch[-2], scratch[-3].view(np.uint8)
     for block in range(begin, end):
         start = block * BLOCK
         stop = min(start + BLOCK, x.size)
-        encode_block(x[start:stop], words, codes[start:stop], block, seed_low, seed_high)
+        ask_for(x, start, BLOCK)
+        ask_for(residual, start, BLOCK)
+        values = x[start:stop]
+        left = residual[start:stop]
+        total = totals[: values.size]
+        sent = scaled[: values.size]
+        for i in range(values.size):
+            total[i] = load_input(values[i]) + left[i]
+            sent[i] = total[i] * factor
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        encode_block(sent, words, here, scratch, block, start, seed_low, seed_high)
+        decode_block(words, here, sent, loose, block)
+        for i in range(values.size):
+            left[i] = remainder(total[i], sent[i], left[i])
+    keep(own)
 
 
 def decode_blocks(words, codes, out, begin, end):
+    wide_vectors()
+    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    own = np.empty((2, BLOCK), out.dtype)
+    scratch = borrowed(own)
+    decoded, loose = scratch[0], scratch[1].view(np.uint8)
+    streamed = is_streamed(out)
     for block in range(begin, end):
         start = block * BLOCK
-        stop = min(start + BLOCK, out.size)
-        a, b, c, d = decode_constants(words[block * WORDS], words[block * WORDS + WORDS - 1])
-        source = codes[start:stop]
-        target = out[start:stop]
-        for i in range(target.size):
-            target[i] = store(decode(np.int32(source[i]), a, b, c, d))
-
-
-def sum_block(words, codes, total, scale, block, start):
-    total[:] = 0
-    for rank in range(words.shape[0]):
-        a, b, c, d = decode_constants(words[rank, block * WORDS], words[rank, block * WORDS + WORDS - 1])
-        source = codes[rank, start : start + total.size]
-        for i in range(total.size):
-            total[i] += decode(np.int32(source[i]), a, b, c, d)
-    for i in range(total.size):
-        total[i] *= scale
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        target = out[start : min(start + BLOCK, out.size)]
+        values = decoded[: target.size] if streamed else target
+        decode_block(words, here, values, loose, block)
+        if streamed:
+            stream_block(values, target)
+    if streamed:
+        store_fence()
+    keep(own)
 
 
 def decode_sum_blocks(words, codes, out, scale, begin, end):
-    scratch = np.empty(BLOCK, np.float32)
+    wide_vectors()
+    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    own = np.empty((3, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, rounded, loose = scratch[0], scratch[1].view(out.dtype), scratch[2].view(np.uint8)
+    streamed = is_streamed(out)
     for block in range(begin, end):
         start = block * BLOCK
         target = out[start : min(start + BLOCK, out.size)]
-        total = scratch[: target.size]
-        sum_block(words, codes, total, scale, block, start)
+        total = totals[: target.size]
+        sum_block(words, codes, total, loose, scale, block)
+        values = rounded[: target.size] if streamed else target
         for i in range(target.size):
-            target[i] = store(total[i])
+            values[i] = store_output(total[i])
+        if streamed:
+            stream_block(values, target)
+    if streamed:
+        store_fence()
+    keep(own)
 
 
 def reduce_blocks(words, codes, out_words, out_codes, scale, n, seed_low, seed_high, begin, end):
-    scratch = np.empty(BLOCK, np.float32)
+    wide_vectors()
+    words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
+    own = np.empty((max(SUMS, 1) + 2, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, loose = scratch[-1], scratch[-2].view(np.uint8)
     for block in range(begin, end):
         start = block * BLOCK
-        stop = min(start + BLOCK, n)
-        total = scratch[: stop - start]
-        sum_block(words, codes, total, scale, block, start)
-        encode_block(total, out_words, out_codes[start:stop], block, seed_low, seed_high)
+        total = totals[: min(BLOCK, n - start)]
+        sum_block(words, codes, total, loose, scale, block)
+        here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
+        encode_block(total, out_words, here, scratch, block, start, seed_low, seed_high)
+    keep(own)
 
 
 def encode_tasks(x, words, codes, seed_low, seed_high, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
         serial(x, words, codes, seed_low, seed_high, t * task, min((t + 1) * task, blocks))
+
+
+def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        begin, end = t * task, min((t + 1) * task, blocks)
+        serial(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end)
+
+
+def feedback_tasks(x, residual, words, codes, factor, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        begin, end = t * task, min((t + 1) * task, blocks)
+        serial(x, residual, words, codes, factor, seed_low, seed_high, begin, end)
 
 
 def decode_tasks(words, codes, out, blocks, task):
@@ -119,34 +195,125 @@ def reduce_tasks(words, codes, out_words, out_codes, scale, n, seed_low, seed_hi
         serial(words, codes, out_words, out_codes, scale, n, seed_low, seed_high, begin, end)
 
 
-TEMPLATES = {
+TEMPLATES: dict[str, tuple[Rule, Rule]] = {
     "encode": (encode_blocks, encode_tasks),
+    "encode_pieces": (encode_pieces_blocks, encode_pieces_tasks),
+    "feedback": (feedback_blocks, feedback_tasks),
     "decode": (decode_blocks, decode_tasks),
     "decode_sum": (decode_sum_blocks, decode_sum_tasks),
     "reduce": (reduce_blocks, reduce_tasks),
 }
+# Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
+INTERMEDIATE = ("encode_pieces", "feedback", "decode_sum", "reduce", "decode_apply")
 
 
 @functools.cache
-def kernels(name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, stochastic: bool) -> tuple[Any, Any]:
-    """The serial and the parallel form of a kernel."""
+def bound(
+    rule: BlockQuantizer, block: int, inner: torch.dtype, outer: torch.dtype, stochastic: bool, given: bool
+) -> dict[str, Any]:
+    """What the names in the templates stand for, for blocks of one dtype inside and vectors of another outside."""
+    layout = Layout(0, block, rule.words, rule.bits)
     bindings: dict[str, Any] = {
         "BLOCK": block,
+        "STRIDE": layout.stride,
+        "FIELDS": layout.fields,
+        "BITS": rule.bits,
+        "MASK": (1 << rule.bits) - 1,
+        "HALF": 1 << (rule.bits - 1),
         "WORDS": rule.words,
+        "LEVELS": rule.levels,
+        "SIGNED": rule.signed,
+        "SUMS": rule.sums,
         "STOCHASTIC": stochastic,
-        "load": LOAD[dtype],
-        "store": STORE[dtype],
+        "GIVEN": given,
+        "load": LOAD[inner],
+        "store": STORE[inner],
+        "load_input": LOAD[outer],
+        "store_output": STORE[outer],
+        "pointer": POINTER[outer],
         **rule_bindings(rule),
     }
-    inner = {f.__name__: compile_template(f, bindings) for f in (encode_block, sum_block)}
+    if layout.fields > 1:
+        bindings["pack"], bindings["unpack"] = packing(layout.fields, layout.stride)
+    bindings["extremes_of"] = compile_template(EXTREMES[rule.extremes], bindings)
+    for layer in LAYERS:
+        bindings |= {template.__name__: compile_template(template, bindings) for template in layer}
+    return bindings
+
+
+@functools.cache
+def kernels(
+    name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, stochastic: bool = False, given: bool = False
+) -> tuple[Any, Any]:
+    """The serial and the parallel form of a kernel."""
+    bindings = bound(rule, block, torch.float32 if name in INTERMEDIATE else dtype, dtype, stochastic, given)
     over_blocks, over_tasks = TEMPLATES[name]
-    serial = compile_template(over_blocks, {**bindings, **inner})
+    serial = compile_template(over_blocks, bindings)
     return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
 
 
-def run(name: str, rule: BlockQuantizer, dtype: torch.dtype, seed: int | None, layout: Layout, *arguments: Any) -> None:
+def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
+    """The text of the serial and the parallel kernel that decode and apply a rule of this number of arguments."""
+    others = [i for i in range(update.arrays) if i != position]
+    arguments = ", ".join([f"a{i}" for i in others] + [f"s{i}" for i in range(scalars)])
+    lines = [
+        f"def apply_blocks(words, codes, {arguments}, scale, n, begin, end):",
+        "    wide_vectors()",
+        "    words, codes = borrowed(words), borrowed(codes)",
+        "    own = np.empty((2, BLOCK), np.float32)",
+        "    scratch = borrowed(own)",
+        "    totals, loose = scratch[0], scratch[1].view(np.uint8)",
+        "    for block in range(begin, end):",
+        "        start = block * BLOCK",
+        "        total = totals[: min(BLOCK, n - start)]",
+        "        sum_block(words, codes, total, loose, scale, block)",
+    ]
+    for i in others:
+        lines += [f"        ask_for(a{i}, start, BLOCK)", f"        b{i} = a{i}[start : start + total.size]"]
+    lines += ["        for i in range(total.size):", f"            v{position} = total[i]"]
+    lines += [f"            v{i} = load_{i}(b{i}[i])" for i in others]
+    lines += [f"            {call_lines(update, scalars)}"]
+    lines += [f"            b{i}[i] = store_{i}(r{i})" for i in update.writes]
+    lines += ["    keep(own)"]
+    lines += [
+        f"def apply_tasks(words, codes, {arguments}, scale, n, blocks, task):",
+        "    for t in numba.prange((blocks + task - 1) // task):",
+        f"        serial(words, codes, {arguments}, scale, n, t * task, min((t + 1) * task, blocks))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def apply_kernels(
+    rule: BlockQuantizer,
+    block: int,
+    update: ElementwiseRule,
+    scalars: int,
+    position: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Any, Any]:
+    """The serial and the parallel kernel that decode and apply a rule."""
+    bindings = bound(rule, block, torch.float32, torch.float32, False, False) | {"rule": update.function}
+    others = [i for i in range(update.arrays) if i != position]
+    for i, dtype in zip(others, dtypes, strict=True):
+        bindings |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
+    text = apply_source(update, scalars, position)
+    names = {
+        "__name__": __name__,
+        "numba": numba,
+        "np": np,
+        "borrowed": borrowed,
+        "keep": keep,
+        "wide_vectors": wide_vectors,
+    }
+    serial = compile_template(function_from_source(text, "apply_blocks", names, __file__), bindings)
+    over_tasks = function_from_source(text, "apply_tasks", names, __file__)
+    return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
+
+
+def run(kernel: tuple[Any, Any], layout: Layout, *arguments: Any) -> None:
     """Calls the kernel over all blocks, on one thread if there is little to do."""
-    serial, parallel = kernels(name, rule, layout.block, dtype, seed is not None)
+    serial, parallel = kernel
     if layout.n <= SERIAL:
         serial(*arguments, 0, layout.blocks)
     else:
@@ -156,26 +323,58 @@ def run(name: str, rule: BlockQuantizer, dtype: torch.dtype, seed: int | None, l
 def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
     """Zeroes the bytes after the scales and after the codes."""
     words[layout.blocks * layout.words :] = 0
-    codes[layout.n :] = 0
+    codes[layout.used_code_bytes :] = 0
 
 
-def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
+def encode(
+    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None, given: bool
+) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     words, codes = map(array, layout.parts(payload))
-    run("encode", rule, x.dtype, seed, layout, array(x), words, codes, *map(np.uint32, seed_halves(seed)))
+    kernel = kernels("encode", rule, layout.block, x.dtype, seed is not None, given)
+    run(kernel, layout, array(x), words, codes, *map(np.uint32, seed_halves(seed)))
+    clear_pads(words, codes, layout)
+
+
+def encode_pieces(
+    rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, layout: Layout, seed: int | None
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
+    words, codes = map(array, layout.parts(payload))
+    addresses, sizes, firsts = (table.numpy() for table in piece_table(pieces, layout.block))
+    kernel = kernels("encode_pieces", rule, layout.block, pieces[0].dtype, seed is not None)
+    run(kernel, layout, addresses, sizes, firsts, words, codes, *map(np.uint32, seed_halves(seed)))
+    clear_pads(words, codes, layout)
+
+
+def feedback(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    factor: float,
+    seed: int | None,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.feedback`."""
+    words, codes = map(array, layout.parts(payload))
+    kernel = kernels("feedback", rule, layout.block, x.dtype, seed is not None)
+    halves = map(np.uint32, seed_halves(seed))
+    run(kernel, layout, array(x), array(residual), words, codes, np.float32(factor), *halves)
     clear_pads(words, codes, layout)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
     words, codes = map(array, layout.parts(payload))
-    run("decode", rule, out.dtype, None, layout, words, codes, array(out))
+    run(kernels("decode", rule, layout.block, out.dtype), layout, words, codes, array(out))
 
 
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     words, codes = map(array, layout.parts(payloads))
-    run("decode_sum", rule, out.dtype, None, layout, words, codes, array(out), np.float32(scale))
+    kernel = kernels("decode_sum", rule, layout.block, out.dtype)
+    run(kernel, layout, words, codes, array(out), np.float32(scale))
 
 
 def reduce(
@@ -184,6 +383,23 @@ def reduce(
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = map(array, layout.parts(payloads))
     out_words, out_codes = map(array, layout.parts(out))
+    kernel = kernels("reduce", rule, layout.block, torch.float32, seed is not None)
     arguments = (words, codes, out_words, out_codes, np.float32(scale), layout.n, *map(np.uint32, seed_halves(seed)))
-    run("reduce", rule, torch.float32, seed, layout, *arguments)
+    run(kernel, layout, *arguments)
     clear_pads(out_words, out_codes, layout)
+
+
+def decode_apply(
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    update: ElementwiseRule,
+    arrays: tuple[torch.Tensor, ...],
+    scalars: tuple[float, ...],
+    scale: float,
+    layout: Layout,
+    position: int,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.decode_apply`."""
+    words, codes = map(array, layout.parts(payloads))
+    kernel = apply_kernels(rule, layout.block, update, len(scalars), position, tuple(a.dtype for a in arrays))
+    run(kernel, layout, words, codes, *map(array, arrays), *map(np.float32, scalars), np.float32(scale), layout.n)

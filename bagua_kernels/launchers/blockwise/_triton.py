@@ -1,94 +1,224 @@
 """Block quantizers in Triton: a program takes a tile of ROWS blocks, a row a block.
 
-R rows of a tile, B elements of a block; `b_` a per-row value [R, 1], others [R, B] unless said.
+Tiles have the shape [ROWS, FIELDS, STRIDE]: element (r, f, s) is number `f * STRIDE + s` of its block, and its code lies in field
+f of byte s of the block's bytes, so that packing is a sum over the middle axis. Per-row values have the shape [ROWS].
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device, signed
-from bagua_kernels.launchers.blockwise import Layout, rule_bindings, seed_halves
+from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, constant, on_device, signed
+from bagua_kernels.jit.source import function_from_source
+from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, seed_halves
+from bagua_kernels.launchers.elementwise import call_lines
+from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 
-def encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, seed_low, seed_high, STOCHASTIC: tl.constexpr):
-    """Encodes a tile of float32 values and stores its scales and codes, zeroing the pads that fall into it."""
+def places(n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of this program; the tile's element numbers, and which are below `n`; the numbers of the bytes of its codes."""
+    FIELDS: tl.constexpr = N_FIELDS
+    STRIDE: tl.constexpr = BLOCK // N_FIELDS
+    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    within = tl.arange(0, FIELDS)[None, :, None] * STRIDE + tl.arange(0, STRIDE)[None, None, :]
+    offsets = rows[:, None, None] * BLOCK + within
+    byte_offsets = rows[:, None] * STRIDE + tl.arange(0, STRIDE)[None, :]
+    return rows, offsets, offsets < n, byte_offsets
+
+
+def wide(per_row):
+    """A value a row, to go with a tile."""
+    return per_row[:, None, None]
+
+
+def tree_sum(terms_tile):
+    """Adds up each row in the order that the wire format fixes. A sum of two is the same whichever comes first."""
+    ROWS: tl.constexpr = terms_tile.shape[0]
+    BLOCK: tl.constexpr = terms_tile.shape[1] * terms_tile.shape[2]
+    left = tl.reshape(terms_tile, [ROWS, BLOCK])
+    # The largest block has 2^12 elements.
+    for level in tl.static_range(12):
+        if (BLOCK >> (level + 1)) > 0:
+            left = tl.sum(tl.reshape(left, [ROWS, 2, BLOCK >> (level + 1)]), axis=1)
+    return tl.reshape(left, [ROWS])
+
+
+def row_extreme(tile, GREATEST: tl.constexpr):
+    """The least or the greatest of each row."""
+    if GREATEST:
+        return tl.max(tl.max(tile, axis=2), axis=1)
+    else:
+        return tl.min(tl.min(tile, axis=2), axis=1)
+
+
+def statistics(x, inside, rows, n):
+    """The scales of each row."""
+    BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
+    SUMS: tl.constexpr = N_SUMS
+    if IS_RANGE:
+        keys = ordered(float_bits(x))
+        low = row_extreme(tl.where(inside, keys, 0x7FFFFFFF), False)
+        high = row_extreme(tl.where(inside, keys, -0x80000000), True)
+    else:
+        low = tl.zeros([x.shape[0]], tl.int32)
+        high = row_extreme(tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0), True)
+    nothing = tl.zeros([x.shape[0]], tl.float32)
+    count = tl.cast(tl.minimum(tl.maximum(n - rows * BLOCK, 0), BLOCK), tl.float32)
+    if SUMS == 0:
+        return scales(low, high, nothing, nothing, nothing, count, N_LEVELS)
+    else:
+        term0, term1, term2 = terms(x, wide(unit(low, high)))
+        sum0 = tree_sum(tl.where(inside, term0, 0.0))
+        if SUMS == 1:
+            return scales(low, high, sum0, nothing, nothing, count, N_LEVELS)
+        else:
+            sum1 = tree_sum(tl.where(inside, term1, 0.0))
+            sum2 = tree_sum(tl.where(inside, term2, 0.0))
+            return scales(low, high, sum0, sum1, sum2, count, N_LEVELS)
+
+
+def encode_tile(
+    x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Encodes a tile of float32 values and stores its scales and codes, zeroing the pads that fall into it.
+
+    Returns:
+        The codes, [ROWS, FIELDS, STRIDE], and both scales of each row.
+    """
     WORDS: tl.constexpr = N_WORDS
-    keys = ordered(float_bits(x))
-    low = tl.min(tl.where(inside, keys, 0x7FFFFFFF), axis=1)
-    high = tl.max(tl.where(inside, keys, -0x80000000), axis=1)
-    first, second = scales(low, high)
-    blocks = tl.cdiv(n, offsets.shape[1])
-    padded_rows = tl.cdiv(blocks * WORDS, 4) * 4 // WORDS
-    stored = rows < padded_rows
-    tl.store(words_ptr + rows * WORDS, tl.where(rows < blocks, first, 0), mask=stored)
-    if WORDS == 2:
-        tl.store(words_ptr + rows * WORDS + 1, tl.where(rows < blocks, second, 0), mask=stored)
-    b_a, b_b, b_c, b_d = encode_constants(first[:, None], second[:, None])
+    BITS: tl.constexpr = N_BITS
+    FIELDS: tl.constexpr = N_FIELDS
+    BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
+    blocks = tl.cdiv(n, BLOCK)
+    present = rows < blocks
+    if GIVEN:
+        first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
+        second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
+    else:
+        first, second = statistics(x, inside, rows, n)
+        stored = rows < tl.cdiv(blocks * WORDS, 4) * 4 // WORDS
+        tl.store(words_ptr + rows * WORDS, tl.where(present, first, 0), mask=stored)
+        if WORDS == 2:
+            tl.store(words_ptr + rows * WORDS + 1, tl.where(present, second, 0), mask=stored)
+    b_a, b_b, b_c, b_d = encode_constants(wide(first), wide(second), N_LEVELS)
     if STOCHASTIC:
         index_high = tl.cast(offsets >> 32, tl.uint32)
         key, second_key = random_key(tl.cast(seed_low, tl.uint32), tl.cast(seed_high, tl.uint32), index_high)
         noise = dither(random_bits(tl.cast(offsets, tl.uint32), key, second_key))
-        codes = encode(x, b_a, b_b, b_c, b_d, noise)
+        codes = encode(x, b_a, b_b, b_c, b_d, noise, N_LEVELS)
     else:
-        codes = encode(x, b_a, b_b, b_c, b_d, 0.0)
-    padded = tl.cdiv(n, 16) * 16
-    tl.store(codes_ptr + offsets, tl.cast(tl.where(inside, codes, 0), tl.uint8), mask=offsets < padded)
+        codes = encode(x, b_a, b_b, b_c, b_d, 0.0, N_LEVELS)
+    codes = tl.where(inside, codes & ((1 << BITS) - 1), 0)
+    if FIELDS == 1:
+        packed = tl.reshape(codes, byte_offsets.shape)
+        padded = tl.cdiv(n, 16) * 16
+    else:
+        shifts = (tl.arange(0, FIELDS) * BITS)[None, :, None]
+        packed = tl.sum(codes << shifts, axis=1)
+        padded = tl.cdiv(blocks * (BLOCK // FIELDS), 16) * 16
+    tl.store(codes_ptr + byte_offsets, tl.cast(packed, tl.uint8), mask=byte_offsets < padded)
+    return codes, first, second
+
+
+def with_sign(codes):
+    """Codes as integers, with their sign if they have one."""
+    BITS: tl.constexpr = N_BITS
+    if IS_SIGNED:
+        half = 1 << (BITS - 1)
+        return (codes ^ half) - half
+    else:
+        return codes
+
+
+def decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets):
+    """The values of a tile, float32."""
+    WORDS: tl.constexpr = N_WORDS
+    BITS: tl.constexpr = N_BITS
+    FIELDS: tl.constexpr = N_FIELDS
+    BLOCK: tl.constexpr = offsets.shape[1] * offsets.shape[2]
+    present = rows < tl.cdiv(n, BLOCK)
+    first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
+    second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
+    b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
+    if FIELDS == 1:
+        packed = tl.load(codes_ptr + offsets, mask=inside, other=0)
+        codes = tl.cast(packed, tl.int32)
+    else:
+        packed = tl.load(codes_ptr + byte_offsets, mask=present[:, None], other=0)
+        shifts = (tl.arange(0, FIELDS) * BITS)[None, :, None]
+        codes = (tl.cast(packed, tl.int32)[:, None, :] >> shifts) & ((1 << BITS) - 1)
+    return decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
 
 
 def encode_kernel(
     x_ptr, words_ptr, codes_ptr, n, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    x = load(tl.load(x_ptr + offsets, mask=inside, other=0))
+    encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, GIVEN)
+
+
+def encode_pieces_kernel(
+    addresses_ptr, sizes_ptr, firsts_ptr, piece_of_block_ptr, x_ptr, words_ptr, codes_ptr, n, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < n
-    x = load(tl.load(x_ptr + offsets, mask=inside, other=0))
-    encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, seed_low, seed_high, STOCHASTIC)
+    """`x_ptr` gives the element type only: each row finds its piece's address in a table."""
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    present = rows < tl.cdiv(n, BLOCK)
+    piece = tl.load(piece_of_block_ptr + rows, mask=present, other=0)
+    start = (rows - tl.load(firsts_ptr + piece)) * BLOCK
+    left = tl.load(sizes_ptr + piece) - start
+    within = offsets - wide(rows * BLOCK)
+    source = tl.cast(tl.load(addresses_ptr + piece), x_ptr.dtype, bitcast=True) + start
+    x = load(tl.load(wide(source) + within, mask=inside & (within < wide(left)), other=0))
+    encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, False)
 
 
-def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside):
+def feedback_kernel(
+    x_ptr, residual_ptr, words_ptr, codes_ptr, n, factor, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    residual = tl.load(residual_ptr + offsets, mask=inside, other=0)
+    total = compensated(load(tl.load(x_ptr + offsets, mask=inside, other=0)), residual)
+    codes, first, second = encode_tile(
+        total * factor, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+        STOCHASTIC, False,
+    )  # fmt: skip
+    b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
+    sent = decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
+    tl.store(residual_ptr + offsets, remainder(total, sent, residual), mask=inside)
+
+
+def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets):
     """Decodes the tile of every payload, `size` bytes apart, and returns `scale` times the sum, taken in rank order."""
-    WORDS: tl.constexpr = N_WORDS
     total = tl.zeros(offsets.shape, tl.float32)
-    present = rows < tl.cdiv(n, offsets.shape[1])
     for rank in range(ranks):
         at = tl.cast(rank, tl.int64) * size
-        word_ptrs = words_ptr + at // 4 + rows * WORDS
-        first = tl.load(word_ptrs, mask=present, other=0)
-        second = tl.load(word_ptrs + WORDS - 1, mask=present, other=0)
-        b_a, b_b, b_c, b_d = decode_constants(first[:, None], second[:, None])
-        codes = tl.load(codes_ptr + at + offsets, mask=inside, other=0)
-        total += decode(tl.cast(codes, tl.int32), b_a, b_b, b_c, b_d)
+        total += decoded_tile(words_ptr + at // 4, codes_ptr + at, n, rows, offsets, inside, byte_offsets)
     return total * scale
 
 
 def decode_kernel(words_ptr, codes_ptr, out_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    WORDS: tl.constexpr = N_WORDS
-    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < n
-    present = rows < tl.cdiv(n, BLOCK)
-    first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
-    second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
-    b_a, b_b, b_c, b_d = decode_constants(first[:, None], second[:, None])
-    codes = tl.load(codes_ptr + offsets, mask=inside, other=0)
-    tl.store(out_ptr + offsets, store(decode(tl.cast(codes, tl.int32), b_a, b_b, b_c, b_d)), mask=inside)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    x = decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets)
+    tl.store(out_ptr + offsets, store(x), mask=inside)
 
 
 def decode_sum_kernel(
     words_ptr, codes_ptr, out_ptr, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < n
-    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
     tl.store(out_ptr + offsets, store(total), mask=inside)
 
 
@@ -96,70 +226,161 @@ def reduce_kernel(
     words_ptr, codes_ptr, out_words_ptr, out_codes_ptr, ranks, size, n, scale, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < n
-    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside)
-    encode_tile(total, out_words_ptr, out_codes_ptr, n, rows, offsets, inside, seed_low, seed_high, STOCHASTIC)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    encode_tile(
+        total, out_words_ptr, out_codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+        STOCHASTIC, False,
+    )  # fmt: skip
+
+
+def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
+    """The text of the kernel that decodes and applies a rule of this number of arguments."""
+    others = [i for i in range(update.arrays) if i != position]
+    arguments = ", ".join([f"a{i}_ptr" for i in others] + [f"s{i}" for i in range(scalars)])
+    lines = [
+        f"def apply_kernel(words_ptr, codes_ptr, {arguments}, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
+        "    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)",
+        f"    v{position} = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)",
+    ]
+    lines += [f"    v{i} = load_{i}(tl.load(a{i}_ptr + offsets, mask=inside, other=0))" for i in others]
+    lines += [f"    {call_lines(update, scalars)}"]
+    lines += [f"    tl.store(a{i}_ptr + offsets, store_{i}(r{i}), mask=inside)" for i in update.writes]
+    return "\n".join(lines) + "\n"
 
 
 TEMPLATES = {
     "encode": encode_kernel,
+    "encode_pieces": encode_pieces_kernel,
+    "feedback": feedback_kernel,
     "decode": decode_kernel,
     "decode_sum": decode_sum_kernel,
     "reduce": reduce_kernel,
 }
-UNSPECIALIZED = {
-    "encode": ("seed_low", "seed_high"),
-    "decode": (),
-    "decode_sum": ("scale",),
-    "reduce": ("scale", "seed_low", "seed_high"),
-}
+UNSPECIALIZED = ("seed_low", "seed_high", "scale", "factor")
+
+
+@functools.cache
+def bound(rule: BlockQuantizer, dtype: torch.dtype) -> dict[str, Any]:
+    """What the names in the templates stand for."""
+    bindings: dict[str, Any] = {
+        "N_WORDS": constant(rule.words),
+        "N_BITS": constant(rule.bits),
+        "N_FIELDS": constant(8 // rule.bits),
+        "N_LEVELS": constant(rule.levels),
+        "N_SUMS": constant(rule.sums),
+        "IS_RANGE": constant(rule.extremes == "range"),
+        "IS_SIGNED": constant(rule.signed),
+        "load": LOAD[dtype],
+        "store": STORE[dtype],
+        **rule_bindings(rule),
+    }
+    for function in (
+        places, wide, tree_sum, row_extreme, statistics, encode_tile, with_sign, decoded_tile, decoded_sum,
+    ):  # fmt: skip
+        bindings[function.__name__] = compile_template(function, bindings)
+    return bindings
 
 
 @functools.cache
 def kernel(name: str, rule: BlockQuantizer, dtype: torch.dtype) -> Any:
     """The compiled kernel; Triton specialises it further by its constexpr arguments."""
-    bindings: dict[str, Any] = {
-        "N_WORDS": tl.constexpr(rule.words),
-        "load": LOAD[dtype],
-        "store": STORE[dtype],
-        **rule_bindings(rule),
-    }
-    inner = {f.__name__: compile_template(f, bindings) for f in (encode_tile, decoded_sum)}
-    return compile_template(TEMPLATES[name], {**bindings, **inner}, UNSPECIALIZED[name])
+    template = TEMPLATES[name]
+    unspecialized = [a for a in UNSPECIALIZED if a in template.__code__.co_varnames]
+    return compile_template(template, bound(rule, dtype), unspecialized)
 
 
-def tile(block: int) -> dict[str, int]:
-    """The tile's rows and the warps for it; rows are a multiple of 4, so that the scales' pad falls into a tile."""
-    rows = max(4, 4096 // block)
+@functools.cache
+def apply_kernel(
+    rule: BlockQuantizer, update: ElementwiseRule, scalars: int, position: int, dtypes: tuple[torch.dtype, ...]
+) -> Any:
+    """The compiled kernel that decodes and applies a rule."""
+    bindings = bound(rule, torch.float32) | {"rule": update.function}
+    others = [i for i in range(update.arrays) if i != position]
+    for i, dtype in zip(others, dtypes, strict=True):
+        bindings |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
+    text = apply_source(update, scalars, position)
+    template = function_from_source(text, "apply_kernel", {"__name__": __name__, "tl": tl})
+    return compile_template(template, bindings, ["scale", *(f"s{i}" for i in range(scalars))])
+
+
+def tile(rule: BlockQuantizer, block: int) -> dict[str, int]:
+    """The tile's rows and the warps for it; rows are a multiple of 4, so that the scales' pad falls into a tile.
+
+    Three sums take so many registers that a tile of the usual size would spill.
+    """
+    rows = max(4, (4096 if rule.sums < 3 else 2048) // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": 4 if rows * block <= 4096 else 8}
 
 
-def launch(name: str, rule: BlockQuantizer, dtype: torch.dtype, layout: Layout, device: torch.Tensor, *arguments: Any,
-           **constants: Any) -> None:  # fmt: skip
+def launch(
+    kernel: Any, rule: BlockQuantizer, layout: Layout, device: torch.Tensor, *arguments: Any, **constants: Any
+) -> None:
     """Launches one program for each tile of blocks."""
-    shape = tile(layout.block)
+    shape = tile(rule, layout.block)
     with on_device(device):
-        grid = (triton.cdiv(layout.blocks, shape["ROWS"]),)
-        kernel(name, rule, dtype)[grid](*arguments, **constants, **shape, **EXACT)
+        kernel[(triton.cdiv(layout.blocks, shape["ROWS"]),)](*arguments, **constants, **shape, **EXACT)
 
 
-def encode(rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None) -> None:
+def encode(
+    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None, given: bool
+) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     arguments = (bits(x), *layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
-    launch("encode", rule, x.dtype, layout, x, *arguments, STOCHASTIC=seed is not None)
+    launch(kernel("encode", rule, x.dtype), rule, layout, x, *arguments, STOCHASTIC=seed is not None, GIVEN=given)
+
+
+def encode_pieces(
+    rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, layout: Layout, seed: int | None
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
+    addresses, sizes, firsts = piece_table(pieces, layout.block)
+    piece_of_block = torch.repeat_interleave(torch.arange(len(pieces)), firsts.diff())
+    tables = [t.to(payload.device, non_blocking=True) for t in (addresses, sizes, firsts, piece_of_block)]
+    arguments = (*layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
+    run = kernel("encode_pieces", rule, pieces[0].dtype)
+    launch(run, rule, layout, payload, *tables, bits(pieces[0]), *arguments, STOCHASTIC=seed is not None)
+
+
+def feedback(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    factor: float,
+    seed: int | None,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.feedback`."""
+    arguments = (bits(x), residual, *layout.parts(payload), layout.n, factor, *map(signed, seed_halves(seed)))
+    launch(kernel("feedback", rule, x.dtype), rule, layout, x, *arguments, STOCHASTIC=seed is not None)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
-    launch("decode", rule, out.dtype, layout, out, *layout.parts(payload), bits(out), layout.n)
+    launch(kernel("decode", rule, out.dtype), rule, layout, out, *layout.parts(payload), bits(out), layout.n)
 
 
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     arguments = (*layout.parts(payloads), bits(out), payloads.shape[0], layout.size, layout.n, scale)
-    launch("decode_sum", rule, out.dtype, layout, out, *arguments)
+    launch(kernel("decode_sum", rule, out.dtype), rule, layout, out, *arguments)
+
+
+def decode_apply(
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    update: ElementwiseRule,
+    arrays: tuple[torch.Tensor, ...],
+    scalars: tuple[float, ...],
+    scale: float,
+    layout: Layout,
+    position: int,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.decode_apply`."""
+    run = apply_kernel(rule, update, len(scalars), position, tuple(a.dtype for a in arrays))
+    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], layout.size, layout.n, scale)
+    launch(run, rule, layout, payloads, *layout.parts(payloads), *arguments)
 
 
 def reduce(
@@ -168,4 +389,4 @@ def reduce(
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     parts = (*layout.parts(payloads), *layout.parts(out))
     arguments = (*parts, payloads.shape[0], layout.size, layout.n, scale, *map(signed, seed_halves(seed)))
-    launch("reduce", rule, torch.float32, layout, out, *arguments, STOCHASTIC=seed is not None)
+    launch(kernel("reduce", rule, torch.float32), rule, layout, out, *arguments, STOCHASTIC=seed is not None)

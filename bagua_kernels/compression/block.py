@@ -1,0 +1,185 @@
+"""What all codecs made of a block quantizer share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from bagua_kernels.compression.codec import Contractive, Unbiased
+from bagua_kernels.launchers import blockwise
+from bagua_kernels.rules.optimizers import ElementwiseRule
+from bagua_kernels.rules.quantizers import BlockQuantizer
+
+
+class BlockCodec(ABC):
+    """A codec that quantizes blocks of elements with scales of their own.
+
+    A subclass is a frozen dataclass with a field `block`, a `rule`, a `bias` and, if it rounds at random, `stochastic`. It then
+    works on every device, with the same bytes. `docs/codecs.md` shows how to write one.
+
+    The payload of n elements has `4 * rule.words` bytes a block and `rule.bits` bits an element; `docs/wire-format.md` fixes it.
+    """
+
+    block: int
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        blockwise.checked_block(self.block)
+
+    @property
+    @abstractmethod
+    def rule(self) -> BlockQuantizer:
+        """The scalar rules."""
+
+    @property
+    @abstractmethod
+    def bias(self) -> Unbiased | Contractive:
+        """The bound of the squared error, relative to the vector's."""
+
+    @property
+    def linear(self) -> bool:
+        """False: every payload has scales of its own."""
+        return False
+
+    def payload_size(self, n: int) -> int:
+        """The number of bytes of `n` encoded elements."""
+        if n < 0:
+            raise ValueError(f"the number of elements must be 0 or more, got {n=}")
+        return blockwise.layout_of(self.rule, n, self.block).size
+
+    def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Encodes a vector.
+
+        Args:
+            x: shape (n,), contiguous, float32, float16 or bfloat16, on a CPU or CUDA device.
+            seed: of stochastic rounding, 0 to 2**64 - 1; see `fold_seed`. Not used by rounding to nearest.
+            out: shape (payload_size(n),), uint8, starting at a multiple of 16 bytes; made if None.
+
+        Returns:
+            The payload, shape (payload_size(n),), uint8.
+
+        Raises:
+            TypeError: a dtype is not supported.
+            ValueError: a shape, size, device, alignment or the seed does not fit.
+            BackendUnavailableError: no kernel backend serves the device.
+        """
+        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        out = self._payload(x.numel(), x.device, out)
+        blockwise.encode(self.rule, x, out, block=self.block, seed=self._seed(seed))
+        return out
+
+    def encode_pieces(
+        self, pieces: Sequence[torch.Tensor], *, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes many tensors straight into one payload, with no flat copy of them in between.
+
+        Args:
+            pieces: contiguous tensors of any shape, of one dtype and device. The payload is that of the vector in which each
+                of them is filled up with zeros to a multiple of the block, as a bucket lays them out.
+            seed: of stochastic rounding.
+            out: shape (payload_size(length of that vector),), uint8; made if None.
+
+        Returns:
+            The payload. Errors as in `encode`.
+        """
+        n = sum(blockwise.padded(piece.numel(), self.block) for piece in pieces)
+        device = pieces[0].device if pieces else torch.device("cpu")
+        out = self._payload(n, device, out)
+        blockwise.encode_pieces(self.rule, pieces, out, block=self.block, seed=self._seed(seed))
+        return out
+
+    def encode_feedback(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Encodes `factor * (x + residual)` and updates the residual to what is missing, in one pass over memory.
+
+        Args:
+            x: shape (n,), as in `encode`.
+            residual: shape (n,), float32; updated to `x + residual` less what the payload decodes to.
+            factor: 1, or 1 / (1 + omega) for an unbiased codec; see `ErrorFeedback`.
+            seed: of stochastic rounding.
+            out: as in `encode`.
+
+        Returns:
+            The payload. Errors as in `encode`.
+        """
+        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        out = self._payload(x.numel(), x.device, out)
+        seeded = self._seed(seed)
+        blockwise.feedback(self.rule, x, residual, out, block=self.block, factor=factor, seed=seeded)
+        return out
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Decodes a payload of shape (payload_size(n),) into `out`, of shape (n,); errors as in `encode`."""
+        blockwise.decode(self.rule, payload, out, block=self.block)
+        return out
+
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Writes `scale` times the sum of all decoded payloads to `out`.
+
+        Args:
+            payloads: shape (ranks, payload_size(n)), uint8; each is read once.
+            out: shape (n,); sums are taken in float32, in the order of the ranks, and rounded to its dtype at the end.
+            scale: factor of the sum.
+
+        Returns:
+            `out`. Errors as in `encode`.
+        """
+        blockwise.decode_sum(self.rule, payloads, out, scale=scale, block=self.block)
+        return out
+
+    def decode_apply(
+        self,
+        payloads: torch.Tensor,
+        update: ElementwiseRule,
+        arrays: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Decodes payloads and applies an optimizer's rule to `scale` times their sum, without writing the gradient.
+
+        Args:
+            payloads: shape (ranks, payload_size(n)), uint8.
+            update: the rule, whose second array is the gradient; see `bagua_kernels.rules.optimizers`.
+            arrays: the rule's other arrays (parameters, moments, …), each of shape (n,); updated.
+            scalars: the rule's scalars.
+            scale: factor of the sum; 1 / ranks for the mean.
+
+        Raises:
+            TypeError, ValueError: as in `encode`.
+        """
+        blockwise.decode_apply(self.rule, payloads, update, arrays, scalars, scale=scale, block=self.block)
+
+    def reduce(
+        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes `scale` times the sum of all decoded payloads, without writing anything of float32 size.
+
+        Args:
+            payloads: shape (ranks, payload_size(n)), uint8; each is read once.
+            n: number of elements.
+            scale: factor of the sum.
+            seed: of stochastic rounding.
+            out: shape (payload_size(n),), uint8; made if None.
+
+        Returns:
+            The payload of the result. Errors as in `encode`.
+        """
+        out = self._payload(n, payloads.device, out)
+        blockwise.reduce(self.rule, payloads, out, n=n, scale=scale, block=self.block, seed=self._seed(seed))
+        return out
+
+    def _payload(self, n: int, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:
+        return torch.empty(self.payload_size(n), dtype=torch.uint8, device=device) if out is None else out
+
+    def _seed(self, seed: int) -> int | None:
+        return seed if self.stochastic else None
