@@ -1,0 +1,126 @@
+"""TernGrad: -1, 0 or 1 times a scale, which all ranks may share so that the network can add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from bagua_kernels.compression.absmax import level_variance
+from bagua_kernels.compression.block import BlockCodec
+from bagua_kernels.compression.codec import Unbiased, register
+from bagua_kernels.launchers import blockwise
+from bagua_kernels.rules.magnitude import ternary
+from bagua_kernels.rules.quantizers import BlockQuantizer
+
+NAN_BITS = 0x7FC00000
+
+
+@dataclass(frozen=True)
+class TernGrad(BlockCodec):
+    """Each value becomes 0 or plus or minus a block's greatest magnitude, at random (Wen et al., NeurIPS 2017, section 3).
+
+    1. s = greatest magnitude of the block, or, shared, of that block on all ranks.
+    2. Sent is s and sign(v) with probability |v| / s, else 0; decoded is s * code.
+
+    With shared scales codes are bytes that the network may add: `scales` of each rank, their greatest over all ranks
+    (an all-reduce of integers), `encode(x, scales=...)`, a SUM all-reduce of `summable(payload)`, `decode`.
+
+    The paper also clips values beyond 2.5 standard deviations. That makes the result biased, and it is left to the
+    algorithm, which can clip before it encodes.
+
+    Attributes:
+        block: elements a block, a power of two from 32 to 4096. The paper takes a layer; smaller blocks have less variance.
+        shared: whether scales come from outside. Codes then take 8 bits instead of 2, for sums over up to 127 ranks.
+    """
+
+    block: int = 512
+    shared: bool = False
+    stochastic: bool = field(default=True, init=False)
+    RULES: ClassVar[dict[bool, BlockQuantizer]] = {False: ternary(2), True: ternary(8)}
+
+    @property
+    def rule(self) -> BlockQuantizer:
+        """See `BlockCodec`."""
+        return self.RULES[self.shared]
+
+    @property
+    def bias(self) -> Unbiased:
+        """The bound for the worst block; with shared scales, relative to a vector that has the greatest values itself."""
+        return Unbiased(level_variance(self.block, 1))
+
+    @property
+    def linear(self) -> bool:
+        """Whether payloads may be added by the network, in the part that `summable` gives."""
+        return self.shared
+
+    def scales(self, x: torch.Tensor) -> torch.Tensor:
+        """The greatest magnitude of each block of a vector of shape (n,), as the bits of a float32.
+
+        Returns:
+            Shape (blocks,), int32. Bits of magnitudes compare as these do, with NaN above all, so that an all-reduce with MAX
+            gives the scales to share.
+        """
+        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        blocks = -(-x.numel() // self.block)
+        padded = torch.zeros(blocks * self.block, dtype=torch.float32, device=x.device)
+        padded[: x.numel()] = x
+        bits = padded.view(torch.int32).bitwise_and_(0x7FFFFFFF).view(blocks, self.block).amax(1)
+        return bits.masked_fill_(bits >= 0x7F800000, NAN_BITS)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        *,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Encodes a vector; see `BlockCodec.encode`.
+
+        Args:
+            x: shape (n,).
+            seed: of stochastic rounding; must differ between ranks.
+            out: the payload; made if None.
+            scales: shape (blocks,), int32, as `scales` makes them; only with `shared=True`, where None takes the vector's own.
+        """
+        if not self.shared:
+            if scales is not None:
+                raise ValueError("scales are for TernGrad(shared=True), got them with shared=False")
+            return super().encode(x, seed=seed, out=out)
+        own = self.scales(x)
+        scales = own if scales is None else scales
+        if scales.shape != own.shape or scales.dtype != torch.int32 or scales.device != x.device:
+            raise ValueError(
+                f"scales must be int32 of shape {tuple(own.shape)} on {x.device}, got {scales.dtype} of shape "
+                f"{tuple(scales.shape)} on {scales.device}"
+            )
+        out = self._payload(x.numel(), x.device, out)
+        layout = blockwise.layout_of(self.rule, x.numel(), self.block)
+        blockwise.check_payload("out", out, layout, (layout.size,), x.device)
+        words, _ = layout.parts(out)
+        words[layout.blocks :] = 0
+        words[: layout.blocks] = scales
+        blockwise.encode(self.rule, x, out, block=self.block, seed=seed, given=True)
+        return out
+
+    def summable(self, payload: torch.Tensor) -> torch.Tensor:
+        """The part of a payload that the network may add in place, over payloads with equal scales: int8, a view.
+
+        Raises:
+            ValueError: the codec has scales of its own.
+        """
+        if not self.shared:
+            raise ValueError("codes with scales of their own cannot be added; use TernGrad(shared=True)")
+        size = payload.numel()
+        # payload_size grows with n and the codes are its tail, so that their number follows from the size.
+        n = max(size - 16 - size * 4 // (self.block + 4), 0)
+        while self.payload_size(n) < size:
+            n += 16
+        if self.payload_size(n) != size:
+            raise ValueError(f"no vector has a payload of {size} bytes at block={self.block}")
+        return payload[size - blockwise.padded(n) :].view(torch.int8)
+
+
+register("terngrad", TernGrad)
