@@ -265,7 +265,7 @@ class TestArguments:
 def test_from_spec() -> None:
     assert from_spec("minmax_uint8") == MinMaxUInt8()
     assert from_spec("minmax_uint8:block=128,stochastic=true") == MinMaxUInt8(128, stochastic=True)
-    with pytest.raises(ValueError, match=r"no codec 'minmax'.*known are minmax_uint8"):
+    with pytest.raises(ValueError, match=r"no codec 'minmax'.*known are .*minmax_uint8"):
         from_spec("minmax")
     with pytest.raises(ValueError, match="unexpected keyword argument 'blocks'"):
         from_spec("minmax_uint8:blocks=128")
