@@ -1,0 +1,243 @@
+"""Selection on the CPU: a task takes a chunk of 65,536 elements.
+
+One pass over memory: each task compacts its chunk into scratch memory of its own, of which only what is used is ever
+touched; the entries are then copied together. A group of elements is searched one by one only where the integer maximum
+of its keys, which vectorises, reaches the threshold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run_parallel
+from bagua_kernels.launchers.select import CHUNK, ROUNDS
+from bagua_kernels.rules import selection
+
+GROUP = 64
+# Indices a task of the permutation takes.
+TASK = 4096
+# Up to this many elements waking other threads costs more than it saves.
+SERIAL = 32_768
+
+
+def append(x, first, threshold, offsets, values, count):
+    """Appends the entries among a few elements as far as there is room, and returns the number of entries so far."""
+    for i in range(x.size):
+        value = load(x[i])
+        if magnitude_key(value) >= threshold:
+            if count < offsets.size:
+                offsets[count] = np.uint16(first + i)
+                values[count] = value
+            count += 1
+    return count
+
+
+def collect_chunk(x, threshold, offsets, values):
+    count = 0
+    whole = x.size // GROUP * GROUP
+    for start in range(0, whole, GROUP):
+        part = x[start : start + GROUP]
+        top = np.int32(0)
+        # A trip count that is known makes this loop a few vector instructions.
+        for i in range(GROUP):
+            top = max(top, magnitude_key(load(part[i])))
+        if top >= threshold:
+            if count + GROUP <= offsets.size:
+                for i in range(GROUP):
+                    value = load(part[i])
+                    if magnitude_key(value) >= threshold:
+                        offsets[count] = np.uint16(start + i)
+                        values[count] = value
+                        count += 1
+            else:
+                count = append(part, start, threshold, offsets, values, count)
+    return append(x[whole:], whole, threshold, offsets, values, count)
+
+
+def collect_sum_chunk(x, residual, threshold, offsets, values):
+    """As `collect_chunk` of `residual + x`, which is left in `residual`."""
+    count = 0
+    whole = x.size // GROUP * GROUP
+    for start in range(0, whole, GROUP):
+        part = x[start : start + GROUP]
+        kept = residual[start : start + GROUP]
+        top = np.int32(0)
+        for i in range(GROUP):
+            total = kept[i] + load(part[i])
+            kept[i] = total
+            top = max(top, magnitude_key(total))
+        if top >= threshold:
+            count = append_sum(kept, start, threshold, offsets, values, count)
+    for i in range(whole, x.size):
+        residual[i] += load(x[i])
+    return append_sum(residual[whole:], whole, threshold, offsets, values, count)
+
+
+def collect_tasks(x, threshold, offsets, values, counts):
+    for c in numba.prange(counts.size):
+        counts[c] = collect_chunk(x[c * CHUNK : (c + 1) * CHUNK], threshold, offsets[c], values[c])
+
+
+def collect_sum_tasks(x, residual, threshold, offsets, values, counts):
+    for c in numba.prange(counts.size):
+        part, kept = x[c * CHUNK : (c + 1) * CHUNK], residual[c * CHUNK : (c + 1) * CHUNK]
+        counts[c] = collect_sum_chunk(part, kept, threshold, offsets[c], values[c])
+
+
+def write_tasks(x, threshold, counts, starts, scratch_offsets, scratch_values, offsets, values):
+    for c in numba.prange(counts.size):
+        start, count = starts[c], counts[c]
+        to_offsets, to_values = offsets[start : start + count], values[start : start + count]
+        if count <= scratch_offsets.shape[1]:
+            to_offsets[:] = scratch_offsets[c, :count]
+            to_values[:] = scratch_values[c, :count]
+        else:
+            append(x[c * CHUNK : (c + 1) * CHUNK], 0, threshold, to_offsets, to_values, 0)
+
+
+def place_tasks(ends, offsets, values, out, flags):
+    for c in numba.prange(ends.size):
+        begin = np.int64(0)
+        if c > 0:
+            begin = np.int64(ends[c - 1])
+        end = np.int64(ends[c])
+        if begin > end or end > offsets.size:
+            flags[0] = 1
+            end = min(end, offsets.size)
+        target = out[c * CHUNK : (c + 1) * CHUNK]
+        before = -1
+        for i in range(begin, end):
+            offset = np.int64(offsets[i])
+            if offset <= before or offset >= target.size:
+                flags[1] = 1
+            else:
+                if ADD:
+                    target[offset] += values[i]
+                else:
+                    target[offset] = values[i]
+                before = offset
+
+
+def permute_tasks(positions, keys, n, bits, task):
+    mask = np.uint32((np.int64(1) << bits) - 1)
+    for t in numba.prange((positions.size + task - 1) // task):
+        for i in range(t * task, min((t + 1) * task, positions.size)):
+            index = np.int64(i)
+            while True:
+                left = left_half(index, bits)
+                right = right_half(index, mask)
+                for r in range(ROUNDS):
+                    new = feistel_left(left, right, mask, keys[2 * r], keys[2 * r + 1])
+                    left = right
+                    right = new
+                index = joined(left, right, bits)
+                if index < n:
+                    break
+            positions[i] = index
+
+
+@functools.cache
+def collect_kernel(name: str, dtype: torch.dtype, parallel: bool) -> Any:
+    """A compiled kernel that searches a vector of a dtype: collect, collect_sum, or write."""
+    names = {"GROUP": GROUP, "CHUNK": CHUNK, "load": LOAD[dtype], "magnitude_key": selection.magnitude_key}
+    # The parallel and the serial form need different names on disk.
+    chunk = {"CHUNK": CHUNK, "PARALLEL": parallel}
+    if name == "write":
+        inner = compile_template(append, names)
+        return compile_template(write_tasks, {**chunk, "append": inner}, parallel=parallel)
+    if name == "collect":
+        inner = compile_template(collect_chunk, {**names, "append": compile_template(append, names)})
+        return compile_template(collect_tasks, {**chunk, "collect_chunk": inner}, parallel=parallel)
+    append_sum = compile_template(append, {**names, "load": LOAD[torch.float32]})
+    inner = compile_template(collect_sum_chunk, {**names, "append_sum": append_sum})
+    return compile_template(collect_sum_tasks, {**chunk, "collect_sum_chunk": inner}, parallel=parallel)
+
+
+@functools.cache
+def kernel(name: str, parallel: bool) -> Any:
+    """Any other compiled kernel."""
+    if name == "permute":
+        rules = (selection.left_half, selection.right_half, selection.feistel_left, selection.joined)
+        names = {"ROUNDS": ROUNDS, "PARALLEL": parallel, **{f.__name__: f for f in rules}}
+        return compile_template(permute_tasks, names, parallel=parallel)
+    names = {"CHUNK": CHUNK, "PARALLEL": parallel, "ADD": name == "add"}
+    return compile_template(place_tasks, names, parallel=parallel)
+
+
+def run(size: int, make: Callable[[bool], Any], *arguments: Any) -> None:
+    """Calls a kernel, on one thread if there is little to do."""
+    if size <= SERIAL:
+        make(False)(*arguments)
+    else:
+        run_parallel(make(True), *arguments)
+
+
+def collect(x: torch.Tensor, threshold: int, residual: torch.Tensor | None, expected: int) -> tuple[torch.Tensor, Any]:
+    """The number of entries of each chunk, and what `write` needs."""
+    chunks = -(-x.numel() // CHUNK)
+    counts = torch.empty(chunks, dtype=torch.int64)
+    # A chunk with more entries than that is searched once more; memory for all of them would cost more than it saves.
+    room = min(CHUNK, x.numel(), 2 * expected // chunks + 2 * GROUP)
+    scratch = np.empty((chunks, room), np.uint16), np.empty((chunks, room), np.float32)
+    arguments = np.int32(threshold), *scratch, array(counts)
+    if residual is None:
+        run(x.numel(), functools.partial(collect_kernel, "collect", x.dtype), array(x), *arguments)
+        return counts, (x, np.int32(threshold), array(counts), *scratch)
+    make = functools.partial(collect_kernel, "collect_sum", x.dtype)
+    run(x.numel(), make, array(x), array(residual), *arguments)
+    return counts, (residual, np.int32(threshold), array(counts), *scratch)
+
+
+def chunk_ends(ends: torch.Tensor, n: int) -> torch.Tensor:
+    """The number of entries up to the end of each chunk: here, of each task."""
+    return ends
+
+
+def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """See `bagua_kernels.launchers.select.Collected.write`."""
+    x, threshold, counts, *scratch = state
+    to = array(offsets.view(torch.uint16)), array(values)
+    run(
+        x.numel(),
+        functools.partial(collect_kernel, "write", x.dtype),
+        array(x),
+        threshold,
+        counts,
+        array(starts),
+        *scratch,
+        *to,
+    )
+
+
+def place(
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+) -> None:
+    """See `bagua_kernels.launchers.select.place`."""
+    unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
+    run(
+        out.numel(),
+        functools.partial(kernel, "add" if add else "place"),
+        *unsigned,
+        array(values),
+        array(out),
+        array(flags),
+    )
+
+
+def permute(positions: torch.Tensor, keys: torch.Tensor, n: int, bits: int) -> None:
+    """See `bagua_kernels.launchers.select.permuted`."""
+    run(
+        positions.numel(),
+        functools.partial(kernel, "permute"),
+        array(positions),
+        array(keys.view(torch.uint32)),
+        n,
+        bits,
+        TASK,
+    )
