@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
+from bagua_kernels.rules.floats import NATURAL, fp8
+from bagua_kernels.rules.magnitude import absmax, euclidean, ternary
 from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
-from bagua_kernels.rules.quantizers import MINMAX_UINT8
+from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
+from bagua_kernels.rules.signs import SIGN_TWO_MEANS
 from tests.ahead_of_time.ptx import opcodes, target, violations
 
 pytest.importorskip("numba_cuda", reason="needs numba_cuda")
@@ -33,6 +36,7 @@ try:
 except NvvmSupportError as error:
     pytest.skip(f"needs libnvvm: {error}", allow_module_level=True)
 
+RULES = (minmax(2), absmax(8, 127), euclidean(4, 7), ternary(2), SIGN_TWO_MEANS, NATURAL, fp8(3, False), fp8(2, True))
 FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # What a launcher passes for an element of a dtype: bfloat16 goes as its bits.
 ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float16, BFLOAT16: types.uint16}
@@ -44,7 +48,7 @@ TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT1
 def device() -> Iterator[SimpleNamespace]:
     """Stands in for the current GPU, whose architecture device functions are compiled for as a kernel meets them."""
     fake = SimpleNamespace(compute_capability=(9, 0))
-    caches = (jit.compile_rule, blockwise.kernel, elementwise.kernel)
+    caches = (jit.compile_rule, blockwise.bound, blockwise.kernel, blockwise.apply_kernel, elementwise.kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: fake)
         yield fake
@@ -61,17 +65,25 @@ def compiled(kernel: Any, signature: tuple[Any, ...], sm: int, device: SimpleNam
 
 
 def blockwise_ptx(
-    name: str, dtype: torch.dtype, sm: int, device: SimpleNamespace, *, stochastic: bool = False, block: int = 256
+    name: str,
+    dtype: torch.dtype,
+    sm: int,
+    device: SimpleNamespace,
+    *,
+    stochastic: bool = False,
+    block: int = 256,
+    rule: BlockQuantizer | None = None,
 ) -> str:
-    kernel = blockwise.kernel(name, MINMAX_UINT8, block, dtype, stochastic)
+    kernel = blockwise.kernel(name, rule or minmax(8), block, dtype, stochastic)
     arrays = {"x": ELEMENTS[dtype], "out": ELEMENTS[dtype], "words": types.int32, "out_words": types.int32}
+    arrays |= {"residual": types.float32}
     arrays |= {"codes": types.uint8, "out_codes": types.uint8}
     signature = []
     for argument in inspect.signature(kernel.py_func).parameters:
         if argument in arrays:
             signature.append(arrays[argument][::1])
         else:
-            signature.append(types.float32 if argument == "scale" else types.int64)
+            signature.append(types.float32 if argument in ("scale", "factor") else types.int64)
     return compiled(kernel, tuple(signature), sm, device)
 
 
@@ -108,6 +120,13 @@ def test_reduce(sm: int, stochastic: bool, device: SimpleNamespace) -> None:
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
 def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=True, block=block)
+    assert violations(ptx, sums_are_marked=False) == []
+
+
+@pytest.mark.parametrize("name", ["encode", "feedback", "decode", "decode_sum", "reduce"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) -> None:
+    ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=rule.bits > 1, rule=rule)
     assert violations(ptx, sums_are_marked=False) == []
 
 

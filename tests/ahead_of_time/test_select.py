@@ -1,0 +1,47 @@
+"""Triton compiles every selection kernel without a GPU, without float64 and without spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bagua_kernels import knobs
+
+pytest.importorskip("triton", reason="needs triton")
+if knobs.TRITON_INTERPRET.get():
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+
+from bench.ahead_of_time import select_ptx
+from tests.ahead_of_time.ptx import widths
+from tests.ahead_of_time.test_triton import TARGETS, cache, check
+
+__all__ = ["cache"]
+
+
+@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
+@pytest.mark.parametrize("name", ["count", "write"])
+def test_search(name: str, dtype: torch.dtype, sm: int) -> None:
+    ptx = select_ptx(name, dtype, sm)
+    check(ptx)
+    assert max(widths(ptx, "ld.global")) >= 128
+
+
+@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
+def test_place(dtype: torch.dtype, sm: int) -> None:
+    check(select_ptx("place", dtype, sm))
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_add(sm: int) -> None:
+    check(select_ptx("place", torch.float32, sm, add=True))
+
+
+@pytest.mark.parametrize("n", ["i32", "i64"])
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_permute(sm: int, n: str) -> None:
+    check(select_ptx("permute", torch.float32, sm, n=n))
+
+
+@pytest.mark.parametrize("name", ["count", "write", "place"])
+def test_vectors_beyond_2_to_31(name: str) -> None:
+    check(select_ptx(name, torch.float32, 90, n="i64"))
