@@ -87,6 +87,17 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class FusedFeedback(Protocol):
+    """A codec that does error feedback in fewer passes over memory than one by one."""
+
+    def encode_feedback(
+        self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes `x + residual` and leaves in `residual`, float32, what the payload lacks of it."""
+        ...
+
+
 _codecs: dict[str, Callable[..., Codec]] = {}
 
 

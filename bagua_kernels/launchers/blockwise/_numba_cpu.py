@@ -15,19 +15,8 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import (
-    LOAD,
-    POINTER,
-    STORE,
-    array,
-    borrowed,
-    compile_template,
-    keep,
-    packing,
-    run_parallel,
-    store_fence,
-    wide_vectors,
-)
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, packing, store_fence, wide_vectors
 from bagua_kernels.jit.rule import Rule
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, seed_halves

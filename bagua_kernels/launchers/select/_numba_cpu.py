@@ -1,8 +1,8 @@
 """Selection on the CPU: a task takes a chunk of 65,536 elements.
 
 One pass over memory: each task compacts its chunk into scratch memory of its own, of which only what is used is ever
-touched; the entries are then copied together. A group of elements is searched one by one only where the integer maximum
-of its keys, which vectorises, reaches the threshold.
+touched; the entries are then copied together. 64 elements are compared with the threshold at once, and only the bits that
+this leaves are looked at one by one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, lowest_bit, prefetch, reaching, wide_vectors
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.rules import selection
 
-GROUP = 64
+# Elements of a cache line, and how far ahead they are asked for.
+LINE = 16
+AHEAD = 1024
 # Indices a task of the permutation takes.
 TASK = 4096
 # Up to this many elements waking other threads costs more than it saves.
@@ -38,42 +41,53 @@ def append(x, first, threshold, offsets, values, count):
     return count
 
 
+def append_marked(values_at, start, mask, offsets, values, count):
+    """Appends the entries that a mask of 64 elements from `start` on marks, as far as there is room."""
+    while mask != np.uint64(0):
+        i = start + lowest_bit(mask)
+        mask &= mask - np.uint64(1)
+        if count < offsets.size:
+            offsets[count] = np.uint16(i)
+            values[count] = values_at[i]
+        count += 1
+    return count
+
+
 def collect_chunk(x, threshold, offsets, values):
+    wide_vectors()
+    x, offsets, values = borrowed(x), borrowed(offsets), borrowed(values)
     count = 0
-    whole = x.size // GROUP * GROUP
-    for start in range(0, whole, GROUP):
-        part = x[start : start + GROUP]
-        top = np.int32(0)
-        # A trip count that is known makes this loop a few vector instructions.
-        for i in range(GROUP):
-            top = max(top, magnitude_key(load(part[i])))
-        if top >= threshold:
-            if count + GROUP <= offsets.size:
-                for i in range(GROUP):
-                    value = load(part[i])
-                    if magnitude_key(value) >= threshold:
-                        offsets[count] = np.uint16(start + i)
-                        values[count] = value
-                        count += 1
-            else:
-                count = append(part, start, threshold, offsets, values, count)
+    whole = x.size // MASK_BITS * MASK_BITS
+    for start in range(0, whole, MASK_BITS):
+        for line in range(0, MASK_BITS, LINE):
+            prefetch(x, start + AHEAD + line)
+        if DIRECT:
+            count = append_marked(x, start, reaching(x, start, threshold), offsets, values, count)
+        else:
+            top = np.int32(0)
+            # A trip count that is known makes this loop a few vector instructions.
+            for i in range(MASK_BITS):
+                top = max(top, magnitude_key(load(x[start + i])))
+            if top >= threshold:
+                count = append(x[start : start + MASK_BITS], start, threshold, offsets, values, count)
     return append(x[whole:], whole, threshold, offsets, values, count)
 
 
 def collect_sum_chunk(x, residual, threshold, offsets, values):
     """As `collect_chunk` of `residual + x`, which is left in `residual`."""
+    wide_vectors()
+    x, residual, offsets, values = borrowed(x), borrowed(residual), borrowed(offsets), borrowed(values)
     count = 0
-    whole = x.size // GROUP * GROUP
-    for start in range(0, whole, GROUP):
-        part = x[start : start + GROUP]
-        kept = residual[start : start + GROUP]
-        top = np.int32(0)
-        for i in range(GROUP):
-            total = kept[i] + load(part[i])
-            kept[i] = total
-            top = max(top, magnitude_key(total))
-        if top >= threshold:
-            count = append_sum(kept, start, threshold, offsets, values, count)
+    whole = x.size // MASK_BITS * MASK_BITS
+    for start in range(0, whole, MASK_BITS):
+        for line in range(0, MASK_BITS, LINE):
+            prefetch(x, start + AHEAD + line)
+            prefetch(residual, start + AHEAD + line)
+        part = x[start : start + MASK_BITS]
+        kept = residual[start : start + MASK_BITS]
+        for i in range(MASK_BITS):
+            kept[i] += load(part[i])
+        count = append_marked(residual, start, reaching(residual, start, threshold), offsets, values, count)
     for i in range(whole, x.size):
         residual[i] += load(x[i])
     return append_sum(residual[whole:], whole, threshold, offsets, values, count)
@@ -145,7 +159,9 @@ def permute_tasks(positions, keys, n, bits, task):
 @functools.cache
 def collect_kernel(name: str, dtype: torch.dtype, parallel: bool) -> Any:
     """A compiled kernel that searches a vector of a dtype: collect, collect_sum, or write."""
-    names = {"GROUP": GROUP, "CHUNK": CHUNK, "load": LOAD[dtype], "magnitude_key": selection.magnitude_key}
+    names: dict[str, Any] = {"LINE": LINE, "AHEAD": AHEAD, "DIRECT": dtype == torch.float32}
+    names |= {"load": LOAD[dtype], "magnitude_key": selection.magnitude_key}
+    names["append_marked"] = compile_template(append_marked, names)
     # The parallel and the serial form need different names on disk.
     chunk = {"CHUNK": CHUNK, "PARALLEL": parallel}
     if name == "write":
@@ -183,7 +199,7 @@ def collect(x: torch.Tensor, threshold: int, residual: torch.Tensor | None, expe
     chunks = -(-x.numel() // CHUNK)
     counts = torch.empty(chunks, dtype=torch.int64)
     # A chunk with more entries than that is searched once more; memory for all of them would cost more than it saves.
-    room = min(CHUNK, x.numel(), 2 * expected // chunks + 2 * GROUP)
+    room = min(CHUNK, x.numel(), 2 * expected // chunks + 2 * MASK_BITS)
     scratch = np.empty((chunks, room), np.uint16), np.empty((chunks, room), np.float32)
     arguments = np.int32(threshold), *scratch, array(counts)
     if residual is None:

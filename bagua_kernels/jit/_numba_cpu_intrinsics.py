@@ -1,0 +1,218 @@
+"""Instructions of the processor that Numba has no words for, as functions for templates: memory, packing, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils
+
+
+@extending.intrinsic
+def borrowed(context, elements):
+    """The same array without a share in its memory, so that slices of it cost no atomic reference counting.
+
+    A block of 256 elements is done in 60 ns, of which a dozen counted slices would be more than half. The array itself must
+    be used once more after the last use of what is returned, see `keep`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        same = context.make_array(signature.args[0])(context, builder, arguments[0])
+        for owner in ("meminfo", "parent"):
+            setattr(same, owner, cgutils.get_null_value(getattr(same, owner).type))
+        return same._getvalue()
+
+    return elements(elements), generate
+
+
+@extending.intrinsic
+def keep(context, elements):
+    """Keeps an array's memory up to here."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(elements), generate
+
+
+@extending.intrinsic
+def prefetch(context, elements, index):
+    """Asks for the cache line of `elements[index]`, which may lie beyond the end.
+
+    Two passes over a block, the first waiting for memory and the second for arithmetic, do not overlap by themselves: the
+    processor looks a few hundred instructions ahead, and its own prefetcher does not see the next block in time.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8), ir.IntType(32)
+        start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(start, [arguments[1]]), byte.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        # For reading, to be kept in all caches, data.
+        builder.call(function, [address, *(ir.Constant(word, flag) for flag in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(elements, types.intp), generate
+
+
+@extending.intrinsic
+def wide_vectors(context):
+    """Lets LLVM use the widest vectors of the processor in the calling function.
+
+    LLVM prefers 256 bits where 512 would slow older processors' clocks; integer hashing and packing gain more than that.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        attributes = builder.function.attributes
+        # llvmlite knows only attributes without a value; it writes each as it is.
+        set.add(attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+VECTOR_BYTES = 32
+
+
+@extending.intrinsic
+def stream_vector(context, target, source, at):
+    """Copies 32 bytes at byte `at` of two arrays past the caches; the target's must be aligned to as many."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(8), VECTOR_BYTES).as_pointer()
+        places = []
+        for kind, value in zip(signature.args[:2], arguments[:2], strict=True):
+            start = builder.bitcast(context.make_array(kind)(context, builder, value).data, ir.IntType(8).as_pointer())
+            places.append(builder.bitcast(builder.gep(start, [arguments[2]]), vector))
+        store = builder.store(builder.load(places[1], align=4), places[0], align=VECTOR_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, source, types.intp), generate
+
+
+def packing(fields: int, stride: int) -> tuple[Any, Any]:
+    """Functions that pack codes of a byte each into the bits of fewer bytes, and back, on vectors of bytes.
+
+    Written in Numba they would work on 64-bit lanes, eight times as wide as needed: it widens all small integers.
+
+    Args:
+        fields: codes in a byte: 2, 4 or 8.
+        stride: packed bytes; code i goes to byte i modulo `stride`, the first `stride` codes to the lowest bits.
+
+    Returns:
+        `pack(loose, packed)` and `unpack(packed, loose)`, of uint8 arrays of at least `fields * stride` and `stride` elements.
+    """
+    width = 8 // fields
+    step = min(stride, VECTOR_BYTES)
+    vector = ir.VectorType(ir.IntType(8), step)
+
+    def splat(number: int) -> Any:
+        return ir.Constant(vector, [number] * step)
+
+    def bytes_of(context: Any, builder: Any, kind: Any, value: Any) -> Callable[[int], Any]:
+        start = context.make_array(kind)(context, builder, value).data
+
+        def place(at: int) -> Any:
+            address = builder.gep(start, [ir.Constant(ir.IntType(64), at)])
+            return builder.bitcast(address, vector.as_pointer())
+
+        return place
+
+    @extending.intrinsic
+    def pack(context: Any, loose: Any, packed: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            source, target = (bytes_of(context, builder, *p) for p in zip(signature.args, arguments, strict=True))
+            for at in range(0, stride, step):
+                joined = builder.load(source(at), align=1)
+                for field in range(1, fields):
+                    code = builder.load(source(field * stride + at), align=1)
+                    joined = builder.or_(joined, builder.shl(code, splat(field * width)))
+                builder.store(joined, target(at), align=1)
+            return context.get_dummy_value()
+
+        return types.void(loose, packed), generate
+
+    @extending.intrinsic
+    def unpack(context: Any, packed: Any, loose: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            source, target = (bytes_of(context, builder, *p) for p in zip(signature.args, arguments, strict=True))
+            for at in range(0, stride, step):
+                joined = builder.load(source(at), align=1)
+                for field in range(fields):
+                    code = builder.and_(builder.lshr(joined, splat(field * width)), splat((1 << width) - 1))
+                    builder.store(code, target(field * stride + at), align=1)
+            return context.get_dummy_value()
+
+        return types.void(packed, loose), generate
+
+    return pack, unpack
+
+
+@extending.intrinsic
+def store_fence(context):
+    """Makes streamed bytes visible to other threads before anything that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _pointer_to(element: Any) -> Any:
+    @extending.intrinsic
+    def pointer(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+MASK_BITS = 64
+
+
+@extending.intrinsic
+def reaching(context, elements, start, threshold):
+    """64 bits for 64 float32 from `start` on: 1 where the bits of one without its sign reach an int32 threshold."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(32), MASK_BITS)
+
+        def splat(value: Any) -> Any:
+            single = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+            lanes = ir.Constant(vector, [0] * MASK_BITS)
+            return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
+
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer())
+        bits = builder.load(address, align=4)
+        keys = builder.and_(bits, ir.Constant(vector, [0x7FFFFFFF] * MASK_BITS))
+        found = builder.icmp_signed(">=", keys, splat(arguments[2]))
+        return builder.bitcast(found, ir.IntType(MASK_BITS))
+
+    return types.uint64(elements, types.intp, types.int32), generate
+
+
+@extending.intrinsic
+def lowest_bit(context, mask):
+    """The place of the lowest 1 of a mask that has one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), generate
+
+
+# Turns the address of a tensor's memory into a pointer for `numba.carray`.
+POINTER = {
+    torch.float32: _pointer_to(types.float32),
+    torch.float16: _pointer_to(types.uint16),
+    torch.bfloat16: _pointer_to(types.uint16),
+}
