@@ -17,7 +17,7 @@ else
 export PYTHONPATH := $(CURDIR)
 endif
 
-EMULATED_TESTS := tests/compression tests/launchers
+EMULATED_TESTS := tests/compression tests/docs tests/launchers
 
 .PHONY: help train test test-main test-interpreter test-simulator lint format bench gpu-check wheel clean
 

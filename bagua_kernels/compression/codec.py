@@ -56,7 +56,7 @@ class Codec(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether payloads may be added by the network itself."""
+        """Whether payloads may be added by the network itself: such a codec is a `Summable`."""
         ...
 
     @property
@@ -88,6 +88,15 @@ class Codec(Protocol):
 
 
 @runtime_checkable
+class Summable(Protocol):
+    """A linear codec: where the other parts of payloads are equal, these decode to the sum of the vectors once added."""
+
+    def summable(self, payload: torch.Tensor) -> torch.Tensor:
+        """The part of a payload that is to be added up, as a view of numbers."""
+        ...
+
+
+@runtime_checkable
 class FusedFeedback(Protocol):
     """A codec that does error feedback in fewer passes over memory than one by one."""
 
@@ -109,6 +118,11 @@ def register(name: str, make: Callable[..., Codec]) -> None:
     """
     if _codecs.setdefault(name, make) is not make:
         raise ValueError(f"the codec name {name!r} is taken by {_codecs[name]!r}; choose another")
+
+
+def names() -> list[str]:
+    """The names that `from_spec` knows, sorted."""
+    return sorted(_codecs)
 
 
 def from_spec(spec: str) -> Codec:
@@ -138,6 +152,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
         key, equals, value = item.partition("=")
         if not key or not equals:
             raise ValueError(f"expected key=value in {spec!r}, got {item!r}")
+        if key.strip() in options:
+            raise ValueError(f"{key.strip()} is given twice in {spec!r}")
         options[key.strip()] = _parse_value(value.strip())
     return name.strip(), options
 

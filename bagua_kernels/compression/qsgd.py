@@ -46,10 +46,10 @@ class QSGD(BlockCodec):
         if self.bits is not None and self.levels is not None:
             raise ValueError(f"give bits or levels, got both: bits={self.bits}, levels={self.levels}")
         bits = 4 if self.bits is None and self.levels is None else self.bits
-        if bits is not None and bits not in WIDTHS:
+        if bits is not None and (not isinstance(bits, int) or bits not in WIDTHS):
             raise ValueError(f"bits must be 2, 4 or 8, got {bits}; or give levels, 1 to 127")
-        if self.levels is not None and not 1 <= self.levels <= 127:
-            raise ValueError(f"levels must be from 1 to 127, got {self.levels}")
+        if self.levels is not None and (not isinstance(self.levels, int) or not 1 <= self.levels <= 127):
+            raise ValueError(f"levels must be an integer from 1 to 127, got {self.levels}")
         # Equal codecs must compare equal, however they were described.
         levels = self.levels if bits is None else (1 << (bits - 1)) - 1
         assert levels is not None

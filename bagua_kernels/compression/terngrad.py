@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -104,6 +105,33 @@ class TernGrad(BlockCodec):
         words[: layout.blocks] = scales
         blockwise.encode(self.rule, x, out, block=self.block, seed=seed, given=True)
         return out
+
+    def encode_pieces(
+        self, pieces: Sequence[torch.Tensor], *, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `BlockCodec.encode_pieces`; only with scales of its own."""
+        self._check_own("encode_pieces")
+        return super().encode_pieces(pieces, seed=seed, out=out)
+
+    def encode_feedback(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `BlockCodec.encode_feedback`; only with scales of its own."""
+        self._check_own("encode_feedback")
+        return super().encode_feedback(x, residual, factor=factor, seed=seed, out=out)
+
+    def _check_own(self, method: str) -> None:
+        if self.shared:
+            raise ValueError(
+                f"{method} takes each rank's own scales, and with shared=True the network would add codes of different scales; "
+                "add the residual and use encode(x, scales=...)"
+            )
 
     def summable(self, payload: torch.Tensor) -> torch.Tensor:
         """The part of a payload that the network may add in place, over payloads with equal scales: int8, a view.

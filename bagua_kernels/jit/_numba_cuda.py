@@ -61,6 +61,12 @@ class _ExplicitProducts(ast.NodeTransformer):
         word = ast.Attribute(ast.Name("tl", ast.Load()), "multiply", ast.Load())
         return ast.copy_location(ast.Call(word, [node.left, node.right], []), node)
 
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        assert isinstance(node.target, ast.Name), "rules assign to names only"
+        value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+        assignment = ast.Assign([node.target], ast.copy_location(value, node))
+        return self.visit(ast.copy_location(assignment, node))
+
 
 def exact_code(rule: Rule, literal: type) -> CodeType:
     """The rule's code with explicit products, and its float literals of one type."""

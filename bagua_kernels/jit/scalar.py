@@ -64,6 +64,7 @@ def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None
         double: operations on float64.
     """
     overload = extending.overload
+    exact = {types.float32: single, types.float64: double}
 
     def bitcast_to(destination: Any) -> Any:
         @extending.intrinsic
@@ -101,9 +102,11 @@ def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None
 
     @overload(abs)
     def overload_abs(x):  # type: ignore[no-untyped-def]
+        if x in exact:
+            zero = (np.float32 if x == types.float32 else np.float64)(0)
+            # A difference from zero is +0 for both zeros, as elsewhere.
+            return lambda x: x if x > 0 else zero - x
         return lambda x: x if x > 0 else -x
-
-    exact = {types.float32: single, types.float64: double}
 
     @overload(div_rn)
     def overload_div_rn(x, y):  # type: ignore[no-untyped-def]

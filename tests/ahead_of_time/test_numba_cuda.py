@@ -147,6 +147,23 @@ def test_elementwise_in_float64(rule: ElementwiseRule, device: SimpleNamespace) 
         assert {"mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"} <= set(opcodes(ptx))
 
 
+def in_place(x, y):
+    x *= y
+    return x + y
+
+
+def test_products_in_place_are_not_contracted(device: SimpleNamespace) -> None:
+    rule = jit.compile_rule(in_place)
+
+    def kernel(x, y):
+        y[0] = rule(x[0], x[1])
+
+    array = types.float32[::1]
+    ptx = compiled(cuda.jit(kernel), (array, array), 90, device)
+    assert violations(ptx, sums_are_marked=False) == []
+    assert "mul.rn.f32" in opcodes(ptx)
+
+
 def test_contraction_is_seen(device: SimpleNamespace) -> None:
     def product_and_sum(x, y):
         y[0] = x[0] * x[0] + x[0]

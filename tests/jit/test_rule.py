@@ -95,3 +95,16 @@ def test_torch_keeps_its_threads() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def magnitude(x):
+    return tl.abs(x)
+
+
+def test_the_magnitude_of_a_zero_has_no_sign() -> None:
+    compiled = _numba_cpu.compile_rule(magnitude)
+    for x in (np.float32(0.0), np.float32(-0.0), np.float32(-2.5), np.float32(3.0), np.float32(-np.inf)):
+        assert compiled(x) == magnitude(x)
+        assert not np.signbit(compiled(x))
+        assert not np.signbit(magnitude(x))
+    assert compiled(np.int32(-7)) == 7

@@ -332,7 +332,7 @@ def seed_halves(seed: int | None) -> tuple[int, int]:
 
 def checked_block(block: int) -> int:
     """`block`, if it is a power of two from 32 to 4096."""
-    if not 32 <= block <= 4096 or block & (block - 1):
+    if not isinstance(block, int) or not 32 <= block <= 4096 or block & (block - 1):
         raise ValueError(f"the block size must be a power of two from 32 to 4096, got {block=}")
     return block
 
