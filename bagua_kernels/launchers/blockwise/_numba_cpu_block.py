@@ -139,8 +139,8 @@ def decode_block(words, codes, target, loose, block):
         target[i] = store(decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS)))
 
 
-def add_block(words, codes, total, loose, block):
-    """Adds a decoded block to `total`."""
+def add_block(words, codes, total, fresh, factor, loose, block):
+    """Adds a decoded block to `total`, or to zero if that is fresh, and multiplies by a factor."""
     wide_vectors()
     a, b, c, d = decode_constants(words[block * WORDS], words[block * WORDS + WORDS - 1], np.int32(LEVELS))
     if FIELDS > 1:
@@ -148,11 +148,12 @@ def add_block(words, codes, total, loose, block):
         codes = loose
     codes = codes[: total.size]
     for i in range(total.size):
-        total[i] += decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))
+        before = np.float32(0.0) if fresh else total[i]
+        total[i] = (before + decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))) * factor
 
 
-def add_two_blocks(words, codes, more_words, more_codes, total, loose, more_loose, block):
-    """Adds a decoded block to `total`, then another: the same sums as by `add_block`, with half the traffic."""
+def add_two_blocks(words, codes, more_words, more_codes, total, fresh, factor, loose, more_loose, block):
+    """As `add_block` for one and another: the same sums with half the traffic."""
     wide_vectors()
     a, b, c, d = decode_constants(words[block * WORDS], words[block * WORDS + WORDS - 1], np.int32(LEVELS))
     e, f, g, h = decode_constants(more_words[block * WORDS], more_words[block * WORDS + WORDS - 1], np.int32(LEVELS))
@@ -163,8 +164,9 @@ def add_two_blocks(words, codes, more_words, more_codes, total, loose, more_loos
     codes = codes[: total.size]
     more_codes = more_codes[: total.size]
     for i in range(total.size):
-        first = total[i] + decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))
-        total[i] = first + decode(code_of(more_codes[i]), e, f, g, h, np.int32(LEVELS))
+        before = np.float32(0.0) if fresh else total[i]
+        first = before + decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))
+        total[i] = (first + decode(code_of(more_codes[i]), e, f, g, h, np.int32(LEVELS))) * factor
 
 
 def ask_for(elements, start, size):
@@ -193,24 +195,25 @@ def is_streamed(out):
 
 
 def sum_block(words, codes, total, loose, scale, block):
-    """Sums up the block of all ranks, in their order; `loose` has room for two bytes an element."""
-    wide_vectors()
+    """Sums up the block of all ranks, in their order; `loose` has room for two bytes an element.
+
+    The scale is a factor of the last sum, and that of the others is 1, which changes no float and costs no pass of its own.
+    """
     begin = block * STRIDE
     end = min(begin + STRIDE, codes.shape[1])
-    for i in range(total.size):
-        total[i] = 0
     ranks = words.shape[0]
+    if ranks == 0:
+        total[:] = 0
     for rank in range(ranks):
         ask_for(codes[rank], begin, STRIDE)
     for rank in range(0, ranks - 1, 2):
+        factor = scale if rank + 2 == ranks else np.float32(1.0)
         add_two_blocks(
             words[rank], codes[rank, begin:end], words[rank + 1], codes[rank + 1, begin:end],
-            total, loose[:BLOCK], loose[BLOCK:], block,
+            total, rank == 0, factor, loose[:BLOCK], loose[BLOCK:], block,
         )  # fmt: skip
     if ranks % 2:
-        add_block(words[ranks - 1], codes[ranks - 1, begin:end], total, loose, block)
-    for i in range(total.size):
-        total[i] *= scale
+        add_block(words[ranks - 1], codes[ranks - 1, begin:end], total, ranks == 1, scale, loose, block)
 
 
 # Templates in the order in which they are compiled: each may call those of the layers before.
