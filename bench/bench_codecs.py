@@ -1,15 +1,17 @@
-"""MinMaxUInt8 beside a copy of the same vector and beside plain PyTorch operations."""
+"""Codecs and their fused paths beside a copy of the same vector and beside PyTorch."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from bench import workloads
 
-ROWS = [row for rows in workloads.codec_groups(torch.device("cpu")) for row in rows]
+
+def pytest_generate_tests(metafunc):
+    groups = workloads.codec_groups(torch.device("cpu"), metafunc.config.getoption("--codec-elements"))
+    rows = [row for rows in groups for row in rows]
+    metafunc.parametrize("row", rows, ids=lambda row: f"{row.group}-{row.answer}")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.group}-{row.name}")
 def test_codec(benchmark, row):
     workloads.run_benchmark(benchmark, row)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from bench import workloads
 
-ROWS = [row for rows in workloads.elementwise_groups(torch.device("cpu")) for row in rows]
+
+def pytest_generate_tests(metafunc):
+    groups = workloads.elementwise_groups(torch.device("cpu"), metafunc.config.getoption("--adamw-elements"))
+    metafunc.parametrize("row", [row for rows in groups for row in rows], ids=lambda row: row.answer)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_elementwise(benchmark, row):
     workloads.run_benchmark(benchmark, row)

@@ -40,8 +40,9 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
     """Times each group's rows in turns.
 
     Returns:
-        A dict for each row: group, name, bytes, seconds (median, least, greatest), gb_per_s, its share of the copy's, and
-        what the row itself reports.
+        A dict for each row: group, subject, name, bytes, seconds (median, least, greatest), gb_per_s, its share of the
+        copy's, for a fused path times_unfused (how many times as fast it is as what it replaces), and what the row itself
+        reports.
     """
     results = []
     for rows in groups:
@@ -56,15 +57,26 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
                     seconds[index].append(taken)
         del runs
         gc.collect()
-        results += [result(row, taken) for row, taken in zip(rows, seconds, strict=True)]
-    roofs = {r["group"]: r["gb_per_s"] for r in results if r["name"] == workloads.COPY}
-    return [r | {"share_of_copy": r["gb_per_s"] / roofs[r["group"]]} for r in results]
+        results += compared(rows, [result(row, taken) for row, taken in zip(rows, seconds, strict=True)])
+    return results
+
+
+def compared(rows: list[Workload], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One group's results with what follows from several of them."""
+    roof = next(r["gb_per_s"] for r in results if r["name"] == workloads.COPY)
+    medians = {(r["subject"], r["name"]): r["median_s"] for r in results}
+    for row, r in zip(rows, results, strict=True):
+        r["share_of_copy"] = r["gb_per_s"] / roof
+        if row.unfused:
+            r["times_unfused"] = medians[row.unfused, row.name] / r["median_s"]
+    return results
 
 
 def result(row: Workload, seconds: list[float]) -> dict[str, Any]:
     median = statistics.median(seconds)
     return {
         "group": row.group,
+        "subject": row.subject,
         "name": row.name,
         "bytes": row.bytes,
         "median_s": median,
@@ -77,8 +89,8 @@ def result(row: Workload, seconds: list[float]) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]], title: str) -> Table:
     """GB/s and share of the copy's, a section a group."""
-    grid = Table("", "", title=title, title_justify="left")
-    for heading in ("median ms", "least–greatest ms", "GB/s", "of copy", "bytes/element", "relative error"):
+    grid = Table("", "", "", title=title, title_justify="left")
+    for heading in ("median ms", "least–greatest ms", "GB/s", "of copy", "times unfused", "bytes/element", "error"):
         grid.add_column(heading, justify="right")
     for index, row in enumerate(results):
         first = index == 0 or results[index - 1]["group"] != row["group"]
@@ -86,11 +98,13 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
             grid.add_section()
         grid.add_row(
             row["group"] if first else "",
+            row["subject"],
             row["name"],
             f"{row['median_s'] * 1e3:.3f}",
             f"{row['least_s'] * 1e3:.3f}–{row['greatest_s'] * 1e3:.3f}",
             f"{row['gb_per_s']:.1f}",
             f"{row['share_of_copy']:.0%}",
+            f"{row['times_unfused']:.2f}" if "times_unfused" in row else "",
             f"{row['bytes_per_element']:.4f}" if "bytes_per_element" in row else "",
             f"{row['relative_error']:.2e}" if "relative_error" in row else "",
         )
@@ -125,7 +139,7 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 def console(record: bool = False) -> Console:
     """Wide enough for the tables, also where output goes to a file."""
-    return Console(width=max(Console().width, 130), record=record)
+    return Console(width=max(Console().width, 170), record=record)
 
 
 def main() -> None:
