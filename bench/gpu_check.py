@@ -26,7 +26,23 @@ from rich.console import Console
 from rich.table import Table
 
 from bagua_kernels import knobs
-from bagua_kernels.compression import MinMaxUInt8
+from bagua_kernels.compression import (
+    FP8,
+    QSGD,
+    AbsMaxInt4,
+    AbsMaxInt8,
+    BlockCodec,
+    Codec,
+    MinMaxUInt2,
+    MinMaxUInt4,
+    MinMaxUInt8,
+    Natural,
+    RandomK,
+    Sign,
+    TernGrad,
+    ThresholdTopK,
+    TopK,
+)
 from bagua_kernels.jit import op
 from bench import speed, workloads
 
@@ -47,7 +63,7 @@ SHAPES = (
     (1009, 32),
     (16_389, 4096),
 )
-TINY_SHAPES = ((17, 32), (75, 32))
+TINY_SHAPES = ((75, 32),)
 # Four times the second-level cache of the largest GPU so far, and more.
 ELEMENTS = 64 << 20
 TINY_ELEMENTS = workloads.BLOCK + 3
@@ -101,19 +117,46 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def codecs(block: int) -> Iterator[tuple[str, Codec]]:
+    """Every codec that has bytes of its own; the sparsifiers, which have no blocks, once."""
+    yield from (
+        ("minmax_uint8", MinMaxUInt8(block)),
+        ("minmax_uint8, stochastic", MinMaxUInt8(block, stochastic=True)),
+        ("minmax_uint4, stochastic", MinMaxUInt4(block, stochastic=True)),
+        ("minmax_uint2", MinMaxUInt2(block)),
+        ("absmax_int8", AbsMaxInt8(block)),
+        ("absmax_int4", AbsMaxInt4(block)),
+        ("qsgd, l2", QSGD(norm="l2", block=block)),
+        ("terngrad", TernGrad(block)),
+        ("sign", Sign(block)),
+        ("sign, two means", Sign(block, two_means=True)),
+        ("natural", Natural(block)),
+        ("fp8 e4m3", FP8("e4m3", block)),
+        ("fp8 e5m2, stochastic", FP8("e5m2", block, stochastic=True)),
+    )
+    if block == SHAPES[0][1] or block == TINY_SHAPES[0][1]:
+        yield "topk", TopK(0.05)
+        yield "threshold_topk", ThresholdTopK(0.05)
+        yield "randomk", RandomK(0.05)
+
+
 def outputs(case: Case, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """(operation, its result on the CPU) for the backend in force."""
     x = values(case.kind, case.n, case.dtype).to(device)
-    for rounding, stochastic in (("nearest", False), ("stochastic", True)):
-        codec = MinMaxUInt8(case.block, stochastic=stochastic)
+    for name, codec in codecs(case.block):
         payload = codec.encode(x, seed=SEED)
-        yield f"encode, {rounding}", payload.cpu()
-        payloads = torch.stack([payload, *(codec.encode(x.flip(0), seed=rank) for rank in range(1, RANKS))])
-        reduced = codec.reduce(payloads, case.n, scale=1 / RANKS, seed=SEED)
-        yield f"reduce, {rounding}", reduced.cpu()
+        yield f"encode, {name}", payload.cpu()
         out = torch.empty(case.n, dtype=case.dtype, device=device)
-        yield f"decode, {rounding}", codec.decode(payload, out).cpu()
-        yield f"decode_sum, {rounding}", codec.decode_sum(payloads, out, 1 / RANKS).cpu()
+        yield f"decode, {name}", codec.decode(payload, out).cpu()
+        payloads = torch.stack([payload, *(codec.encode(x.flip(0), seed=rank) for rank in range(1, RANKS))])
+        yield f"decode_sum, {name}", codec.decode_sum(payloads, out, 1 / RANKS).cpu()
+        yield f"reduce, {name}", codec.reduce(payloads, case.n, scale=1 / RANKS, seed=SEED).cpu()
+        if isinstance(codec, BlockCodec):
+            residual = x.float().flip(0) * 0.25
+            yield f"feedback, {name}", codec.encode_feedback(x, residual, seed=SEED).cpu()
+            yield f"residual, {name}", residual.cpu()
+            pieces = (x, x[: case.n // 3])
+            yield f"pieces, {name}", codec.encode_pieces(pieces, seed=SEED).cpu()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
