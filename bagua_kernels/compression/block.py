@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua_kernels.compression.codec import Contractive, Unbiased
+from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
 from bagua_kernels.launchers import blockwise
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -27,6 +27,7 @@ class BlockCodec(ABC):
 
     def __post_init__(self) -> None:
         blockwise.checked_block(self.block)
+        check_switches(self)
 
     @property
     @abstractmethod

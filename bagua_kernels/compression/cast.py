@@ -36,6 +36,7 @@ class Elements:
             TypeError: a dtype is not supported.
             ValueError: a shape, size, device or alignment does not fit.
         """
+        x = x.detach() if isinstance(x, torch.Tensor) else x
         blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
         n, size = x.numel(), self.payload_size(x.numel())
         if out is None:
@@ -50,7 +51,8 @@ class Elements:
         blockwise.check_vector("out", out, blockwise.FLOAT_DTYPES)
         n = out.numel()
         blockwise.check_bytes("payload", payload, (self.payload_size(n),), out.device, f"n={n}")
-        return out.copy_(self._elements(payload, n))
+        out.detach().copy_(self._elements(payload, n))
+        return out
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Writes `scale` times the sum of the payloads, of shape (ranks, size), decoded, to `out`; errors as in `encode`."""
@@ -60,12 +62,14 @@ class Elements:
         total = torch.zeros(n, dtype=torch.float32, device=out.device)
         for payload in payloads:
             total += self._elements(payload, n)
-        return out.copy_(total.mul_(scale))
+        out.detach().copy_(total.mul_(scale))
+        return out
 
     def reduce(
         self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Encodes `scale` times the sum of the payloads, of shape (ranks, size), of `n` elements each, decoded."""
+        self.payload_size(n)
         total = torch.empty(n, dtype=torch.float32, device=payloads.device)
         return self.encode(self.decode_sum(payloads, total, scale), out=out)
 
@@ -92,7 +96,7 @@ class Identity(Elements):
         return Contractive(1.0)
 
 
-DTYPES = {"bfloat16": (torch.bfloat16, 2.0**-9), "float16": (torch.float16, 1.0)}
+DTYPES = {"bfloat16": (torch.bfloat16, 2.0**-8), "float16": (torch.float16, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Cast(Elements):
 
     @property
     def bias(self) -> Contractive:
-        """bfloat16 keeps each value to 2^-9; float16 guarantees nothing for a vector whose values all are below 2^-25."""
+        """bfloat16 keeps each value to 2^-8; float16 guarantees nothing for a vector whose values all are below 2^-25."""
         return Contractive(1.0 - DTYPES[self.dtype][1] ** 2)
 
 

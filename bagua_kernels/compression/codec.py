@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -169,6 +169,18 @@ def _parse_value(text: str) -> bool | int | float | str:
         if math.isfinite(value):
             return value
     return text
+
+
+def check_switches(codec: Any) -> None:
+    """Raises unless each field of a codec that is a switch by its annotation is True or False, not some text.
+
+    Raises:
+        ValueError: it is something else, on which ranks could disagree.
+    """
+    for field in fields(codec):
+        value = getattr(codec, field.name)
+        if field.type in (bool, "bool") and not isinstance(value, bool):
+            raise ValueError(f"{field.name} of {type(codec).__name__} must be true or false, got {value!r}")
 
 
 def fold_seed(*numbers: int) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.compression.codec import Codec, FusedFeedback, Unbiased
+from bagua_kernels.compression.terngrad import TernGrad
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,16 @@ class ErrorFeedback:
             dtype: of residuals: float32, or float64 to study rounding.
 
         Raises:
-            ValueError: the codec is unbiased and not to be scaled, or the dtype is another.
+            ValueError: the codec is unbiased and not to be scaled, its scales come from outside, or the dtype is another.
         """
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"residuals must be float32 or float64, got {dtype}")
         bias = codec.bias
+        if isinstance(codec, TernGrad) and codec.shared:
+            raise ValueError(
+                "error feedback needs scales that follow from the vector and its residual, and TernGrad(shared=True) takes them "
+                "from outside; use TernGrad()"
+            )
         if isinstance(bias, Unbiased) and not scale_unbiased:
             raise ValueError(
                 f"error feedback needs a contraction, and {codec!r} is unbiased with omega={bias.omega:g}; take a codec that "
@@ -104,17 +110,27 @@ class ErrorFeedback:
         """
         found = self._residuals.get(key)
         if found is None:
+            pieces = self._pieces.get(key)
+            if pieces is None:
+                named = next((k for k, ps in self._pieces.items() if any(p.name == key for p in ps)), None)
+                if named is not None:
+                    raise ValueError(f"vector {key!r} has the name of a piece of vector {named!r}; choose another")
+                pieces = (Piece(key, 0, like.numel()),)
             found = torch.zeros(like.numel(), dtype=self.dtype, device=like.device)
-            for piece in self._pieces.setdefault(key, (Piece(key, 0, like.numel()),)):
-                stored = self._loose.pop(piece.name, None)
-                if stored is None:
-                    continue
-                if stored.numel() != piece.numel or piece.start + piece.numel > found.numel():
+            for piece in pieces:
+                stored = self._loose.get(piece.name)
+                if piece.start + piece.numel > like.numel() or (stored is not None and stored.numel() != piece.numel):
+                    kept = "nothing" if stored is None else f"{stored.numel()} elements"
                     raise ValueError(
-                        f"the residual of {piece.name!r} has {stored.numel()} elements and does not fit {piece} in a vector "
-                        f"of {found.numel()}; lay_out must describe the vectors that are encoded"
+                        f"{piece} does not fit in a vector of {like.numel()} elements, with {kept} stored for it; lay_out must "
+                        "describe the vectors that are encoded"
                     )
-                found[piece.start : piece.start + piece.numel] = stored.view(-1).to(found)
+                if stored is not None:
+                    found[piece.start : piece.start + piece.numel] = stored.view(-1).to(found)
+            # Only now, so that an error leaves everything as it was.
+            for piece in pieces:
+                self._loose.pop(piece.name, None)
+            self._pieces[key] = pieces
             self._residuals[key] = found
         if found.shape != like.shape or found.device != like.device:
             raise ValueError(
@@ -123,6 +139,7 @@ class ErrorFeedback:
             )
         return found
 
+    @torch.no_grad()
     def encode(self, key: str, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         """Encodes a vector and what earlier payloads of the same key lacked; updates the residual.
 

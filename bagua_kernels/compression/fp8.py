@@ -21,7 +21,8 @@ class FP8(BlockCodec):
 
     The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2022. Unlike the power-of-two scales of OCP's
     microscaling formats, which clamp a block's maximum by up to 12.5 % (e4m3) or 25 % (e5m2), the maximum is exact here.
-    The relative error of each value is bounded over 2^17 (e4m3) or 2^31 (e5m2) of range, where integers lose small values.
+    The relative error is bounded for values down to 2^-14 (e4m3) or 2^-29 (e5m2) of a block's greatest, where integers lose small
+    values much earlier.
 
     Attributes:
         format: "e4m3" (3 mantissa bits) or "e5m2" (2).

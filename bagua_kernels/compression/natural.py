@@ -23,7 +23,7 @@ class Natural(BlockCodec):
     """
 
     block: int = 256
-    stochastic: bool = field(default=True, init=False)
+    stochastic: bool = field(default=True, init=False, repr=False)
 
     @property
     def rule(self) -> BlockQuantizer:

@@ -15,6 +15,11 @@ WIDTHS = (2, 4, 8)
 _rule = {"max": cache(absmax), "l2": cache(euclidean)}
 
 
+def least_width(levels: int) -> int | None:
+    """The bits of a code for this number of levels on either side of zero; None if there are too many."""
+    return next((width for width in WIDTHS if levels < 1 << (width - 1)), None)
+
+
 @dataclass(frozen=True)
 class QSGD(BlockCodec):
     """Unbiased quantization to `levels` levels on either side of zero (Alistarh et al., NeurIPS 2017, section 3).
@@ -37,24 +42,27 @@ class QSGD(BlockCodec):
     levels: int | None = None
     norm: str = "max"
     block: int = 128
-    stochastic: bool = field(default=True, init=False)
+    stochastic: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm not in _rule:
             raise ValueError(f"the norm must be 'max' or 'l2', got {self.norm!r}")
-        if self.bits is not None and self.levels is not None:
-            raise ValueError(f"give bits or levels, got both: bits={self.bits}, levels={self.levels}")
+        if self.bits is not None and self.levels is not None and self.bits != least_width(self.levels):
+            raise ValueError(
+                f"give bits or levels, or those that go together, got bits={self.bits}, levels={self.levels}"
+            )
         bits = 4 if self.bits is None and self.levels is None else self.bits
         if bits is not None and (not isinstance(bits, int) or bits not in WIDTHS):
             raise ValueError(f"bits must be 2, 4 or 8, got {bits}; or give levels, 1 to 127")
         if self.levels is not None and (not isinstance(self.levels, int) or not 1 <= self.levels <= 127):
             raise ValueError(f"levels must be an integer from 1 to 127, got {self.levels}")
         # Equal codecs must compare equal, however they were described.
-        levels = self.levels if bits is None else (1 << (bits - 1)) - 1
-        assert levels is not None
-        object.__setattr__(self, "levels", levels)
-        object.__setattr__(self, "bits", min(w for w in WIDTHS if levels < 1 << (w - 1)))
+        if self.levels is None:
+            assert bits is not None
+            object.__setattr__(self, "levels", (1 << (bits - 1)) - 1)
+        assert self.levels is not None
+        object.__setattr__(self, "bits", least_width(self.levels))
 
     @property
     def rule(self) -> BlockQuantizer:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.compression.cast import Elements
-from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, register
+from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
 from bagua_kernels.compression.sparse import Layout, check_residual, checked_fraction, delta_of, kept, value_codec
 from bagua_kernels.launchers.blockwise import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
@@ -42,6 +42,7 @@ class RandomK:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
         object.__setattr__(self, "values", value_codec(self.values))
+        check_switches(self)
         if self.unbiased and delta_of(self._codec) < 1:
             raise ValueError(f"unbiased=True needs values that are kept exactly, got values={self.values!r}")
 
@@ -87,6 +88,7 @@ class RandomK:
         """The number of bytes of `n` encoded elements."""
         return self._layout(n).size
 
+    @torch.no_grad()
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         """Encodes a vector of shape (n,), float32, float16 or bfloat16; see `Codec.encode`.
 
@@ -98,6 +100,7 @@ class RandomK:
         check_vector("x", x, FLOAT_DTYPES)
         return self._encode(x, seed, out)[0]
 
+    @torch.no_grad()
     def encode_feedback(
         self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -141,6 +144,7 @@ class RandomK:
             self._codec.encode(values, seed=seed, out=encoded)
         return out, positions
 
+    @torch.no_grad()
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Decodes a payload of shape (payload_size(n),) into `out`, of shape (n,), zeros where nothing was kept.
 
@@ -158,6 +162,7 @@ class RandomK:
             out.zero_().index_copy_(0, positions, values)
         return out
 
+    @torch.no_grad()
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
 
@@ -176,6 +181,7 @@ class RandomK:
         total.mul_(scale)
         return out if total is out else out.copy_(total)
 
+    @torch.no_grad()
     def reduce(
         self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -45,7 +45,9 @@ def value_codec(values: Codec | str | None) -> Codec:
     Raises:
         ValueError: it is unbiased, so that what is kept would be exact on average and what is dropped would not.
     """
-    codec = from_spec(values) if isinstance(values, str) else values or Identity()
+    codec = from_spec(values) if isinstance(values, str) else Identity() if values is None else values
+    if not isinstance(codec, Codec):
+        raise ValueError(f"values must be a codec, the spec of one, or None, got {values!r}")
     if isinstance(codec.bias, Unbiased):
         raise ValueError(
             f"the values need a contractive codec, got the unbiased {codec!r}: its error has no bound below 1 that error "
@@ -245,6 +247,7 @@ class Largest:
         """The number of bytes of `n` encoded elements."""
         return self._layout(n).size
 
+    @torch.no_grad()
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         """Encodes a vector of shape (n,), float32, float16 or bfloat16; see `Codec.encode`.
 
@@ -257,6 +260,7 @@ class Largest:
         """
         return self._encode(x, None, seed, out)
 
+    @torch.no_grad()
     def encode_feedback(
         self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -306,6 +310,7 @@ class Largest:
                 residual.masked_fill_(~residual.isfinite(), 0)
         return out
 
+    @torch.no_grad()
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Decodes a payload of shape (payload_size(n),) into `out`, of shape (n,), zeros where nothing was kept.
 
@@ -321,6 +326,7 @@ class Largest:
             self._place(payload, out.zero_(), layout, add=False)
         return out
 
+    @torch.no_grad()
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
 
@@ -338,6 +344,7 @@ class Largest:
         total.mul_(scale)
         return out if total is out else out.copy_(total)
 
+    @torch.no_grad()
     def reduce(
         self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -38,7 +38,7 @@ class TernGrad(BlockCodec):
 
     block: int = 512
     shared: bool = False
-    stochastic: bool = field(default=True, init=False)
+    stochastic: bool = field(default=True, init=False, repr=False)
     RULES: ClassVar[dict[bool, BlockQuantizer]] = {False: ternary(2), True: ternary(8)}
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import extending, types
 
-from bagua_kernels.jit import scalar
+from bagua_kernels.jit import _numba_cpu_intrinsics, scalar
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 
@@ -36,8 +36,8 @@ scalar.install(extending, types, single=IEEE, double=IEEE)
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-# Kernels on disk hold compiled words of the vocabulary, and must not outlive a change of these.
-VOCABULARY = digest(inspect.getsource(scalar))
+# Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
+VOCABULARY = digest(inspect.getsource(scalar), inspect.getsource(_numba_cpu_intrinsics))
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def with_literals(code: CodeType, literal: type) -> CodeType:
 
 
 def digest(*parts: object) -> str:
-    """A short hash of functions (with every rule they call) and of plain values, for names of cached kernels."""
+    """A short hash of functions, with the rules they call and the constants they read, and of values; names cached kernels."""
     state = hashlib.sha256()
 
     def feed(part: object) -> None:
@@ -75,6 +75,8 @@ def digest(*parts: object) -> str:
                 callee = part.__globals__.get(name)
                 if isinstance(callee, FunctionType):
                     feed(callee)
+                elif isinstance(callee, (bool, int, float, str)):
+                    feed((name, callee))
         elif isinstance(part, (tuple, list)):
             for item in part:
                 feed(item)

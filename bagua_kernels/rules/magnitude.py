@@ -53,7 +53,8 @@ def magnitude_encode_constants(scale, unused, levels):
     pre, post = safe_power(magnitude)
     scaled = bits_float(scale) * pre
     per_unit = tl.where(scaled > 0.0, tl.div_rn(tl.cast(levels, tl.float32), scaled), 0.0)
-    top = tl.where(magnitude > 0x7F800000, 0, levels)
+    # An infinite scale can only have been given; a NaN times zero would leave the sign of a NaN in the code.
+    top = tl.where(magnitude >= 0x7F800000, 0, levels)
     return pre, per_unit, per_unit, tl.cast(top, tl.int32)
 
 

@@ -62,6 +62,13 @@ class BlockQuantizer:
     unit: Callable[..., Any] = no_unit
     terms: Callable[..., Any] = no_terms
 
+    def __post_init__(self) -> None:
+        for name, allowed in (("bits", (1, 2, 4, 8)), ("words", (1, 2)), ("sums", (0, 1, 3))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} of quantizer {self.name!r} must be one of {allowed}, got {getattr(self, name)}"
+                )
+
 
 def safe_power(magnitude):
     """(power, inverse): what a block of this greatest magnitude (int32 bits) is multiplied by before and after its arithmetic.

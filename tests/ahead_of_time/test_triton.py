@@ -11,6 +11,7 @@ import torch
 from bagua_kernels import knobs
 from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
+from bagua_kernels.rules.signs import SIGN_TWO_MEANS
 from tests.ahead_of_time.ptx import opcodes, target, violations, widths
 
 pytest.importorskip("triton", reason="needs triton")
@@ -95,6 +96,7 @@ def test_reduce(sm: int, stochastic: bool) -> None:
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
 def test_smallest_and_largest_block(name: str, block: int) -> None:
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, block=block))
+    check(blockwise_ptx(SIGN_TWO_MEANS, name, FLOAT32, 90, block=block))
 
 
 @pytest.mark.parametrize("n", ["i32", "i64"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -71,15 +73,38 @@ def test_specs() -> None:
     assert from_spec("sign:two_means=true,block=64") == Sign(64, two_means=True)
     wrong = (
         "qsgd:bits=3",
-        "qsgd:bits=4,levels=7",
+        "qsgd:bits=8,levels=7",
         "qsgd:levels=128",
         "qsgd:levels=7.5",
         "qsgd:norm=l1",
         "fp8:format=e3m4",
     )
-    for spec in (*wrong, "cast:dtype=int8", "sign:block=abc", "sign:block=64,block=32"):
+    for spec in (
+        *wrong,
+        "cast:dtype=int8",
+        "sign:block=abc",
+        "sign:block=64,block=32",
+        "sign:two_means=off",
+        "topk:values=5",
+    ):
         with pytest.raises(ValueError, match=r"got|must be|given twice"):
             from_spec(spec)
+
+
+def test_equal_descriptions_are_equal_codecs() -> None:
+    codec = QSGD(bits=4)
+    assert dataclasses.replace(codec, block=256) == QSGD(levels=7, block=256)
+    assert eval(repr(codec)) == codec
+    with pytest.raises(ValueError, match="got bits=8, levels=7"):
+        QSGD(bits=8, levels=7)
+
+
+def test_bfloat16_is_within_its_bound() -> None:
+    """Half-way between two neighbours above a power of two the relative error is greatest."""
+    x = torch.full((64,), 1 + 2.0**-8)
+    error = Cast().decode(Cast().encode(x), torch.empty_like(x)) - x
+    relative = float(error.square().sum() / x.square().sum())
+    assert 0.98 * (1 - Cast().bias.delta) < relative <= 1 - Cast().bias.delta
 
 
 def test_what_is_no_contraction_is_refused() -> None:
@@ -146,6 +171,13 @@ class TestSharedScales:
             self.codec.encode_pieces([torch.ones(3)])
         with pytest.raises(ValueError, match="shared"):
             self.codec.encode_feedback(torch.ones(3), torch.zeros(3))
+
+    def test_an_infinite_scale(self, target: Target) -> None:
+        x = torch.tensor([float("inf"), 1.0, -1.0, float("nan"), -float("inf")], device=target.device)
+        scales = torch.tensor([0x7F800000], dtype=torch.int32, device=target.device)
+        payload = self.codec.encode(x, scales=scales)
+        assert not self.codec.summable(payload).any()
+        assert self.codec.decode(payload, torch.empty_like(x)).isnan().all()
 
     def test_wrong_arguments(self) -> None:
         x = vector(200, 1)
@@ -221,5 +253,7 @@ def test_decode_and_apply_checks_its_arguments() -> None:
         codec.decode_apply(payloads, SGD, state[:1], (0.1, 0.9, 1.0, 0.0, 0.0))
     with pytest.raises(ValueError, match=r"array 1 must have shape \(256,\)"):
         codec.decode_apply(payloads, SGD, [state[0], torch.zeros(n + 1)], (0.1, 0.9, 1.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match="takes 5 scalars, got 1"):
+        codec.decode_apply(payloads, SGD, state, (0.1,))
     with pytest.raises(ValueError, match="payloads must have shape"):
         codec.decode_apply(payloads[0], SGD, state, (0.1, 0.9, 1.0, 0.0, 0.0))

@@ -184,8 +184,34 @@ def test_wrong_layouts() -> None:
     feedback.encode("a", torch.ones(10))
     with pytest.raises(ValueError, match="call lay_out when vectors change"):
         feedback.encode("a", torch.ones(11))
-    feedback.load_state_dict({"residuals": {"a": torch.ones(12)}})
+    feedback.load_state_dict({"residuals": {"a": torch.ones(10), "b": torch.ones(12)}})
+    feedback.lay_out({"v": [Piece("a", 0, 10), Piece("b", 10, 11)]})
+    for _ in range(2):
+        # An error changes nothing: it comes again, and nothing is lost.
+        with pytest.raises(ValueError, match="does not fit"):
+            feedback.encode("v", torch.ones(32))
+        assert feedback.state_dict()["residuals"].keys() == {"a", "b"}
+    feedback.lay_out({"v": [Piece("a", 0, 10), Piece("b", 10, 12)]})
     with pytest.raises(ValueError, match="does not fit"):
+        feedback.encode("v", torch.ones(21))
+    with pytest.raises(ValueError, match="has the name of a piece"):
         feedback.encode("a", torch.ones(10))
+    assert torch.equal(feedback.residual("v", torch.ones(32))[:22], torch.ones(22))
+    with pytest.raises(ValueError, match="from outside"):
+        ErrorFeedback(from_spec("terngrad:shared=true"))
     with pytest.raises(ValueError, match="must be float32 or float64"):
         ErrorFeedback(AbsMaxInt8(), dtype=torch.float16)
+
+
+@some
+def test_parameters_leave_no_graph_behind(codec: Codec) -> None:
+    """Tensors that require gradients are vectors as any others."""
+    feedback = ErrorFeedback(codec)
+    parameter = torch.nn.Parameter(torch.ones(300))
+    for step in range(2):
+        payload = feedback.encode("a", parameter, seed=step)
+    assert not feedback.residual("a", parameter).requires_grad
+    codec.decode(payload, parameter)
+    assert parameter.is_leaf
+    codec.decode_sum(payload[None], parameter)
+    codec.encode(parameter)

@@ -108,3 +108,14 @@ def test_the_magnitude_of_a_zero_has_no_sign() -> None:
         assert not np.signbit(compiled(x))
         assert not np.signbit(magnitude(x))
     assert compiled(np.int32(-7)) == 7
+
+
+LEVEL = 3
+
+
+def reads_a_constant(x):
+    return x * LEVEL
+
+
+def test_digest_sees_the_constants_of_a_template() -> None:
+    assert digest(reads_a_constant) != digest(rebuilt(reads_a_constant, {"LEVEL": 4}))

@@ -7,6 +7,7 @@ decoded. Arguments are checked here, once for all backends; each backend offers 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -136,7 +137,10 @@ def encode_pieces(
         TypeError: a dtype is not supported, or they differ.
         ValueError: a shape, size, device, alignment, block or seed does not fit.
     """
-    flat = [piece.view(-1) if piece.is_contiguous() else piece for piece in pieces]
+    for i, piece in enumerate(pieces):
+        if not piece.is_contiguous():
+            raise ValueError(f"piece {i} must be contiguous, got stride {piece.stride()}; call .contiguous()")
+    flat = [piece.detach().view(-1) for piece in pieces]
     for i, piece in enumerate(flat):
         check_vector(f"piece {i}", piece, FLOAT_DTYPES)
         if piece.dtype != flat[0].dtype or piece.device != payload.device:
@@ -221,6 +225,9 @@ def decode_apply(
         raise ValueError(
             f"rule {update.name!r} takes {update.arrays - 1} arrays beside the gradient, got {len(arrays)}"
         )
+    wanted = len(inspect.signature(update.function).parameters) - update.arrays
+    if len(scalars) != wanted:
+        raise ValueError(f"rule {update.name!r} takes {wanted} scalars, got {len(scalars)}")
     if not 0 <= position < update.arrays or position in update.writes:
         raise ValueError(f"array {position} of rule {update.name!r} is no gradient: it must be one that is only read")
     for i, array in enumerate(arrays):

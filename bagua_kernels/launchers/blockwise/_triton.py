@@ -162,6 +162,8 @@ def encode_kernel(
     x_ptr, words_ptr, codes_ptr, n, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     x = load(tl.load(x_ptr + offsets, mask=inside, other=0))
     encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, GIVEN)
@@ -172,6 +174,8 @@ def encode_pieces_kernel(
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`x_ptr` gives the element type only: each row finds its piece's address in a table."""
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     present = rows < tl.cdiv(n, BLOCK)
     piece = tl.load(piece_of_block_ptr + rows, mask=present, other=0)
@@ -187,6 +191,8 @@ def feedback_kernel(
     x_ptr, residual_ptr, words_ptr, codes_ptr, n, factor, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     residual = tl.load(residual_ptr + offsets, mask=inside, other=0)
     total = compensated(load(tl.load(x_ptr + offsets, mask=inside, other=0)), residual)
@@ -209,6 +215,8 @@ def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, insi
 
 
 def decode_kernel(words_ptr, codes_ptr, out_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     x = decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets)
     tl.store(out_ptr + offsets, store(x), mask=inside)
@@ -217,6 +225,8 @@ def decode_kernel(words_ptr, codes_ptr, out_ptr, n, ROWS: tl.constexpr, BLOCK: t
 def decode_sum_kernel(
     words_ptr, codes_ptr, out_ptr, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
     tl.store(out_ptr + offsets, store(total), mask=inside)
@@ -226,6 +236,8 @@ def reduce_kernel(
     words_ptr, codes_ptr, out_words_ptr, out_codes_ptr, ranks, size, n, scale, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
     encode_tile(
@@ -240,6 +252,7 @@ def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
     arguments = ", ".join([f"a{i}_ptr" for i in others] + [f"s{i}" for i in range(scalars)])
     lines = [
         f"def apply_kernel(words_ptr, codes_ptr, {arguments}, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
+        "    n = tl.cast(n, tl.int64)",
         "    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)",
         f"    v{position} = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)",
     ]
@@ -305,21 +318,23 @@ def apply_kernel(
 
 
 def tile(rule: BlockQuantizer, block: int) -> dict[str, int]:
-    """The tile's rows and the warps for it; rows are a multiple of 4, so that the scales' pad falls into a tile.
+    """The tile's rows and the warps for it.
 
-    Three sums take so many registers that a tile of the usual size would spill.
+    A thread has 32 elements, or 16 where packing or sums need registers of their own: then nothing spills.
     """
-    rows = max(4, (4096 if rule.sums < 3 else 2048) // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": 4 if rows * block <= 4096 else 8}
+    elements = 32 if rule.bits == 8 and rule.sums == 0 else 16
+    rows = max(1, 128 * elements // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, rows * block // (32 * elements))}
 
 
 def launch(
     kernel: Any, rule: BlockQuantizer, layout: Layout, device: torch.Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Launches one program for each tile of blocks."""
+    """Launches one program for each tile of blocks; the pad of the scales counts as blocks."""
     shape = tile(rule, layout.block)
+    rows = layout.scale_bytes // (4 * layout.words)
     with on_device(device):
-        kernel[(triton.cdiv(layout.blocks, shape["ROWS"]),)](*arguments, **constants, **shape, **EXACT)
+        kernel[(triton.cdiv(rows, shape["ROWS"]),)](*arguments, **constants, **shape, **EXACT)
 
 
 def encode(
