@@ -39,6 +39,7 @@ def encode_blocks(x, words, codes, seed_low, seed_high, begin, end):
     for block in range(begin, end):
         start = block * BLOCK
         ask_for(x, start, BLOCK)
+        ask_for(codes, block * STRIDE, STRIDE)
         values = x[start : min(start + BLOCK, x.size)]
         here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
         encode_block(values, words, here, scratch, block, start, seed_low, seed_high)
@@ -145,6 +146,7 @@ def reduce_blocks(words, codes, out_words, out_codes, scale, n, seed_low, seed_h
     for block in range(begin, end):
         start = block * BLOCK
         total = totals[: min(BLOCK, n - start)]
+        ask_for(out_codes, block * STRIDE, STRIDE)
         sum_block(words, codes, total, loose, scale, block)
         here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
         encode_block(total, out_words, here, scratch, block, start, seed_low, seed_high)
