@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bagua_kernels.compression import BlockCodec
-from bagua_kernels.launchers.blockwise import padded
+from bagua_kernels.launchers.arguments import padded
 from bench.rivals import Rival, full_blocks, rivals
 from bench.rows import SEED, Run, Workload, backend_rows, copy_row, gradient
 from bench.workloads_codecs import INT8, SIGN, Codecs

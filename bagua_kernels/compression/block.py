@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
-from bagua_kernels.launchers import blockwise
+from bagua_kernels.launchers import arguments, blockwise
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -66,7 +66,7 @@ class BlockCodec(ABC):
             ValueError: a shape, size, device, alignment or the seed does not fit.
             BackendUnavailableError: no kernel backend serves the device.
         """
-        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         out = self._payload(x.numel(), x.device, out)
         blockwise.encode(self.rule, x, out, block=self.block, seed=self._seed(seed))
         return out
@@ -85,7 +85,7 @@ class BlockCodec(ABC):
         Returns:
             The payload. Errors as in `encode`.
         """
-        n = sum(blockwise.padded(piece.numel(), self.block) for piece in pieces)
+        n = sum(arguments.padded(piece.numel(), self.block) for piece in pieces)
         device = pieces[0].device if pieces else torch.device("cpu")
         out = self._payload(n, device, out)
         blockwise.encode_pieces(self.rule, pieces, out, block=self.block, seed=self._seed(seed))
@@ -112,7 +112,7 @@ class BlockCodec(ABC):
         Returns:
             The payload. Errors as in `encode`.
         """
-        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         out = self._payload(x.numel(), x.device, out)
         seeded = self._seed(seed)
         blockwise.feedback(self.rule, x, residual, out, block=self.block, factor=factor, seed=seeded)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from bagua_kernels.compression.codec import Contractive, register
-from bagua_kernels.launchers import blockwise
+from bagua_kernels.launchers import arguments
 
 
 class Elements:
@@ -27,7 +27,7 @@ class Elements:
         """The number of bytes of `n` encoded elements."""
         if n < 0:
             raise ValueError(f"the number of elements must be 0 or more, got {n=}")
-        return blockwise.padded(n * self.stored.itemsize)
+        return arguments.padded(n * self.stored.itemsize)
 
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         """Encodes a vector of shape (n,), float32, float16 or bfloat16; see `Codec.encode`.
@@ -37,28 +37,28 @@ class Elements:
             ValueError: a shape, size, device or alignment does not fit.
         """
         x = x.detach() if isinstance(x, torch.Tensor) else x
-        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         n, size = x.numel(), self.payload_size(x.numel())
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
-        blockwise.check_bytes("out", out, (size,), x.device, f"n={n}")
+        arguments.check_bytes("out", out, (size,), x.device, f"n={n}")
         out[n * self.stored.itemsize :] = 0
         self._elements(out, n).copy_(x)
         return out
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Decodes a payload of shape (payload_size(n),) into `out`, of shape (n,); errors as in `encode`."""
-        blockwise.check_vector("out", out, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("out", out, arguments.FLOAT_DTYPES)
         n = out.numel()
-        blockwise.check_bytes("payload", payload, (self.payload_size(n),), out.device, f"n={n}")
+        arguments.check_bytes("payload", payload, (self.payload_size(n),), out.device, f"n={n}")
         out.detach().copy_(self._elements(payload, n))
         return out
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Writes `scale` times the sum of the payloads, of shape (ranks, size), decoded, to `out`; errors as in `encode`."""
-        blockwise.check_vector("out", out, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("out", out, arguments.FLOAT_DTYPES)
         n = out.numel()
-        blockwise.check_bytes("payloads", payloads, (-1, self.payload_size(n)), out.device, f"n={n}")
+        arguments.check_bytes("payloads", payloads, (-1, self.payload_size(n)), out.device, f"n={n}")
         total = torch.zeros(n, dtype=torch.float32, device=out.device)
         for payload in payloads:
             total += self._elements(payload, n)

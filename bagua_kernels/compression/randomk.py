@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.compression.cast import Elements
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
 from bagua_kernels.compression.sparse import Layout, check_residual, checked_fraction, delta_of, kept, value_codec
-from bagua_kernels.launchers.blockwise import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
 
 MASK = (1 << 64) - 1

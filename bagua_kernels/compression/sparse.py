@@ -14,7 +14,7 @@ import torch
 
 from bagua_kernels.compression.cast import Identity
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, from_spec
-from bagua_kernels.launchers.blockwise import FLOAT_DTYPES, check_bytes, check_vector, padded
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, padded
 from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, CHUNK, INFINITE, Collected, place
 from bagua_kernels.rules.random import mix
 

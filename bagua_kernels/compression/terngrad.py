@@ -11,8 +11,8 @@ import torch
 from bagua_kernels.compression.absmax import level_variance
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.compression.codec import Unbiased, register
-from bagua_kernels.launchers import blockwise
-from bagua_kernels.rules.magnitude import ternary
+from bagua_kernels.launchers import arguments, blockwise
+from bagua_kernels.rules.magnitude import absmax
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 NAN_BITS = 0x7FC00000
@@ -39,7 +39,7 @@ class TernGrad(BlockCodec):
     block: int = 512
     shared: bool = False
     stochastic: bool = field(default=True, init=False, repr=False)
-    RULES: ClassVar[dict[bool, BlockQuantizer]] = {False: ternary(2), True: ternary(8)}
+    RULES: ClassVar[dict[bool, BlockQuantizer]] = {False: absmax(2, 1), True: absmax(8, 1)}
 
     @property
     def rule(self) -> BlockQuantizer:
@@ -63,7 +63,7 @@ class TernGrad(BlockCodec):
             Shape (blocks,), int32. Bits of magnitudes compare as these do, with NaN above all, so that an all-reduce with MAX
             gives the scales to share.
         """
-        blockwise.check_vector("x", x, blockwise.FLOAT_DTYPES)
+        arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         blocks = -(-x.numel() // self.block)
         padded = torch.zeros(blocks * self.block, dtype=torch.float32, device=x.device)
         padded[: x.numel()] = x
@@ -148,7 +148,7 @@ class TernGrad(BlockCodec):
             n += 16
         if self.payload_size(n) != size:
             raise ValueError(f"no vector has a payload of {size} bytes at block={self.block}")
-        return payload[size - blockwise.padded(n) :].view(torch.int8)
+        return payload[size - arguments.padded(n) :].view(torch.int8)
 
 
 register("terngrad", TernGrad)

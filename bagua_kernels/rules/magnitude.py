@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.rules.quantizers import BlockQuantizer, safe_power
 from bagua_kernels.rules.rounding import bits_float, float_bits, nearest_integer
@@ -84,7 +86,10 @@ def magnitude_decode(code, inverse, scale, b, c, levels):
 
 
 def absmax(bits: int, levels: int) -> BlockQuantizer:
-    """`levels` levels on either side of zero, the outermost at a block's greatest magnitude."""
+    """`levels` levels on either side of zero, the outermost at a block's greatest magnitude.
+
+    With one level, TernGrad's codes; with more bits than those need, codes with equal scales can be added.
+    """
     return BlockQuantizer(
         name=f"absmax_{bits}_{levels}",
         words=1,
@@ -100,35 +105,12 @@ def absmax(bits: int, levels: int) -> BlockQuantizer:
 
 
 def euclidean(bits: int, levels: int) -> BlockQuantizer:
-    """`levels` levels on either side of zero, the outermost at a block's Euclidean norm."""
-    return BlockQuantizer(
+    """As `absmax`, with the outermost level at a block's Euclidean norm."""
+    return replace(
+        absmax(bits, levels),
         name=f"euclidean_{bits}_{levels}",
-        words=1,
         scales=norm_scales,
-        encode_constants=magnitude_encode_constants,
-        encode=magnitude_encode,
-        decode_constants=magnitude_decode_constants,
-        decode=magnitude_decode,
-        bits=bits,
-        levels=levels,
-        signed=True,
         sums=1,
         unit=magnitude_unit,
         terms=square_terms,
-    )
-
-
-def ternary(bits: int) -> BlockQuantizer:
-    """-1, 0 or 1 times the greatest magnitude; with more bits than two, codes with equal scales can be added."""
-    return BlockQuantizer(
-        name=f"ternary_{bits}",
-        words=1,
-        scales=maximum_scales,
-        encode_constants=magnitude_encode_constants,
-        encode=magnitude_encode,
-        decode_constants=magnitude_decode_constants,
-        decode=magnitude_decode,
-        bits=bits,
-        levels=1,
-        signed=True,
     )

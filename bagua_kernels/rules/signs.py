@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.rules.magnitude import finite_or_nan, inverse_unit, magnitude_unit
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -72,17 +74,4 @@ SIGN = BlockQuantizer(
     unit=magnitude_unit,
     terms=magnitude_terms,
 )
-SIGN_TWO_MEANS = BlockQuantizer(
-    name="sign_two_means",
-    words=2,
-    scales=two_mean_scales,
-    encode_constants=sign_encode_constants,
-    encode=sign_encode,
-    decode_constants=sign_decode_constants,
-    decode=sign_decode,
-    bits=1,
-    levels=1,
-    sums=3,
-    unit=magnitude_unit,
-    terms=side_terms,
-)
+SIGN_TWO_MEANS = replace(SIGN, name="sign_two_means", words=2, scales=two_mean_scales, sums=3, terms=side_terms)

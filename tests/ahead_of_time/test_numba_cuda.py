@@ -12,7 +12,7 @@ import torch
 
 from bagua_kernels import knobs
 from bagua_kernels.rules.floats import NATURAL, fp8
-from bagua_kernels.rules.magnitude import absmax, euclidean, ternary
+from bagua_kernels.rules.magnitude import absmax, euclidean
 from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
@@ -36,7 +36,7 @@ try:
 except NvvmSupportError as error:
     pytest.skip(f"needs libnvvm: {error}", allow_module_level=True)
 
-RULES = (minmax(2), absmax(8, 127), euclidean(4, 7), ternary(2), SIGN_TWO_MEANS, NATURAL, fp8(3, False), fp8(2, True))
+RULES = (minmax(2), absmax(8, 127), euclidean(4, 7), absmax(2, 1), SIGN_TWO_MEANS, NATURAL, fp8(3, False), fp8(2, True))
 FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # What a launcher passes for an element of a dtype: bfloat16 goes as its bits.
 ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float16, BFLOAT16: types.uint16}

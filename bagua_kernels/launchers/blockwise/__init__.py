@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from bagua_kernels.jit.op import Op
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed, padded
 from bagua_kernels.rules import feedback as feedback_rules
 from bagua_kernels.rules import random, rounding
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,6 @@ class Layout:
     def parts(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Splits payloads of shape (…, size) into int32 scales and uint8 codes; both are views, pads included."""
         return payloads[..., : self.scale_bytes].view(torch.int32), payloads[..., self.scale_bytes :]
-
-
-def padded(size: int, multiple: int = ALIGNMENT) -> int:
-    """`size` rounded up to a multiple of 16, or of another number."""
-    return -(-size // multiple) * multiple
 
 
 def layout_of(rule: BlockQuantizer, n: int, block: int) -> Layout:
@@ -323,6 +317,21 @@ def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
     }
 
 
+def rule_constants(rule: BlockQuantizer) -> dict[str, int]:
+    """The numbers that the templates of every backend know a rule by."""
+    return {
+        "WORDS": rule.words,
+        "BITS": rule.bits,
+        "FIELDS": 8 // rule.bits,
+        "MASK": (1 << rule.bits) - 1,
+        "HALF": 1 << (rule.bits - 1),
+        "LEVELS": rule.levels,
+        "SIGNED": int(rule.signed),
+        "RANGE": int(rule.extremes == "range"),
+        "SUMS": rule.sums,
+    }
+
+
 def piece_table(pieces: Sequence[torch.Tensor], block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the pieces' memory and how long it is, and each one's first block, with the number of all blocks at the end."""
     sizes = [piece.numel() for piece in pieces]
@@ -344,48 +353,8 @@ def checked_block(block: int) -> int:
     return block
 
 
-def checked_seed(seed: int | None) -> int | None:
-    """`seed`, if it is None or fits in 64 unsigned bits."""
-    if seed is not None and not 0 <= seed < 1 << 64:
-        raise ValueError(
-            f"the seed must be None or from 0 to 2**64 - 1, got {seed=}; see bagua_kernels.compression.fold_seed"
-        )
-    return seed
-
-
-def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raises unless `x` is a contiguous 1-D tensor of one of the dtypes."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in dtypes:
-        supported = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must be of dtype {supported}, got {x.dtype}; convert it with .to()")
-    if x.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {tuple(x.shape)}; flatten it with .view(-1)")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride()}; call .contiguous()")
-
-
 def check_payload(
     name: str, payload: torch.Tensor, layout: Layout, shape: tuple[int, ...], device: torch.device
 ) -> None:
     """Raises unless `payload` is a contiguous, aligned uint8 tensor of the shape (-1 stands for any size) on the device."""
     check_bytes(name, payload, shape, device, f"n={layout.n} and block={layout.block}")
-
-
-def check_bytes(name: str, payload: torch.Tensor, shape: tuple[int, ...], device: torch.device, cause: str) -> None:
-    """As `check_payload`; `cause` is what the shape follows from."""
-    if not isinstance(payload, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(payload).__name__}")
-    if payload.dtype != torch.uint8:
-        raise TypeError(f"{name} must be of dtype uint8, got {payload.dtype}")
-    fits = payload.dim() == len(shape) and all(w in (-1, g) for w, g in zip(shape, payload.shape, strict=True))
-    if not fits:
-        expected = tuple("ranks" if w == -1 else w for w in shape)
-        raise ValueError(f"{name} must have shape {expected} for {cause}, got {tuple(payload.shape)}")
-    if payload.device != device:
-        raise ValueError(f"{name} must be on {device}, got {payload.device}")
-    if not payload.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {payload.stride()}; call .contiguous()")
-    if payload.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes; clone it or slice at such a multiple")

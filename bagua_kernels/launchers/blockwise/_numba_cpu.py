@@ -19,7 +19,7 @@ from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, r
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, packing, store_fence, wide_vectors
 from bagua_kernels.jit.rule import Rule
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, seed_halves
+from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, rule_constants, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
@@ -207,14 +207,6 @@ def bound(
     bindings: dict[str, Any] = {
         "BLOCK": block,
         "STRIDE": layout.stride,
-        "FIELDS": layout.fields,
-        "BITS": rule.bits,
-        "MASK": (1 << rule.bits) - 1,
-        "HALF": 1 << (rule.bits - 1),
-        "WORDS": rule.words,
-        "LEVELS": rule.levels,
-        "SIGNED": rule.signed,
-        "SUMS": rule.sums,
         "STOCHASTIC": stochastic,
         "GIVEN": given,
         "load": LOAD[inner],
@@ -222,6 +214,7 @@ def bound(
         "load_input": LOAD[outer],
         "store_output": STORE[outer],
         "pointer": POINTER[outer],
+        **rule_constants(rule),
         **rule_bindings(rule),
     }
     if layout.fields > 1:

@@ -18,7 +18,8 @@ from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.blockwise import Layout, padded, rule_bindings, seed_halves
+from bagua_kernels.launchers.arguments import padded
+from bagua_kernels.launchers.blockwise import Layout, rule_bindings, rule_constants, seed_halves
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -265,17 +266,8 @@ def bound(
     bindings: dict[str, Any] = {
         "BLOCK": block,
         "STRIDE": layout.stride,
-        "FIELDS": layout.fields,
-        "BITS": rule.bits,
-        "MASK": (1 << rule.bits) - 1,
-        "HALF": 1 << (rule.bits - 1),
         "WARPS": warps(block),
         "SUMMED": warps(block) * block,
-        "WORDS": rule.words,
-        "LEVELS": rule.levels,
-        "SIGNED": rule.signed,
-        "RANGE": rule.extremes == "range",
-        "SUMS": rule.sums,
         "STOCHASTIC": stochastic,
         "GIVEN": given,
         "load": LOAD[inner],
@@ -284,6 +276,7 @@ def bound(
         "store_output": STORE[outer],
         "add": add,
         "multiplied": multiplied,
+        **rule_constants(rule),
         **rule_bindings(rule),
     }
     for function in (tree_sum, block_sum, extremes_of, code_at, decoded, encode_block, sum_block):

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, constant, on_device, signed
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, seed_halves
+from bagua_kernels.launchers.blockwise import Layout, piece_table, rule_bindings, rule_constants, seed_halves
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -62,7 +62,7 @@ def statistics(x, inside, rows, n):
     """The scales of each row."""
     BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
     SUMS: tl.constexpr = N_SUMS
-    if IS_RANGE:
+    if N_RANGE:
         keys = ordered(float_bits(x))
         low = row_extreme(tl.where(inside, keys, 0x7FFFFFFF), False)
         high = row_extreme(tl.where(inside, keys, -0x80000000), True)
@@ -116,7 +116,7 @@ def encode_tile(
         codes = encode(x, b_a, b_b, b_c, b_d, noise, N_LEVELS)
     else:
         codes = encode(x, b_a, b_b, b_c, b_d, 0.0, N_LEVELS)
-    codes = tl.where(inside, codes & ((1 << BITS) - 1), 0)
+    codes = tl.where(inside, codes & N_MASK, 0)
     if FIELDS == 1:
         packed = tl.reshape(codes, byte_offsets.shape)
         padded = tl.cdiv(n, 16) * 16
@@ -130,10 +130,8 @@ def encode_tile(
 
 def with_sign(codes):
     """Codes as integers, with their sign if they have one."""
-    BITS: tl.constexpr = N_BITS
-    if IS_SIGNED:
-        half = 1 << (BITS - 1)
-        return (codes ^ half) - half
+    if N_SIGNED:
+        return (codes ^ N_HALF) - N_HALF
     else:
         return codes
 
@@ -154,7 +152,7 @@ def decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets):
     else:
         packed = tl.load(codes_ptr + byte_offsets, mask=present[:, None], other=0)
         shifts = (tl.arange(0, FIELDS) * BITS)[None, :, None]
-        codes = (tl.cast(packed, tl.int32)[:, None, :] >> shifts) & ((1 << BITS) - 1)
+        codes = (tl.cast(packed, tl.int32)[:, None, :] >> shifts) & N_MASK
     return decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
 
 
@@ -277,13 +275,7 @@ UNSPECIALIZED = ("seed_low", "seed_high", "scale", "factor")
 def bound(rule: BlockQuantizer, dtype: torch.dtype) -> dict[str, Any]:
     """What the names in the templates stand for."""
     bindings: dict[str, Any] = {
-        "N_WORDS": constant(rule.words),
-        "N_BITS": constant(rule.bits),
-        "N_FIELDS": constant(8 // rule.bits),
-        "N_LEVELS": constant(rule.levels),
-        "N_SUMS": constant(rule.sums),
-        "IS_RANGE": constant(rule.extremes == "range"),
-        "IS_SIGNED": constant(rule.signed),
+        **{f"N_{name}": constant(value) for name, value in rule_constants(rule).items()},
         "load": LOAD[dtype],
         "store": STORE[dtype],
         **rule_bindings(rule),

@@ -1,0 +1,53 @@
+"""Checks of arguments that launchers and codecs have in common."""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ALIGNMENT = 16
+
+
+def padded(size: int, multiple: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of 16, or of another number."""
+    return -(-size // multiple) * multiple
+
+
+def checked_seed(seed: int | None) -> int | None:
+    """`seed`, if it is None or fits in 64 unsigned bits."""
+    if seed is not None and not 0 <= seed < 1 << 64:
+        raise ValueError(
+            f"the seed must be None or from 0 to 2**64 - 1, got {seed=}; see bagua_kernels.compression.fold_seed"
+        )
+    return seed
+
+
+def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises unless `x` is a contiguous 1-D tensor of one of the dtypes."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        supported = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be of dtype {supported}, got {x.dtype}; convert it with .to()")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {tuple(x.shape)}; flatten it with .view(-1)")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride()}; call .contiguous()")
+
+
+def check_bytes(name: str, payload: torch.Tensor, shape: tuple[int, ...], device: torch.device, cause: str) -> None:
+    """As `check_payload`; `cause` is what the shape follows from."""
+    if not isinstance(payload, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(payload).__name__}")
+    if payload.dtype != torch.uint8:
+        raise TypeError(f"{name} must be of dtype uint8, got {payload.dtype}")
+    fits = payload.dim() == len(shape) and all(w in (-1, g) for w, g in zip(shape, payload.shape, strict=True))
+    if not fits:
+        expected = tuple("ranks" if w == -1 else w for w in shape)
+        raise ValueError(f"{name} must have shape {expected} for {cause}, got {tuple(payload.shape)}")
+    if payload.device != device:
+        raise ValueError(f"{name} must be on {device}, got {payload.device}")
+    if not payload.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {payload.stride()}; call .contiguous()")
+    if payload.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes; clone it or slice at such a multiple")
