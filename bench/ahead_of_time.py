@@ -102,6 +102,8 @@ def blockwise_ptx(
     """The PTX of a block quantizer's kernel."""
     kernel = blockwise.kernel(name, rule, dtype)
     types = {**BLOCKWISE_ARGUMENTS, "n": n, "x_ptr": POINTERS[dtype], "out_ptr": POINTERS[dtype]}
+    if name == "encode_pieces":
+        options |= blockwise.PIECES
     return _blockwise(kernel, rule, types, {"STOCHASTIC": stochastic, "GIVEN": given}, sm, block, **options)
 
 
@@ -200,8 +202,11 @@ def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
     """(launcher, kernel, PTX) of every Triton kernel for float32, quantizers with the block and rounding they are used with."""
     for rule, block in RULES.items():
         for name in BLOCKWISE:
-            yield "blockwise", f"{name}, {rule.name}", blockwise_ptx(rule, name, FLOAT32, sm, block=block)
-            if name in ("encode", "reduce") and "nearest" not in rule.name and rule.bits > 1:
+            rounds = name not in ("decode", "decode_sum")
+            # Rules for one way of rounding are launched in that way only.
+            if not (rounds and "stochastic" in rule.name):
+                yield "blockwise", f"{name}, {rule.name}", blockwise_ptx(rule, name, FLOAT32, sm, block=block)
+            if rounds and "nearest" not in rule.name and rule.bits > 1:
                 ptx = blockwise_ptx(rule, name, FLOAT32, sm, block=block, stochastic=True)
                 yield "blockwise", f"{name}, {rule.name}, stochastic", ptx
         yield "blockwise", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAMW, FLOAT32, sm, block=block)

@@ -268,6 +268,8 @@ TEMPLATES = {
     "decode_sum": decode_sum_kernel,
     "reduce": reduce_kernel,
 }
+# Each element of a piece has an address of 64 bits of its own; the assembler would rather spill than lower its occupancy.
+PIECES = {"maxnreg": 255}
 UNSPECIALIZED = ("seed_low", "seed_high", "scale", "factor")
 
 
@@ -310,10 +312,7 @@ def apply_kernel(
 
 
 def tile(rule: BlockQuantizer, block: int) -> dict[str, int]:
-    """The tile's rows and the warps for it.
-
-    A thread has 32 elements, or 16 where packing or sums need registers of their own: then nothing spills.
-    """
+    """The tile's rows and warps. A thread has 32 elements, or 16 where packing or sums need registers: then nothing spills."""
     elements = 32 if rule.bits == 8 and rule.sums == 0 else 16
     rows = max(1, 128 * elements // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(4, rows * block // (32 * elements))}
@@ -346,7 +345,7 @@ def encode_pieces(
     tables = [t.to(payload.device, non_blocking=True) for t in (addresses, sizes, firsts, piece_of_block)]
     arguments = (*layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
     run = kernel("encode_pieces", rule, pieces[0].dtype)
-    launch(run, rule, layout, payload, *tables, bits(pieces[0]), *arguments, STOCHASTIC=seed is not None)
+    launch(run, rule, layout, payload, *tables, bits(pieces[0]), *arguments, STOCHASTIC=seed is not None, **PIECES)
 
 
 def feedback(
