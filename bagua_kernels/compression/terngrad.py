@@ -90,15 +90,16 @@ class TernGrad(BlockCodec):
             if scales is not None:
                 raise ValueError("scales are for TernGrad(shared=True), got them with shared=False")
             return super().encode(x, seed=seed, out=out)
-        own = self.scales(x)
-        scales = own if scales is None else scales
-        if scales.shape != own.shape or scales.dtype != torch.int32 or scales.device != x.device:
+        arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
+        layout = blockwise.layout_of(self.rule, x.numel(), self.block)
+        if scales is None:
+            scales = self.scales(x)
+        if scales.shape != (layout.blocks,) or scales.dtype != torch.int32 or scales.device != x.device:
             raise ValueError(
-                f"scales must be int32 of shape {tuple(own.shape)} on {x.device}, got {scales.dtype} of shape "
+                f"scales must be int32 of shape {(layout.blocks,)} on {x.device}, got {scales.dtype} of shape "
                 f"{tuple(scales.shape)} on {scales.device}"
             )
         out = self._payload(x.numel(), x.device, out)
-        layout = blockwise.layout_of(self.rule, x.numel(), self.block)
         blockwise.check_payload("out", out, layout, (layout.size,), x.device)
         words, _ = layout.parts(out)
         words[layout.blocks :] = 0
