@@ -9,7 +9,15 @@ import torch
 
 from bagua_kernels.compression.cast import Elements
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
-from bagua_kernels.compression.sparse import Layout, check_residual, checked_fraction, delta_of, kept, value_codec
+from bagua_kernels.compression.sparse import (
+    Layout,
+    SparseCodec,
+    check_residual,
+    checked_fraction,
+    delta_of,
+    kept,
+    value_codec,
+)
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
 
@@ -17,12 +25,13 @@ MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(SparseCodec):
     """k = min(n, max(1, floor(ratio n))) elements without replacement, chosen by the seed alone.
 
     Sparsified SGD with memory (Stich, Cordonnier, Jaggi, NeurIPS 2018); scaled by n/k, gradient sparsification with equal
     probabilities (Wangni et al., NeurIPS 2018). All ranks should use one seed: their payloads then hold the same elements,
-    and may be summed by the network. See `docs/wire-format-sparse.md`.
+    and may be summed by the network; `reduce` with that seed loses nothing but rounding, though it scales unbiased values once
+    more. See `docs/wire-format-sparse.md`.
 
     Attributes:
         ratio: kept part of the elements, above 0 and at most 1.
@@ -83,10 +92,6 @@ class RandomK:
             raise ValueError(f"the number of elements must be 0 or more, got {n=}")
         k = kept(self.ratio, n)
         return Layout(n, k, False, self._codec.payload_size(k))
-
-    def payload_size(self, n: int) -> int:
-        """The number of bytes of `n` encoded elements."""
-        return self._layout(n).size
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -180,25 +185,6 @@ class RandomK:
             total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
         total.mul_(scale)
         return out if total is out else out.copy_(total)
-
-    @torch.no_grad()
-    def reduce(
-        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Encodes `scale` times the sum of all decoded payloads; errors as in `encode` and `decode`.
-
-        With the seed of the payloads nothing but rounding is lost, unless the values are scaled: then they are once more.
-
-        Args:
-            payloads: shape (ranks, payload_size(n)), uint8.
-            n: number of elements.
-            scale: factor of the sum.
-            seed: as in `encode`.
-            out: shape (payload_size(n),), uint8; made if None.
-        """
-        self._layout(n)
-        total = torch.empty(n, dtype=torch.float32, device=payloads.device)
-        return self.encode(self.decode_sum(payloads, total, scale), seed=seed, out=out)
 
     def _entries(self, payload: torch.Tensor, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         header, _, _, encoded = layout.parts(payload)

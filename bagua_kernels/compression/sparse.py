@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -209,7 +210,44 @@ def choose(
     return Chosen(before[found.ends], k, threshold)
 
 
-class Largest:
+class SparseCodec(ABC):
+    """What codecs of some of the elements share, however these are chosen."""
+
+    @abstractmethod
+    def _layout(self, n: int) -> Layout:
+        """The layout of a payload of `n` elements, whose number is checked."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Codec.encode`."""
+
+    @abstractmethod
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """See `Codec.decode_sum`."""
+
+    def payload_size(self, n: int) -> int:
+        """The number of bytes of `n` encoded elements."""
+        return self._layout(n).size
+
+    @torch.no_grad()
+    def reduce(
+        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes `scale` times the sum of all decoded payloads; errors as in `encode` and `decode`.
+
+        Args:
+            payloads: shape (ranks, payload_size(n)), uint8.
+            n: number of elements.
+            scale: factor of the sum.
+            seed: as in `encode`.
+            out: shape (payload_size(n),), uint8; made if None.
+        """
+        self._layout(n)
+        total = torch.empty(n, dtype=torch.float32, device=payloads.device)
+        return self.encode(self.decode_sum(payloads, total, scale), seed=seed, out=out)
+
+
+class Largest(SparseCodec):
     """A codec of the elements of largest magnitude; subclasses say how many, and how exactly."""
 
     block = 1
@@ -242,10 +280,6 @@ class Largest:
                 f"a payload holds fewer than 2**31 entries, got {capacity}; cut the vector or lower the ratio"
             )
         return Layout(n, capacity, True, self.values.payload_size(capacity))
-
-    def payload_size(self, n: int) -> int:
-        """The number of bytes of `n` encoded elements."""
-        return self._layout(n).size
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -343,23 +377,6 @@ class Largest:
             self._place(payload, total, layout, add=True)
         total.mul_(scale)
         return out if total is out else out.copy_(total)
-
-    @torch.no_grad()
-    def reduce(
-        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Encodes `scale` times the sum of all decoded payloads; errors as in `encode` and `decode`.
-
-        Args:
-            payloads: shape (ranks, payload_size(n)), uint8.
-            n: number of elements.
-            scale: factor of the sum.
-            seed: as in `encode`.
-            out: shape (payload_size(n),), uint8; made if None.
-        """
-        self._layout(n)
-        total = torch.empty(n, dtype=torch.float32, device=payloads.device)
-        return self.encode(self.decode_sum(payloads, total, scale), seed=seed, out=out)
 
     def _place(self, payload: torch.Tensor, out: torch.Tensor, layout: Layout, *, add: bool) -> None:
         header, ends, offsets, encoded = layout.parts(payload)
