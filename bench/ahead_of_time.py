@@ -29,7 +29,7 @@ from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.elementwise import _triton as elementwise
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.launchers.select import _triton as select
-from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bench import speed
 
@@ -209,8 +209,8 @@ def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
             if rounds and "nearest" not in rule.name and rule.bits > 1:
                 ptx = blockwise_ptx(rule, name, FLOAT32, sm, block=block, stochastic=True)
                 yield "blockwise", f"{name}, {rule.name}, stochastic", ptx
-        yield "blockwise", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAMW, FLOAT32, sm, block=block)
-    for update in (ADAMW, SGD):
+        yield "blockwise", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAM, FLOAT32, sm, block=block)
+    for update in (ADAM, SGD):
         yield "elementwise", update.name, elementwise_ptx(update, FLOAT32, sm)
     for name in SELECT:
         yield "select", name, select_ptx(name, FLOAT32, sm)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua_kernels.launchers import elementwise
-from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bench.rows import Run, Workload, backend_rows, copy_row, gradient
 
 KINDS = ("fused", "foreach")
@@ -45,7 +45,7 @@ class Optimizer:
 
 def adamw_scalars(step: int) -> tuple[float, ...]:
     bias1, bias2 = 1 - BETA1**step, 1 - BETA2**step
-    return (1 - LR * DECAY, 1 - BETA1, BETA2, 1 - BETA2, EPS, LR / bias1, bias2**0.5)
+    return (0.0, 1 - LR * DECAY, 1 - BETA1, BETA2, 1 - BETA2, EPS, LR / bias1, bias2**0.5)
 
 
 OPTIMIZERS = {
@@ -55,7 +55,7 @@ OPTIMIZERS = {
         lambda p, kind: torch.optim.SGD(p, LR, MOMENTUM, weight_decay=DECAY, **{kind: True}),
     ),
     "AdamW": Optimizer(
-        ADAMW,
+        ADAM,
         adamw_scalars(STEP),
         lambda p, kind: torch.optim.AdamW(p, LR, (BETA1, BETA2), EPS, DECAY, **{kind: True}),
     ),

@@ -28,6 +28,7 @@ IEEE = scalar.Exact(
     divide=numba.njit(lambda x, y: x / y, error_model="numpy"),
     root=numba.njit(lambda x: math.sqrt(x)),
     multiply=numba.njit(lambda x, y: x * y),
+    fma=numba.njit(lambda x, y, z: _numba_cpu_intrinsics.fused_multiply_add(x, y, z)),
 )
 scalar.install(extending, types, single=IEEE, double=IEEE)
 
@@ -49,7 +50,12 @@ def compile_rule(rule: Rule, literal: type = np.float32) -> Any:
 
 
 def compile_template(
-    template: Rule, bindings: Mapping[str, Any], *, parallel: bool = False, literal: type = np.float32
+    template: Rule,
+    bindings: Mapping[str, Any],
+    *,
+    parallel: bool = False,
+    literal: type = np.float32,
+    fastmath: Any = False,
 ) -> Any:
     """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
 
@@ -58,6 +64,7 @@ def compile_template(
         bindings: rules (compiled here), numbers, or functions that are compiled already.
         parallel: whether its `numba.prange` loops run on several threads.
         literal: the type of the rules' float literals, float32 or float64.
+        fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
     """
     names = {
         name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
@@ -68,15 +75,16 @@ def compile_template(
         (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
         for name, value in bindings.items()
     ]
-    function = rebuilt(template, names, suffix="_" + digest(template, described, literal, VOCABULARY))
+    function = rebuilt(template, names, suffix="_" + digest(template, described, literal, fastmath, VOCABULARY))
+    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel}
     try:
-        return numba.njit(function, cache=True, parallel=parallel, **OPTIONS)
+        return numba.njit(function, cache=True, **options)
     except RuntimeError as error:
         # Neither the package's folder nor the user's cache can be written, as in some containers.
         logger.warning(
             "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a writable folder): %s", error
         )
-        return numba.njit(function, parallel=parallel, **OPTIONS)
+        return numba.njit(function, **options)
 
 
 def first_parallel_region():

@@ -164,6 +164,16 @@ def store_fence(context):
     return types.void(), generate
 
 
+@extending.intrinsic
+def fused_multiply_add(context, x, y, z):
+    """`x * y + z`, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return z(z, z, z), generate
+
+
 def _pointer_to(element: Any) -> Any:
     @extending.intrinsic
     def pointer(context: Any, address: Any) -> Any:
@@ -212,6 +222,7 @@ def lowest_bit(context, mask):
 
 # Turns the address of a tensor's memory into a pointer for `numba.carray`.
 POINTER = {
+    torch.float64: _pointer_to(types.float64),
     torch.float32: _pointer_to(types.float32),
     torch.float16: _pointer_to(types.uint16),
     torch.bfloat16: _pointer_to(types.uint16),

@@ -38,11 +38,13 @@ if not SIMULATED:
             divide=cuda.jit(lambda x, y: libdevice.fdiv_rn(x, y), device=True),
             root=cuda.jit(lambda x: libdevice.fsqrt_rn(x), device=True),
             multiply=cuda.jit(lambda x, y: libdevice.fmul_rn(x, y), device=True),
+            fma=cuda.jit(lambda x, y, z: libdevice.fmaf_rn(x, y, z), device=True),
         ),
         double=scalar.Exact(
             divide=cuda.jit(lambda x, y: libdevice.ddiv_rn(x, y), device=True),
             root=cuda.jit(lambda x: libdevice.dsqrt_rn(x), device=True),
             multiply=cuda.jit(lambda x, y: libdevice.dmul_rn(x, y), device=True),
+            fma=cuda.jit(lambda x, y, z: libdevice.fma_rn(x, y, z), device=True),
         ),
     )
 

@@ -14,8 +14,18 @@ import triton
 import triton.language as tl
 
 from bagua_kernels import knobs
+from bagua_kernels.jit import vocabulary
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
 from bagua_kernels.rules import rounding
+
+if knobs.TRITON_INTERPRET.get():
+    from triton.runtime import interpreter
+
+    def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        """The interpreter's own rounds twice, unlike every device."""
+        return interpreter.TensorHandle(np.asarray(vocabulary.fma(x.data, y.data, z.data)), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = _fma
 
 # Contraction of a product and a sum would round once where the other backends round twice.
 EXACT = {"enable_fp_fusion": False}

@@ -34,6 +34,7 @@ maximum = _compiled_only("maximum")
 abs = _compiled_only("abs")
 div_rn = _compiled_only("div_rn")
 sqrt_rn = _compiled_only("sqrt_rn")
+fma = _compiled_only("fma")
 multiply = _compiled_only("multiply")
 half_float = _compiled_only("half_float")
 float_half = _compiled_only("float_half")
@@ -47,11 +48,13 @@ class Exact:
         divide: a quotient.
         root: a square root.
         multiply: a product that the compiler will not contract with an addition.
+        fma: a product and a sum, rounded once.
     """
 
     divide: Any
     root: Any
     multiply: Any
+    fma: Any
 
 
 def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None:
@@ -117,6 +120,11 @@ def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None
     def overload_sqrt_rn(x):  # type: ignore[no-untyped-def]
         root = exact[x].root
         return lambda x: root(x)
+
+    @overload(fma)
+    def overload_fma(x, y, z):  # type: ignore[no-untyped-def]
+        combine = exact[z].fma
+        return lambda x, y, z: combine(x, y, z)
 
     @overload(multiply)
     def overload_multiply(x, y):  # type: ignore[no-untyped-def]

@@ -5,8 +5,9 @@ This is what `tl` stands for when a rule is called as plain Python. Backends put
 comparison, bit and shift operators, literals, assignment and tuples.
 
 Three cautions make a rule mean the same everywhere. Divide and take roots with `div_rn` and `sqrt_rn`, which are correctly
-rounded on every device. After integer arithmetic `cast` back to the width you mean, since Numba widens to 64 bits. And
-decide NaN and ties yourself: `minimum` and `maximum` are for integers.
+rounded on every device; where a product and a sum shall round once, say `fma`, since no backend contracts by itself. After
+integer arithmetic `cast` back to the width you mean, since Numba widens to 64 bits. And decide NaN and ties yourself:
+`minimum` and `maximum` are for integers.
 """
 
 from __future__ import annotations
@@ -66,3 +67,20 @@ def sqrt_rn(x: Any) -> Any:
     """The square root, correctly rounded; NaN below zero."""
     with np.errstate(invalid="ignore"):
         return np.sqrt(x)
+
+
+def fma(x: Any, y: Any, z: Any) -> Any:
+    """`x * y + z`, rounded once if in float32; NumPy has no such operation for float64, where two roundings remain."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        if np.result_type(x, y, z) == np.float64:
+            return x * y + z
+        product = np.multiply(x, y, dtype=np.float64)
+        addend = np.asarray(z, np.float64)
+        total = product + addend
+        # The product is exact in float64, the sum is not; a second rounding to float32 errs only if the first has hidden on
+        # which side of a tie the sum lies. Making the last bit odd where something was lost keeps that known.
+        part = total - product
+        lost = (product - (total - part)) + (addend - part)
+        bits = total.view(np.int64)
+        odd = np.where(lost != 0, np.where((lost > 0) == (total > 0), bits | 1, (bits - 1) | 1), bits)
+        return np.where(np.isfinite(lost), odd.view(np.float64), total).astype(np.float32)[()]

@@ -52,6 +52,17 @@ def float_bfloat16(x):
     return tl.cast(tl.where(nan, tl.cast(0x7FC0, tl.uint32), tl.cast(rounded, tl.uint32)), tl.uint16)
 
 
+def float_bfloat16_stochastic(x, noise):
+    """The uint16 bits of one of the two bfloat16 next to a float32, the nearer the likelier: right on average.
+
+    `noise` is 32 random bits, of which the upper half is added where the lower half of the float32 will be cut off.
+    """
+    bits = tl.cast(x, tl.uint32, bitcast=True)
+    finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    rounded = tl.cast(tl.cast(bits + (noise >> 16), tl.uint32) >> 16, tl.uint16)
+    return tl.where(finite, rounded, float_bfloat16(x))
+
+
 def identity(x):
     """`x`."""
     return x

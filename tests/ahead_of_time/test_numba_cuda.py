@@ -13,7 +13,7 @@ import torch
 from bagua_kernels import knobs
 from bagua_kernels.rules.floats import NATURAL, fp8
 from bagua_kernels.rules.magnitude import absmax, euclidean
-from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
 from tests.ahead_of_time.ptx import opcodes, target, violations
@@ -131,19 +131,19 @@ def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("rule", [ADAMW, SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
     ptx = elementwise_ptx(rule, dtype, sm, device)
     assert violations(ptx, sums_are_marked=False) == []
-    if rule is ADAMW:
+    if rule is ADAM:
         assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(opcodes(ptx))
 
 
-@pytest.mark.parametrize("rule", [ADAMW, SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
 def test_elementwise_in_float64(rule: ElementwiseRule, device: SimpleNamespace) -> None:
     ptx = elementwise_ptx(rule, FLOAT64, 90, device)
     assert violations(ptx, sums_are_marked=False, real="f64") == []
-    if rule is ADAMW:
+    if rule is ADAM:
         assert {"mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"} <= set(opcodes(ptx))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
-from bagua_kernels.rules.optimizers import ADAMW, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
 from tests.ahead_of_time.ptx import opcodes, target, violations, widths
@@ -112,7 +112,7 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
     """One architecture: what differs between them, `test_encode` and the table of registers show."""
     block = RULES[rule]
     if name == "decode_apply":
-        ptx = apply_ptx(rule, ADAMW, FLOAT32, 90, block=block)
+        ptx = apply_ptx(rule, ADAM, FLOAT32, 90, block=block)
     else:
         stochastic = rule.bits > 1 and name != "encode_pieces"
         ptx = blockwise_ptx(rule, name, FLOAT32, 90, block=block, stochastic=stochastic)
@@ -124,7 +124,7 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("rule", [ADAMW, SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None:
     ptx = elementwise_ptx(rule, dtype, sm)
     check(ptx)
@@ -133,7 +133,7 @@ def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None
 
 
 def test_division_and_root_are_ieee() -> None:
-    found = set(opcodes(elementwise_ptx(ADAMW, FLOAT32, 90)))
+    found = set(opcodes(elementwise_ptx(ADAM, FLOAT32, 90)))
     assert {"div.rn.f32", "sqrt.rn.f32"} <= found
 
 

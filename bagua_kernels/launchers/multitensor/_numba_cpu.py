@@ -1,0 +1,104 @@
+"""Many tensors on the CPU: one parallel region for all of them, cut into parts of equally many elements."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu_intrinsics import POINTER
+from bagua_kernels.jit.source import function_from_source
+from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant, bindings
+
+CHUNK = 16384
+SERIAL = 32768
+# More parts than threads even out what other work on the machine takes; each costs a few hundred nanoseconds.
+PARTS_A_THREAD = 8
+
+
+def source(variant: Variant) -> str:
+    """The text of a kernel over one piece of a tensor, over a range of pieces, and over parts in parallel."""
+    sums = range(variant.rule.sums)
+    lines = ["def over_piece(addresses, rows, keys, partials, task, tensor, start, n):"]
+    for i, dtype in enumerate(variant.dtypes):
+        lines.append(f"    a{i} = numba.carray(pointer_{i}(addresses[tensor, {i}] + start * {dtype.itemsize}), (n,))")
+    lines.append(f"    factor = rows[tensor, {FACTOR}]")
+    lines += [f"    s{i} = rows[tensor, {SCALARS + i}]" for i in range(variant.scalars)]
+    if variant.width > SCALARS + variant.scalars:
+        lines.append(f"    rate = rows[tensor, {SCALARS + variant.scalars}]")
+    if variant.stochastic:
+        lines.append("    key, second_key = random_key(keys[tensor, 0], keys[tensor, 1], np.uint32(start >> 32))")
+    lines += [f"    total{i} = 0.0" for i in sums]
+    lines.append("    for i in range(a0.size):")
+    body = variant.body(lambda c: f"a{c}[i]", lambda c, value: f"a{c}[i] = {value}", "np.uint32(start + i)")
+    lines += [f"        {line}" for line in body]
+    lines += [f"        total{i} += np.float64(term{i})" for i in sums]
+    lines += [f"    partials[task, {i}] = total{i}" for i in sums]
+    arguments = "addresses, sizes, rows, keys, partials, tensors, pieces"
+    lines += [
+        f"def over_pieces({arguments}, begin, end):",
+        "    for task in range(begin, end):",
+        "        tensor = tensors[task]",
+        f"        start = pieces[task] * np.int64({CHUNK})",
+        f"        n = min(sizes[tensor] - start, {CHUNK})",
+        "        over_piece(addresses, rows, keys, partials, task, tensor, start, n)",
+        f"def over_parts({arguments}, bounds):",
+        "    for part in numba.prange(bounds.size - 1):",
+        f"        over_pieces({arguments}, bounds[part], bounds[part + 1])",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def kernels(variant: Variant) -> tuple[Any, Any]:
+    """The serial and the parallel kernel."""
+    text = source(variant)
+    literal = np.float64 if variant.double else np.float32
+    pointers = {f"pointer_{i}": POINTER[dtype] for i, dtype in enumerate(variant.dtypes)}
+
+    def template(name: str) -> Any:
+        return function_from_source(text, name, {"__name__": __name__, "numba": numba, "np": np}, __file__)
+
+    # Sums may be taken in any order, which lets them be taken in vectors; the order is the same at each call.
+    fastmath = {"reassoc", "nsz"} if variant.rule.sums else False
+    names = {**bindings(variant, LOAD, STORE), **pointers}
+    piece = compile_template(template("over_piece"), names, literal=literal, fastmath=fastmath)
+    serial = compile_template(template("over_pieces"), {"over_piece": piece})
+    return serial, compile_template(template("over_parts"), {"over_pieces": serial}, parallel=True)
+
+
+def parts(table: Table, threads: int) -> tuple[Any, Any, Any]:
+    """The tensor and number of each piece, and where in their list each part begins."""
+    tensors, pieces = table.tasks(CHUNK)
+    elements = np.cumsum(np.minimum(table.sizes[tensors] - pieces.astype(np.int64) * CHUNK, CHUNK))
+    total = int(elements[-1]) if len(elements) else 0
+    count = max(1, min(threads * PARTS_A_THREAD, len(tensors)))
+    bounds = np.searchsorted(elements, np.arange(count + 1) * (total / count))
+    bounds[-1] = len(tensors)
+    return tensors, pieces, bounds
+
+
+NOTHING = np.zeros((0, 2), np.uint32)
+
+
+def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
+    """See `bagua_kernels.launchers.multitensor.launch`."""
+    serial, parallel = kernels(variant)
+    threads = torch.get_num_threads()
+    tensors, pieces, bounds = table.cached(("parts", threads), lambda: parts(table, threads))
+    partials = np.empty((len(tensors) if variant.rule.sums else 0, variant.rule.sums))
+    if isinstance(rows, torch.Tensor):
+        rows = rows.numpy()
+    arguments = (table.addresses, table.sizes, rows, NOTHING if keys is None else keys, partials, tensors, pieces)
+    if threads == 1 or len(tensors) == 1 or int(table.sizes.sum()) <= SERIAL:
+        serial(*arguments, 0, len(tensors))
+    else:
+        run_parallel(parallel, *arguments, bounds)
+    if not variant.rule.sums:
+        return None
+    sums = torch.zeros(len(table), variant.rule.sums, dtype=torch.float64)
+    return sums.index_add_(0, torch.from_numpy(tensors), torch.from_numpy(partials))
