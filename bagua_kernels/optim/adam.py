@@ -1,0 +1,39 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.rules.optimizers import ADAM, AMSGRAD
+
+PLAIN = Update(ADAM, ("exp_avg", "exp_avg_sq"), ("step",))
+GREATEST = Update(AMSGRAD, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",))
+
+
+def moments(group: Group) -> tuple[Any, ...]:
+    """The scalars that Adam and its kin begin with: both kinds of decay, the rates of the moments, and eps."""
+    beta1, beta2 = group["betas"]
+    decoupled = group["decoupled_weight_decay"]
+    penalty = 0.0 if decoupled else group["weight_decay"]
+    decay = 1 - group["lr"] * group["weight_decay"] if decoupled else 1.0
+    return penalty, decay, 1 - beta1, beta2, 1 - beta2, group["eps"]
+
+
+class Adam(Fused, torch.optim.Adam):
+    """`torch.optim.Adam` in one pass."""
+
+    def _update(self, group: Group) -> Update:
+        return GREATEST if group["amsgrad"] else PLAIN
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        step = counters["step"] = counters["step"] + 1
+        beta1, beta2 = group["betas"]
+        return (*moments(group), group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5)
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """`torch.optim.AdamW` in one pass."""

@@ -1,0 +1,86 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bagua_kernels.launchers import multitensor
+from bagua_kernels.launchers.multitensor import SCALARS, Variant
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Launch, Update
+from bagua_kernels.optim.trust import multiply, no_shards, ratio
+from bagua_kernels.optim.validation import check_betas, check_not_negative
+from bagua_kernels.rules.optimizers import LAMB as STEP
+from bagua_kernels.rules.optimizers import LAMB_MOMENTS
+
+UPDATE = Update(STEP, ("exp_avg", "exp_avg_sq"), ("step",))
+
+
+class LAMB(Fused, Optimizer):
+    """LAMB: Adam whose step in each tensor is as long as the tensor's norm says (You et al., ICLR 2020, algorithm 2).
+
+    1. Update the moments as Adam does, and correct their bias.
+    2. `r = exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * parameter`, with corrected moments.
+    3. The trust ratio is ‖parameter‖ / ‖r‖, of each tensor; 1 where one of them is 0.
+    4. Move the parameter by `-lr * trust ratio * r`.
+
+    Two passes, since the norm of the second step must be known before the fourth: 40 bytes an element.
+
+    Args:
+        params: parameters, or groups of them, as in `torch.optim`.
+        lr: learning rate, relative to a tensor's norm.
+        betas: decays of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: part of what the trust ratio scales.
+        maximize: whether to ascend.
+        extras: see `bagua_kernels.optim.Extras`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        extras: Any = None,
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, extras=extras)
+
+    def _update(self, group: Group) -> Update:
+        return UPDATE
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        step = counters["step"] = counters["step"] + 1
+        beta1, beta2 = group["betas"]
+        biases = 1 - beta1**step, (1 - beta2**step) ** 0.5
+        # The learning rate comes last, where the trust ratio is multiplied in.
+        return group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], *biases, group["lr"]
+
+    def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
+        no_shards(self, launch)
+        variant = launch.variant
+        moments = Variant(LAMB_MOMENTS, variant.dtypes, variant.scalars - 1, variant.extras)
+        last = SCALARS + moments.scalars
+        keep = [column for column in range(variant.width) if column != last]
+        sums = multitensor.launch(moments, launch.table, contiguous(rows[:, keep]), None)
+        multiply(rows, last, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
+        multitensor.launch(variant, launch.table, rows, keys)
+
+
+def contiguous(rows: Any) -> Any:
+    """The same values in one stretch of memory."""
+    return rows.contiguous() if isinstance(rows, torch.Tensor) else np.ascontiguousarray(rows)

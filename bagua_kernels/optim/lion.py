@@ -1,0 +1,57 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.validation import check_betas, check_not_negative
+from bagua_kernels.rules.optimizers import LION
+
+UPDATE = Update(LION, ("exp_avg",))
+
+
+class Lion(Fused, Optimizer):
+    """Lion: the sign of an interpolated momentum (Chen et al., NeurIPS 2023, algorithm 2).
+
+    1. Take the sign of `betas[0] * exp_avg + (1 - betas[0]) * gradient`.
+    2. Shrink the parameter by `lr * weight_decay`, and move it by `lr` against that sign.
+    3. Let `exp_avg` follow the gradient at the rate `1 - betas[1]`.
+
+    Args:
+        params: parameters, or groups of them, as in `torch.optim`.
+        lr: size of each step; a third to a tenth of AdamW's.
+        betas: of the direction, and of the momentum.
+        weight_decay: decoupled; three to ten times AdamW's.
+        maximize: whether to ascend.
+        extras: see `bagua_kernels.optim.Extras`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        extras: Any = None,
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, extras=extras)
+
+    def _update(self, group: Group) -> Update:
+        return UPDATE
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        beta1, beta2 = group["betas"]
+        return 1 - group["lr"] * group["weight_decay"], beta1, 1 - beta1, 1 - beta2, group["lr"]

@@ -1,0 +1,52 @@
+"""Muon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from bagua_kernels.launchers import multitensor
+from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import GRADIENT, Group, Launch, Update
+from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
+
+UPDATE = Update(MUON_STEP, ("momentum_buffer",))
+
+
+class Muon(Fused, torch.optim.Muon):
+    """`torch.optim.Muon` with one pass for all momenta and one for all parameters.
+
+    Between them each matrix is orthogonalised by PyTorch's own Newton-Schulz iteration, which is where the time goes.
+    """
+
+    def _update(self, group: Group) -> Update:
+        return UPDATE
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        return 1 - group["lr"] * group["weight_decay"], group["lr"]
+
+    def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
+        variant, table = launch.variant, launch.table
+        directions = [torch.empty_like(g) for g in table.columns[GRADIENT]]
+        dtypes = (*variant.dtypes[:3], variant.dtypes[GRADIENT])
+        first = np.zeros((len(table), SCALARS + 3), rows.dtype)
+        first[:, FACTOR] = rows[:, FACTOR]
+        for group, begin, end in launch.spans:
+            first[begin:end, SCALARS:] = group["momentum"], 1 - group["momentum"], group["nesterov"]
+        multitensor.launch(Variant(MUON_DIRECTION, dtypes, 3), Table([*table.columns[:3], directions]), first)
+        for group, begin, end in launch.spans:
+            for i in range(begin, end):
+                options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                orthogonal = _zeropower_via_newtonschulz(directions[i], *options)
+                like = table.columns[0][i]
+                directions[i] = torch.empty_like(like, dtype=orthogonal.dtype).copy_(orthogonal)
+                rows[i, SCALARS + 1] = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], like.shape)
+        rows[:, FACTOR] = 1.0
+        columns = [table.columns[0], directions, *table.columns[2:]]
+        step = replace(variant, dtypes=(variant.dtypes[0], directions[0].dtype, *variant.dtypes[2:]))
+        multitensor.launch(step, Table(columns), rows, keys)

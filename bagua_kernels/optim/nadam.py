@@ -1,0 +1,31 @@
+"""NAdam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua_kernels.optim.adam import moments
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.rules.optimizers import NADAM
+
+UPDATE = Update(NADAM, ("exp_avg", "exp_avg_sq"), ("step", "mu_product"))
+
+
+class NAdam(Fused, torch.optim.NAdam):
+    """`torch.optim.NAdam` in one pass."""
+
+    def _update(self, group: Group) -> Update:
+        return UPDATE
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        step = counters["step"] = counters["step"] + 1
+        beta1, beta2 = group["betas"]
+        lr, decay = group["lr"], group["momentum_decay"]
+        mu = beta1 * (1 - 0.5 * 0.96 ** (step * decay))
+        mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
+        product = counters["mu_product"] = counters["mu_product"] * mu
+        steps = lr * (1 - mu) / (1 - product), lr * mu_next / (1 - product * mu_next)
+        return (*moments(group), 1 - beta2**step, *steps)

@@ -1,0 +1,32 @@
+"""RAdam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua_kernels.optim.adam import moments
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.rules.optimizers import RADAM
+
+UPDATE = Update(RADAM, ("exp_avg", "exp_avg_sq"), ("step",))
+
+
+class RAdam(Fused, torch.optim.RAdam):
+    """`torch.optim.RAdam` in one pass."""
+
+    def _update(self, group: Group) -> Update:
+        return UPDATE
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        step = counters["step"] = counters["step"] + 1
+        beta1, beta2 = group["betas"]
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        limit = 2 / (1 - beta2) - 1
+        length = limit - 2 * step * beta2**step / bias2
+        # Taken to 0 where the variance has too few terms to be estimated: five of the approximated moving average.
+        known = (length > 5) * 1.0
+        ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+        return (*moments(group), group["lr"], bias1, bias2**0.5, (ratio * known) ** 0.5)

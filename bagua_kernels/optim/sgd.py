@@ -1,0 +1,31 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.rules.optimizers import PLAIN_SGD
+from bagua_kernels.rules.optimizers import SGD as MOMENTUM_SGD
+
+PLAIN = Update(PLAIN_SGD)
+# The first step's momentum is the gradient itself, whatever the dampening.
+MOMENTUM = Update(MOMENTUM_SGD, ("momentum_buffer",), ("_fresh",))
+
+
+class SGD(Fused, torch.optim.SGD):
+    """`torch.optim.SGD` in one pass."""
+
+    def _update(self, group: Group) -> Update:
+        return MOMENTUM if group["momentum"] != 0 else PLAIN
+
+    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+        if not counters:
+            return group["lr"], group["weight_decay"]
+        fresh = counters["_fresh"]
+        counters["_fresh"] = fresh * 0
+        undamped = 1 - group["dampening"] * (1 - fresh)
+        return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"])
