@@ -56,6 +56,7 @@ def compile_template(
     parallel: bool = False,
     literal: type = np.float32,
     fastmath: Any = False,
+    nogil: bool = True,
 ) -> Any:
     """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
 
@@ -64,6 +65,7 @@ def compile_template(
         bindings: rules (compiled here), numbers, or functions that are compiled already.
         parallel: whether its `numba.prange` loops run on several threads.
         literal: the type of the rules' float literals, float32 or float64.
+        nogil: whether other Python threads may run meanwhile.
         fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
     """
     names = {
@@ -76,7 +78,7 @@ def compile_template(
         for name, value in bindings.items()
     ]
     function = rebuilt(template, names, suffix="_" + digest(template, described, literal, fastmath, VOCABULARY))
-    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel}
+    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil}
     try:
         return numba.njit(function, cache=True, **options)
     except RuntimeError as error:

@@ -38,6 +38,15 @@ def keep(context, elements):
     return types.void(elements), generate
 
 
+def request_line(builder: Any, address: Any) -> None:
+    """Generates the instruction that fetches a cache line for reading."""
+    byte, word = ir.IntType(8), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    # For reading, to be kept in all caches, data.
+    builder.call(function, [address, *(ir.Constant(word, flag) for flag in (0, 3, 1))])
+
+
 @extending.intrinsic
 def prefetch(context, elements, index):
     """Asks for the cache line of `elements[index]`, which may lie beyond the end.
@@ -47,13 +56,8 @@ def prefetch(context, elements, index):
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8), ir.IntType(32)
         start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address = builder.bitcast(builder.gep(start, [arguments[1]]), byte.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        # For reading, to be kept in all caches, data.
-        builder.call(function, [address, *(ir.Constant(word, flag) for flag in (0, 3, 1))])
+        request_line(builder, builder.bitcast(builder.gep(start, [arguments[1]]), ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(elements, types.intp), generate
@@ -183,6 +187,27 @@ def _pointer_to(element: Any) -> Any:
         return types.CPointer(element)(types.int64), generate
 
     return pointer
+
+
+@extending.intrinsic
+def word_at(context, address):
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@extending.intrinsic
+def prefetch_address(context, address):
+    """Asks for the cache line at an address, which need not be one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        request_line(builder, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 MASK_BITS = 64

@@ -12,6 +12,7 @@ from bagua_kernels.optim.adam import Adam, AdamW
 from bagua_kernels.optim.adamax import Adamax
 from bagua_kernels.optim.asgd import ASGD
 from bagua_kernels.optim.extras import Extras
+from bagua_kernels.optim.fuse import NotElementwiseError, fuse_optimizer
 from bagua_kernels.optim.lamb import LAMB
 from bagua_kernels.optim.lars import LARS
 from bagua_kernels.optim.lion import Lion
@@ -19,6 +20,7 @@ from bagua_kernels.optim.nadam import NAdam
 from bagua_kernels.optim.radam import RAdam
 from bagua_kernels.optim.rmsprop import RMSprop
 from bagua_kernels.optim.rprop import Rprop
+from bagua_kernels.optim.rule_optimizer import rule_optimizer
 from bagua_kernels.optim.sgd import SGD
 
 __all__ = [
@@ -34,9 +36,12 @@ __all__ = [
     "Extras",
     "Lion",
     "NAdam",
+    "NotElementwiseError",
     "RAdam",
     "RMSprop",
     "Rprop",
+    "fuse_optimizer",
+    "rule_optimizer",
 ]
 
 if hasattr(torch.optim, "Muon"):  # PyTorch 2.9

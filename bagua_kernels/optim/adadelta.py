@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import ADADELTA
 
@@ -19,6 +19,6 @@ class Adadelta(Fused, torch.optim.Adadelta):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         counters["step"] = counters["step"] + 1
         return group["weight_decay"], group["rho"], 1 - group["rho"], group["eps"], group["lr"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import ADAM, AMSGRAD
 
@@ -29,7 +29,7 @@ class Adam(Fused, torch.optim.Adam):
     def _update(self, group: Group) -> Update:
         return GREATEST if group["amsgrad"] else PLAIN
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         return (*moments(group), group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5)

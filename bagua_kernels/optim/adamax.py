@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import ADAMAX
 
@@ -19,7 +19,7 @@ class Adamax(Fused, torch.optim.Adamax):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         return group["weight_decay"], 1 - beta1, beta2, group["eps"], group["lr"] / (1 - beta1**step)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import ASGD as RULE
 
@@ -20,7 +20,7 @@ class ASGD(Fused, torch.optim.ASGD):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         lr, eta, mu = group["lr"], counters["eta"], counters["mu"]
         counters["eta"] = lr / (1 + group["lambd"] * lr * step) ** group["alpha"]

@@ -25,6 +25,16 @@ MASK = 0xFFFFFFFF
 DRAWS = "draws"
 
 
+class Counters(dict[str, Any]):
+    """Values of counters by name: floats, or float64 tensors with one element a parameter.
+
+    Attributes:
+        dtype: as which the state keeps them.
+    """
+
+    dtype: torch.dtype
+
+
 class Fused(Optimizer):
     """A mixin before an optimizer class: its constructor, states and checkpoints stay, its `step` becomes one pass.
 
@@ -37,6 +47,8 @@ class Fused(Optimizer):
     _fuses = True
     # Asks GradScaler for its scale and its verdict, instead of a pass of its own over the gradients.
     _step_supports_amp_scaling = True
+    # Whether a step needs no more of the gradients than where they lie.
+    _by_address = True
     _plan: Plan | None = None
     _extras: Extras = Extras()
     _clipping: Tensor | None = None
@@ -58,12 +70,12 @@ class Fused(Optimizer):
         """The rule and states of a group."""
         raise NotImplementedError
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         """Moves the counters to this step, and gives the rule's scalars.
 
         Args:
             group: options, as numbers; on a GPU those that are tensors stay tensors.
-            counters: values by name, to be replaced: floats, or float64 tensors with one element a parameter.
+            counters: to be replaced by those of this step.
         """
         raise NotImplementedError
 
@@ -127,7 +139,8 @@ class Fused(Optimizer):
                 rows[begin:end, scalars.stop] = 1.0 - float(self._extras.average or 0.0)
             numbers = {name: values[begin:end] for name, values in launch.numbers.items()}
             for members in alike(list(numbers.values())):
-                counters = {name: float(values[members][0]) for name, values in numbers.items()}
+                counters = Counters({name: float(values[members][0]) for name, values in numbers.items()})
+                counters.dtype = launch.precision
                 rows[begin:end, scalars][members] = self._count(options, counters)
                 for name, values in numbers.items():
                     values[members] = counters[name]
@@ -150,7 +163,8 @@ class Fused(Optimizer):
         parts = []
         for group, begin, end in launch.spans:
             old = {name: values[begin:end].double() for name, values in launch.counters.items()}
-            counters: dict[str, Any] = dict(old)
+            counters = Counters(old)
+            counters.dtype = launch.precision
             scalars = self._count(group, counters)
             rate = [1.0 - float(self._extras.average or 0.0)] if AVERAGE in launch.variant.extras else []
             values = [-factor if group.get("maximize") else factor, skip, *scalars, *rate]
@@ -159,7 +173,7 @@ class Fused(Optimizer):
                 flat[begin:end] = torch.where(skip != 0, old[name], counters[name])
         return torch.cat(parts).to(torch.float64 if launch.variant.double else torch.float32), keys
 
-    def _count(self, group: Mapping[str, Any], counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _count(self, group: Mapping[str, Any], counters: Counters) -> tuple[Any, ...]:
         if DRAWS in counters:
             counters[DRAWS] = counters[DRAWS] + 1
         return self._advance(dict(group), counters)
@@ -180,11 +194,10 @@ class Fused(Optimizer):
         wanted = [name for name in (*update.states, *update.counters) if not name.startswith("_")]
         active = [p for p in group["params"] if p.grad is not None]
         fresh = {id(p) for p in active if any(self.state.get(p, {}).get(name) is None for name in wanted)}
-        if fresh or not wanted:
-            make = getattr(super(), "_init_group", None)
-            if make is not None:
-                # PyTorch's own, with its errors; the lists that it fills follow the group.
-                make(group, *([] for _ in range(len(inspect.signature(make).parameters) - 1)))
+        make = getattr(super(), "_init_group", None)
+        if make is not None:
+            # PyTorch's own, with its errors; the lists that it fills follow the group.
+            make(group, *([] for _ in range(len(inspect.signature(make).parameters) - 1)))
         for p in active:
             if id(p) in fresh:
                 for name in update.states:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import SCALARS, Variant
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Launch, Update
 from bagua_kernels.optim.trust import multiply, no_shards, ratio
 from bagua_kernels.optim.validation import check_betas, check_not_negative
@@ -63,7 +63,7 @@ class LAMB(Fused, Optimizer):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         biases = 1 - beta1**step, (1 - beta2**step) ** 0.5

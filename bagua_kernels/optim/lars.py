@@ -10,14 +10,15 @@ from torch.optim import Optimizer
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Launch, Update
 from bagua_kernels.optim.trust import multiply, no_shards
 from bagua_kernels.optim.validation import check_not_negative
 from bagua_kernels.rules.optimizers import LARS as RULE
-from bagua_kernels.rules.optimizers import NORMS
+from bagua_kernels.rules.optimizers import NORMS, PLAIN_LARS
 
-UPDATE = Update(RULE, ("momentum_buffer",), ("_fresh",))
+PLAIN = Update(PLAIN_LARS)
+MOMENTUM = Update(RULE, ("momentum_buffer",), ("_fresh",))
 
 
 class LARS(Fused, Optimizer):
@@ -78,14 +79,18 @@ class LARS(Fused, Optimizer):
         }
         super().__init__(params, defaults, extras=extras)
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _by_address = False
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _update(self, group: Group) -> Update:
+        return MOMENTUM if group["momentum"] != 0 else PLAIN
+
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+        # The trust ratio is multiplied in last.
+        if not counters:
+            return group["lr"], group["weight_decay"], 1.0
         fresh = counters["_fresh"]
         counters["_fresh"] = fresh * 0
         undamped = 1 - group["dampening"] * (1 - fresh)
-        # The trust ratio is multiplied in last.
         return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"]), 1.0
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.optim.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LION
@@ -52,6 +52,6 @@ class Lion(Fused, Optimizer):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         beta1, beta2 = group["betas"]
         return 1 - group["lr"] * group["weight_decay"], beta1, 1 - beta1, 1 - beta2, group["lr"]

@@ -11,7 +11,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import GRADIENT, Group, Launch, Update
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
 
@@ -24,10 +24,12 @@ class Muon(Fused, torch.optim.Muon):
     Between them each matrix is orthogonalised by PyTorch's own Newton-Schulz iteration, which is where the time goes.
     """
 
+    _by_address = False
+
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         return 1 - group["lr"] * group["weight_decay"], group["lr"]
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
@@ -42,9 +44,12 @@ class Muon(Fused, torch.optim.Muon):
         for group, begin, end in launch.spans:
             for i in range(begin, end):
                 options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-                orthogonal = _zeropower_via_newtonschulz(directions[i], *options)
+                # The products round as PyTorch's only if the matrix lies in memory as its gradient does.
+                direction = torch.empty_like(launch.gradient(i)).copy_(directions[i])
                 like = table.columns[0][i]
-                directions[i] = torch.empty_like(like, dtype=orthogonal.dtype).copy_(orthogonal)
+                dtype = like.dtype if variant.double else torch.bfloat16
+                orthogonal = _zeropower_via_newtonschulz(direction, *options)
+                directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal)
                 rows[i, SCALARS + 1] = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], like.shape)
         rows[:, FACTOR] = 1.0
         columns = [table.columns[0], directions, *table.columns[2:]]

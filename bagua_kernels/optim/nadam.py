@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_kernels.optim.adam import moments
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import NADAM
 
 UPDATE = Update(NADAM, ("exp_avg", "exp_avg_sq"), ("step", "mu_product"))
+
+
+def rounded_product(product: Any, factor: Any, dtype: torch.dtype) -> Any:
+    """The product in the dtype that the state keeps it in."""
+    if dtype == torch.float64:
+        return product * factor
+    if isinstance(product, Tensor):
+        return (product.float() * factor.float()).double()
+    return float(np.float32(product) * np.float32(factor))
 
 
 class NAdam(Fused, torch.optim.NAdam):
@@ -20,12 +31,12 @@ class NAdam(Fused, torch.optim.NAdam):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["momentum_decay"]
         mu = beta1 * (1 - 0.5 * 0.96 ** (step * decay))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
-        product = counters["mu_product"] = counters["mu_product"] * mu
+        product = counters["mu_product"] = rounded_product(counters["mu_product"], mu, counters.dtype)
         steps = lr * (1 - mu) / (1 - product), lr * mu_next / (1 - product * mu_next)
         return (*moments(group), 1 - beta2**step, *steps)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_kernels.launchers.multitensor import REAL, Table, Variant
+from bagua_kernels.launchers.multitensor import REAL, Table, Variant, needs_tensors
 from bagua_kernels.optim.layout import is_dense, is_plain, local, overlaps_itself, steps, turns
+from bagua_kernels.optim.watch import Watch, watch
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class Staged:
     index: int
     column: int
     copy: Tensor
-    written: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Launch:
         positions: the parameters' numbers among all of the optimizer.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], *, by_address: bool) -> None:
         first = entries[0]
         self.params = [e.parameter for e in entries]
         self.positions = np.array([e.position for e in entries])
@@ -117,6 +117,7 @@ class Launch:
             type(t) in (Tensor, torch.nn.Parameter) for e in entries for t in (e.parameter, e.parameter.grad)
         )
         self.variant = Variant(first.update.rule, first.key()[4], first.update.scalars, first.extras, first.stochastic)
+        self._complex = first.tensors[0].is_complex()
         self.rows = np.zeros((len(entries), self.variant.width), np.float64 if self.variant.double else np.float32)
         self.spans: list[tuple[Group, int, int]] = []
         for i, e in enumerate(entries):
@@ -127,7 +128,7 @@ class Launch:
         self._states = [e.state for e in entries]
         self._names = (None, None, *first.update.states, *first.extras)
         self._share_counters(entries)
-        self._lay_out(entries)
+        self._lay_out(entries, by_address)
 
     def _share_counters(self, entries: Sequence[Entry]) -> None:
         """Moves all values of a counter into one tensor, so that one operation advances them."""
@@ -142,28 +143,35 @@ class Launch:
                 e.state[name] = view
         self.numbers = {name: flat.numpy() for name, flat in self.counters.items() if not flat.is_cuda}
 
-    def _lay_out(self, entries: Sequence[Entry]) -> None:
+    def _lay_out(self, entries: Sequence[Entry], by_address: bool) -> None:
         """Makes the table, with copies where a tensor's elements do not lie as the parameter's."""
         columns = [list(column) for column in zip(*(e.tensors for e in entries), strict=True)]
-        written = {*self.variant.rule.writes, *range(self.variant.rule.arrays, len(columns))}
+        self._held = {name: [state[name] for state in self._states] for name in self._names if name is not None}
         self._addresses = [[t.data_ptr() for t in column] for column in columns]
-        contiguous = all(g.is_contiguous() for g in columns[GRADIENT])
-        self._strides = None if contiguous else [steps(g) for g in columns[GRADIENT]]
+        self._forms = [[(t.dtype, steps(t), t.numel()) for t in column] for column in columns]
         self._staged: list[Staged] = []
+        kept = [list(column) for column in columns]
         for index, e in enumerate(entries):
             base = e.tensors[0]
             like = base if is_dense(base) else torch.empty(base.shape, dtype=base.dtype, device="meta")
             for column, tensor in enumerate(e.tensors):
                 if steps(tensor) != steps(like):
                     copy = torch.empty_strided(base.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
-                    self._staged.append(Staged(index, column, copy, column in written))
+                    self._staged.append(Staged(index, column, copy))
                     columns[column][index] = copy
-        self._kept = [list(column) for column in columns]
-        for s in self._staged:
-            self._kept[s.column][s.index] = entries[s.index].tensors[s.column]
         self.table = Table(columns)
-        self._gradients, self._kept[GRADIENT] = self._kept[GRADIENT], []
+        # Most kernels need the addresses alone, but copies are made of tensors.
+        by_address = by_address and not needs_tensors(self.table.device)
+        self._watchable = self.plain and by_address and not self._staged
+        self._watch: Watch | None = None
+        self._gradients, kept[GRADIENT] = kept[GRADIENT], []
+        self._kept = kept
         self._last = self._addresses[GRADIENT]
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of the counters that the states have."""
+        return next((self.counters[name].dtype for name in self._views), torch.float32)
 
     @property
     def on_device(self) -> bool:
@@ -172,23 +180,49 @@ class Launch:
 
     def take(self) -> bool:
         """Takes up this step's gradients. False if anything but their addresses has changed."""
+        if self._watch is not None:
+            found = self.table.addresses[:, GRADIENT].copy()
+            if self._watch.look(found):
+                self.table.replace(GRADIENT, found)
+                self._gradients = []
+                try:
+                    return self._has_its_states()
+                except KeyError:
+                    return False
+            # Something has changed, or cannot be told so fast.
+            self._watch, self._watchable = None, False
+        taken = self._ask()
+        if taken and self._watchable:
+            self._watch = watch(self.params, [t for tensors in self._held.values() for t in tensors])
+            self._watchable = self._watch is not None
+        return taken
+
+    def _has_its_states(self) -> bool:
+        """Whether the states have the very same tensors under all names."""
+        kept = (*self._held.items(), *self._views.items())
+        return all(self._still(name, tensors) for name, tensors in kept)
+
+    def _ask(self) -> bool:
+        """The same as `take`, by asking PyTorch for each tensor."""
         gradients: list[Any] = [p.grad for p in self.params]
         try:
             if not self.plain:
                 gradients = [None if g is None else local(g) for g in gradients]
+            if self._complex or any(map(Tensor.is_neg, gradients)):
+                gradients = list(map(resolved, gradients))
             addresses = list(map(Tensor.data_ptr, gradients))
-            if self._strides is None:
-                if not all(map(Tensor.is_contiguous, gradients)):
-                    return False
-            elif self._strides != [steps(g) for g in gradients]:
+            # Gradients that are zero without having memory are at address 0, as empty ones.
+            if addresses.count(0) != self._last.count(0) or not self._has_its_states():
                 return False
             for column, name in enumerate(self._names):
-                if column != GRADIENT and not self._unchanged(column, name):
+                tensors = gradients if column == GRADIENT else self.params if name is None else self._held[name]
+                if not self.plain and column != GRADIENT:
+                    tensors = [local(t) for t in tensors]
+                if [(t.dtype, steps(t), t.numel()) for t in tensors] != self._forms[column] or (
+                    column != GRADIENT and list(map(Tensor.data_ptr, tensors)) != self._addresses[column]
+                ):
                     return False
-            for name, views in self._views.items():
-                if not all(map(operator.is_, [state[name] for state in self._states], views)):
-                    return False
-        except (KeyError, RuntimeError, TypeError):
+        except (AttributeError, KeyError, RuntimeError, TypeError):
             # A state is gone; a gradient is None, or sparse and without an address.
             return False
         self._gradients = gradients
@@ -197,13 +231,14 @@ class Launch:
             self._last = addresses
         return True
 
-    def _unchanged(self, column: int, name: str | None) -> bool:
-        tensors = self.params if name is None else [state[name] for state in self._states]
-        if not self.plain:
-            tensors = [local(t) for t in tensors]
-        elif name is not None and not all(map(operator.is_, tensors, self._kept[column])):
-            return False
-        return list(map(Tensor.data_ptr, tensors)) == self._addresses[column]
+    def _still(self, name: str, tensors: list[Tensor]) -> bool:
+        """Whether the states have the very same tensors under a name."""
+        return all(map(operator.is_, [state[name] for state in self._states], tensors))
+
+    def gradient(self, index: int) -> Tensor:
+        """The gradient of a parameter, as it is."""
+        gradient: Tensor = self._gradients[index]
+        return gradient
 
     def begin(self) -> None:
         """Makes the table ready for the kernel."""
@@ -219,7 +254,7 @@ class Launch:
     def end(self) -> None:
         """Brings results home, and lets go of the gradients."""
         for s in self._staged:
-            if s.written:
+            if s.column != GRADIENT:
                 self._kept[s.column][s.index].copy_(s.copy)
         self._gradients = self.table.columns[GRADIENT] = []
 
@@ -239,7 +274,9 @@ class Plan:
         sets: dict[Any, list[Entry]] = {}
         for turn, entry in zip(turns([e.tensors[0] for e in entries]), entries, strict=True):
             sets.setdefault((turn, entry.key()), []).append(entry)
-        self.launches = [Launch(sets[key]) for key in sorted(sets, key=lambda key: key[0])]
+        self.launches = [
+            Launch(sets[key], by_address=optimizer._by_address) for key in sorted(sets, key=lambda key: key[0])
+        ]
         self.changed = [e.parameter for e in entries if not e.parameter.is_inference()]
 
     def _entries(self, optimizer: Fused) -> Iterator[Entry]:
@@ -252,7 +289,8 @@ class Plan:
                     extras, stochastic = optimizer._extra_columns(parameter)
                     names = (*update.states, *extras)
                     state = optimizer.state[parameter] if names or update.counters else {}
-                    tensors = tuple(local(t) for t in (parameter, parameter.grad, *(state[n] for n in names)))
+                    own = (local(state[name]) for name in names)
+                    tensors = (local(parameter), resolved(local(parameter.grad)), *own)
                     check(group, tensors)
                     yield Entry(
                         position, parameter, state, group, update, extras, stochastic, id(parameter) in fresh, tensors
@@ -276,6 +314,11 @@ class Plan:
         )
 
 
+def resolved(gradient: Tensor) -> Tensor:
+    """The same values as they are, not as the conjugate or the negation of what lies in memory."""
+    return gradient.resolve_conj().resolve_neg() if gradient.layout == torch.strided else gradient
+
+
 def check(group: Group, tensors: Sequence[Tensor]) -> None:
     """Raises unless a kernel can work on the tensors of one parameter.
 
@@ -289,6 +332,8 @@ def check(group: Group, tensors: Sequence[Tensor]) -> None:
             raise CannotFuseError(f"a gradient is {tensor.layout}")
         if not is_plain(tensor):
             raise CannotFuseError(f"{type(tensor).__name__} has operations of its own")
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            raise CannotFuseError("a tensor is not in memory as it is: a lazy conjugate, negation or zero")
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type not in ("cpu", "cuda"):
             raise CannotFuseError(f"there are no kernels for {tensor.dtype} on {tensor.device}")
         if tensor.shape != parameter.shape or tensor.device != parameter.device:

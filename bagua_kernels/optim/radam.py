@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.optim.adam import moments
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import RADAM
 
@@ -20,7 +20,7 @@ class RAdam(Fused, torch.optim.RAdam):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
 
@@ -25,7 +25,7 @@ class RMSprop(Fused, torch.optim.RMSprop):
     def _update(self, group: Group) -> Update:
         return UPDATES[bool(group["centered"]), group["momentum"] > 0]
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         counters["step"] = counters["step"] + 1
         momentum = (group["momentum"],) if group["momentum"] > 0 else ()
         return group["weight_decay"], group["alpha"], 1 - group["alpha"], group["eps"], group["lr"], *momentum

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.fused import Counters, Fused
 from bagua_kernels.optim.plan import Group, Update
 from bagua_kernels.rules.optimizers import PLAIN_SGD
 from bagua_kernels.rules.optimizers import SGD as MOMENTUM_SGD
@@ -22,7 +22,7 @@ class SGD(Fused, torch.optim.SGD):
     def _update(self, group: Group) -> Update:
         return MOMENTUM if group["momentum"] != 0 else PLAIN
 
-    def _advance(self, group: Group, counters: dict[str, Any]) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         if not counters:
             return group["lr"], group["weight_decay"]
         fresh = counters["_fresh"]

@@ -240,6 +240,11 @@ def lamb(p, g, m, v, weight_decay, rate1, beta2, rate2, eps, bias1, root_bias2, 
     return tl.fma(step, -step_size, p)
 
 
+def plain_lars(p, g, lr, weight_decay, trust):
+    """LARS without momentum."""
+    return tl.fma(decayed(p, g, weight_decay) * trust, -lr, p)
+
+
 def lars(p, g, m, lr, momentum, undamped, weight_decay, nesterov, trust):
     """LARS (You et al., 2017): momentum over gradients that are scaled to each tensor's norm by `trust`."""
     g = decayed(p, g, weight_decay) * trust
@@ -281,6 +286,7 @@ SQUARED_NORM = ElementwiseRule("squared_norm", squared_norm, arrays=1, writes=()
 NORMS = ElementwiseRule("norms", norms, arrays=2, writes=(), sums=2)
 LAMB_MOMENTS = ElementwiseRule("lamb_moments", lamb_moments, arrays=4, writes=(2, 3), sums=2)
 LAMB = ElementwiseRule("lamb", lamb, arrays=4, writes=(0,))
+PLAIN_LARS = ElementwiseRule("plain_lars", plain_lars, arrays=2, writes=(0,))
 LARS = ElementwiseRule("lars", lars, arrays=3, writes=(0, 2))
 MUON_DIRECTION = ElementwiseRule("muon_direction", muon_direction, arrays=4, writes=(2, 3))
 MUON_STEP = ElementwiseRule("muon_step", muon_step, arrays=3, writes=(0,))

@@ -127,7 +127,7 @@ class Table:
         first = self.columns[0]
         self.device = first[0].device
         self.sizes = np.array([t.numel() * (2 if t.is_complex() else 1) for t in first], np.int64)
-        self.addresses = np.empty((len(first), len(columns)), np.int64)
+        self.addresses = np.zeros((len(first), len(columns)), np.int64)
         self._cache: dict[Any, Any] = {}
         for i, column in enumerate(self.columns):
             self.replace(i, [t.data_ptr() for t in column])
@@ -137,7 +137,10 @@ class Table:
 
     def replace(self, column: int, addresses: Any) -> None:
         """Puts other tensors, of the same sizes and dtypes, into a column of the addresses."""
+        before = self.addresses[:, column].copy()
         self.addresses[:, column] = addresses
+        if np.array_equal(before, self.addresses[:, column]):
+            return
         self._cache = {key: value for key, value in self._cache.items() if "addresses" not in key}
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -152,6 +155,11 @@ class Table:
         tensors = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         firsts = np.cumsum(counts) - counts
         return tensors, (np.arange(len(tensors)) - firsts[tensors]).astype(np.int32)
+
+
+def needs_tensors(device: torch.device) -> bool:
+    """Whether kernels on the device read a table's columns; else only its addresses."""
+    return bool(OP.backend(device).NEEDS_TENSORS)
 
 
 def launch(variant: Variant, table: Table, rows: Any, keys: Any = None) -> Any:

@@ -12,12 +12,13 @@ import triton.language as tl
 
 from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.multitensor import FACTOR, REAL, SCALARS, SKIP, Table, Variant, bindings
+from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
 
 BLOCK = 1024
 # A program first loads addresses and scalars; several blocks share that wait.
 CHUNK = 4 * BLOCK
 ALIGNMENT = 16
+NEEDS_TENSORS = False
 
 
 def read(mask: str, column: int) -> str:
@@ -101,7 +102,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     sizes, tensors, pieces = tasks
     sums = variant.rule.sums
     partials = torch.empty((len(tensors), sums), dtype=torch.float64, device=device)
-    likes = [bits(torch.empty(0, dtype=REAL.get(c[0].dtype, c[0].dtype), device=device)) for c in table.columns]
+    likes = [bits(torch.empty(0, dtype=dtype, device=device)) for dtype in variant.dtypes]
     rows = rows if isinstance(rows, torch.Tensor) else place(rows, device)
     keys = sizes if keys is None else place(keys.view(np.int32), device)
     if len(tensors):
