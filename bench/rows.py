@@ -17,7 +17,9 @@ from bagua_kernels import knobs
 from bagua_kernels.compression import Codec
 from bagua_kernels.jit import op
 
+# What moves memory and computes next to nothing: the roof that a group's rows are compared with.
 COPY = "copy_"
+SCALE = "mul_"
 SEED = 0x0123_4567_89AB_CDEF
 
 Run = Callable[[], object]

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import workloads
-from bench.workloads import Workload
+from bench.rows import COPY, SCALE, Workload
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -41,7 +41,7 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
 
     Returns:
         A dict for each row: group, subject, name, bytes, seconds (median, least, greatest), gb_per_s, its share of the
-        copy's, for a fused path times_unfused (how many times as fast it is as what it replaces), and what the row itself
+        roof's, for a fused path times_unfused (how many times as fast it is as what it replaces), and what the row itself
         reports.
     """
     results = []
@@ -63,10 +63,10 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
 
 def compared(rows: list[Workload], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One group's results with what follows from several of them."""
-    roof = next(r["gb_per_s"] for r in results if r["name"] == workloads.COPY)
+    roof = next(r["gb_per_s"] for r in results if r["name"] in (COPY, SCALE))
     medians = {(r["subject"], r["name"]): r["median_s"] for r in results}
     for row, r in zip(rows, results, strict=True):
-        r["share_of_copy"] = r["gb_per_s"] / roof
+        r["share_of_roof"] = r["gb_per_s"] / roof
         if row.unfused:
             r["times_unfused"] = medians[row.unfused, row.name] / r["median_s"]
     return results
@@ -88,9 +88,9 @@ def result(row: Workload, seconds: list[float]) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]], title: str) -> Table:
-    """GB/s and share of the copy's, a section a group."""
+    """GB/s and share of the roof's, a section a group."""
     grid = Table("", "", "", title=title, title_justify="left")
-    for heading in ("median ms", "least–greatest ms", "GB/s", "of copy", "times unfused", "bytes/element", "error"):
+    for heading in ("median ms", "least–greatest ms", "GB/s", "of roof", "times unfused", "bytes/element", "error"):
         grid.add_column(heading, justify="right")
     for index, row in enumerate(results):
         first = index == 0 or results[index - 1]["group"] != row["group"]
@@ -103,7 +103,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
             f"{row['median_s'] * 1e3:.3f}",
             f"{row['least_s'] * 1e3:.3f}–{row['greatest_s'] * 1e3:.3f}",
             f"{row['gb_per_s']:.1f}",
-            f"{row['share_of_copy']:.0%}",
+            f"{row['share_of_roof']:.0%}",
             f"{row['times_unfused']:.2f}" if "times_unfused" in row else "",
             f"{row['bytes_per_element']:.4f}" if "bytes_per_element" in row else "",
             f"{row['relative_error']:.2e}" if "relative_error" in row else "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from bench import workloads_codecs, workloads_elementwise, workloads_fused, workloads_sparse
-from bench.rows import COPY as COPY
 from bench.rows import Workload as Workload
 from bench.rows import run_benchmark as run_benchmark
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, SCALARS
 from bagua_kernels.optim.clipping import total_norm
+from bagua_kernels.optim.compressed import Encoded, take_step
 from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.plan import CannotFuseError, Group, Launch, Plan, Update
 
@@ -52,11 +54,16 @@ class Fused(Optimizer):
     _plan: Plan | None = None
     _extras: Extras = Extras()
     _clipping: Tensor | None = None
+    _encoded: Encoded | None = None
     _reported: str | None = None
 
     def __init__(self, *arguments: Any, extras: Extras | None = None, **options: Any) -> None:
         self._extras = extras or Extras()
         super().__init__(*arguments, **options)
+        # The compiler is loaded here, not in the first step.
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            if device.type in ("cpu", "cuda"):
+                multitensor.load_backend(device)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -117,7 +124,10 @@ class Fused(Optimizer):
                 rows, keys = self._rows_on_device(launch, found_inf, grad_scale)
             else:
                 rows, keys = self._rows(launch, grad_scale)
-            self._launch(launch, rows, keys)
+            if self._encoded is None:
+                self._launch(launch, rows, keys)
+            else:
+                self._encoded.apply(launch, rows)
             launch.end()
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
         torch.autograd.graph.increment_version(plan.changed)
@@ -262,6 +272,29 @@ class Fused(Optimizer):
             (function.__wrapped__ if getattr(function, "hooked", False) else function)(self)
         finally:
             vars(self).update(held)
+
+    def step_from_encoded(self, codec: BlockCodec, payloads: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Takes a step from gradients that are still encoded: decodes and updates in one pass.
+
+        Hooks run as in `step`. Parameters without a payload are skipped; nobody's `grad` is read or changed.
+
+        Args:
+            codec: what encoded them.
+            payloads: for each parameter, shape (ranks, `codec.payload_size(parameter.numel())`), uint8. Several are added up.
+            scale: factor of the sum; 1 / ranks for the mean.
+
+        Raises:
+            ValueError: a payload is for a parameter that the optimizer does not have, or has a wrong size.
+            RuntimeError: the optimizer needs norms of gradients, has `extras`, counts steps on a GPU, or a parameter is not
+                contiguous or has 64 bits.
+        """
+        if type(self)._launch is not Fused._launch:
+            raise RuntimeError(f"{type(self).__name__} needs more than one pass over the gradients; decode them before")
+        self._encoded = Encoded(codec, payloads, scale)
+        try:
+            take_step(self, self._encoded, self.step)
+        finally:
+            self._encoded = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:

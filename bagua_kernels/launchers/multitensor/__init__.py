@@ -157,6 +157,15 @@ class Table:
         return tensors, (np.arange(len(tensors)) - firsts[tensors]).astype(np.int32)
 
 
+def load_backend(device: torch.device) -> None:
+    """Imports what kernels on the device need.
+
+    Raises:
+        BackendUnavailableError: there is no backend for it, or what it needs is not installed.
+    """
+    OP.backend(device)
+
+
 def needs_tensors(device: torch.device) -> bool:
     """Whether kernels on the device read a table's columns; else only its addresses."""
     return bool(OP.backend(device).NEEDS_TENSORS)

@@ -12,7 +12,7 @@ import torch
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template, run_parallel
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant, bindings
+from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
 
 CHUNK = 16384
 SERIAL = 32768
@@ -46,7 +46,8 @@ def source(variant: Variant) -> str:
         "        tensor = tensors[task]",
         f"        start = pieces[task] * np.int64({CHUNK})",
         f"        n = min(sizes[tensor] - start, {CHUNK})",
-        "        over_piece(addresses, rows, keys, partials, task, tensor, start, n)",
+        f"        if rows[tensor, {SKIP}] == 0:",
+        "            over_piece(addresses, rows, keys, partials, task, tensor, start, n)",
         f"def over_parts({arguments}, bounds):",
         "    for part in numba.prange(bounds.size - 1):",
         f"        over_pieces({arguments}, bounds[part], bounds[part + 1])",
@@ -91,7 +92,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     serial, parallel = kernels(variant)
     threads = torch.get_num_threads()
     tensors, pieces, bounds = table.cached(("parts", threads), lambda: parts(table, threads))
-    partials = np.empty((len(tensors) if variant.rule.sums else 0, variant.rule.sums))
+    partials = np.zeros((len(tensors) if variant.rule.sums else 0, variant.rule.sums))
     if isinstance(rows, torch.Tensor):
         rows = rows.numpy()
     arguments = (table.addresses, table.sizes, rows, NOTHING if keys is None else keys, partials, tensors, pieces)

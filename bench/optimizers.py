@@ -1,0 +1,196 @@
+"""Measures whole optimizer steps: `python -m bench.optimizers [--compiled] [--output bench/results/optimizers.json]`.
+
+Ours beside every way of PyTorch's, and beside the roof: an in-place scale of 64 Mi float32, which moves memory and computes next
+to nothing. Three models: (a) one tensor of 16 Mi values, (b) 400 tensors of a transformer, 25 M values, (c) 2,000 tensors of
+1,000. A step is the call of `step()`, with hooks, checks of all addresses, and step counters. Rows of a group take turns; each
+finds the caches as the others left them.
+
+The last table is the first step of a process: compiled anew, and from the cache on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from bagua_kernels import optim
+from bench import speed
+from bench.rows import SCALE, Run, Workload
+
+LARGE = 1 << 24
+ROOF = 1 << 26
+FUSED_IN_TORCH = ("SGD", "Adam", "AdamW", "Adagrad")
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "RMSprop": {"alpha": 0.99}}
+NAMES = (*FUSED_IN_TORCH, "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
+RATE = 1e-5
+
+
+def one_tensor() -> list[tuple[int, ...]]:
+    return [(LARGE,)]
+
+
+def transformer(layers: int = 30, width: int = 256, vocabulary: int = 5000) -> list[tuple[int, ...]]:
+    """400 tensors, 25 M values: layers, embeddings, and the convolutions of a stem."""
+    layer = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,)]
+    layer += [(width, 4 * width), (width,), *[(width,)] * 4]
+    shapes = [*layer * layers, (vocabulary, width), (512, width)]
+    return shapes + [(48, 48, 3, 3), (48,)] * ((400 - len(shapes)) // 2)
+
+
+def many_small() -> list[tuple[int, ...]]:
+    return [(1000,)] * 2000
+
+
+MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {"a": one_tensor, "b": transformer, "c": many_small}
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    """Parameters with gradients."""
+    found = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for p in found:
+        p.grad = torch.randn_like(p) * 1e-2
+    return found
+
+
+def ways(name: str, model: str, compiled: bool) -> dict[str, Callable[[list[torch.nn.Parameter]], Run]]:
+    """How a step can be taken: ours, and PyTorch's ways."""
+    options = {"lr": RATE, **OPTIONS.get(name, {})}
+    theirs = getattr(torch.optim, name)
+    found: dict[str, Callable[[list[torch.nn.Parameter]], Run]] = {
+        "bagua_kernels": lambda p: getattr(optim, name)(p, **options).step
+    }
+    if name in FUSED_IN_TORCH:
+        found["torch fused"] = lambda p: theirs(p, **options, fused=True).step
+    found["torch foreach"] = lambda p: theirs(p, **options, foreach=True).step
+    # A loop over 2,000 tensors is no rival, and takes most of the time that measuring takes.
+    if model != "c":
+        found["torch loop"] = lambda p: theirs(p, **options, foreach=False).step
+    if compiled:
+        found["torch compiled"] = lambda p: torch.compile(theirs(p, **options, foreach=True).step)
+    return found
+
+
+def bytes_moved(name: str, values: int) -> int:
+    """What a step of ours reads and writes: of the parameter, the gradient and the states, once each."""
+    optimizer = getattr(optim, name)([torch.nn.Parameter(torch.zeros(1))], **OPTIONS.get(name, {}))
+    rule = optimizer._update(optimizer.param_groups[0]).rule
+    return 4 * values * (rule.arrays + len(rule.writes))
+
+
+def group(model: str, name: str, threads: int, compiled: bool) -> list[Workload]:
+    """Rows of one optimizer on one model with a number of threads."""
+    shapes = MODELS[model]()
+    moved = bytes_moved(name, sum(torch.Size(shape).numel() for shape in shapes))
+    question = f"({model}) {name}, {threads} thread{'s' if threads > 1 else ''}"
+
+    def scale() -> Run:
+        torch.set_num_threads(threads)
+        x = torch.ones(ROOF)
+        return lambda: x.mul_(1.0)
+
+    def prepare(make: Callable[[list[torch.nn.Parameter]], Run]) -> Run:
+        torch.set_num_threads(threads)
+        return make(parameters(shapes))
+
+    rows = [Workload(question, "", SCALE, 8 * ROOF, scale)]
+    for way, make in ways(name, model, compiled).items():
+        rows.append(Workload(question, "", way, moved, functools.partial(prepare, make)))
+    return rows
+
+
+FIRST_STEP = """
+import time
+import torch
+from bagua_kernels import optim
+p = torch.nn.Parameter(torch.ones(100_000))
+p.grad = torch.ones(100_000)
+optimizer = getattr(optim, "{name}")([p])
+start = time.perf_counter()
+optimizer.step()
+print(time.perf_counter() - start)
+"""
+
+
+def first_steps(name: str, repeats: int = 3) -> Iterator[dict[str, Any]]:
+    """Seconds of the first step with an empty cache, and the median with what that has left there."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
+        command = [sys.executable, "-c", FIRST_STEP.format(name=name)]
+        seconds = [
+            float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+            for _ in range(1 + repeats)
+        ]
+    yield {"optimizer": name, "compiled_s": seconds[0], "cached_s": sorted(seconds[1:])[repeats // 2]}
+
+
+def verdicts(rows: list[dict[str, Any]]) -> None:
+    """Adds to each row of ours how many times as fast it is as PyTorch's ways of the same group."""
+    for row in rows:
+        if row["name"] == "bagua_kernels":
+            rivals = {r["name"]: r["median_s"] for r in rows if r["group"] == row["group"] and r["name"][:5] == "torch"}
+            row["times"] = {name: seconds / row["median_s"] for name, seconds in rivals.items()}
+            row["times_best_of_torch"] = min(row["times"].values())
+
+
+def summary(rows: list[dict[str, Any]]) -> Table:
+    grid = Table("step", title="How many times as fast as PyTorch's ways", title_justify="left")
+    for heading in ("ms", "of roof", "fused", "foreach", "loop", "compiled"):
+        grid.add_column(heading, justify="right")
+    for row in rows:
+        if row["name"] == "bagua_kernels":
+            times = [row["times"].get(f"torch {way}") for way in ("fused", "foreach", "loop", "compiled")]
+            grid.add_row(
+                row["group"],
+                f"{row['median_s'] * 1e3:.2f}",
+                f"{row['share_of_roof']:.0%}",
+                *(f"{t:.2f}" if t else "" for t in times),
+            )
+    return grid
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", default="abc")
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile: minutes for each optimizer")
+    options = parser.parse_args()
+    described = speed.machine()
+    rows: list[dict[str, Any]] = []
+    for model in options.models:
+        for name in options.names:
+            # The small ones of PyTorch's take long, and no question is asked of them.
+            if model == "c" and name not in FUSED_IN_TORCH:
+                continue
+            for threads in options.threads:
+                found = group(model, name, threads, options.compiled)
+                rows += speed.measure([found], options.rounds * (2 if model == "c" else 1), speed.host_clock)
+                torch._dynamo.reset()
+    verdicts(rows)
+    console = speed.console()
+    console.print(summary(rows))
+    starts = [start for name in options.names for start in first_steps(name)]
+    for start in starts:
+        console.print(
+            f"first step of {start['optimizer']}: {start['compiled_s']:.2f} s compiled, {start['cached_s']:.2f} s cached"
+        )
+    if options.output:
+        speed.write(
+            options.output, {"machine": described, "rounds": options.rounds, "rows": rows, "first_steps": starts}
+        )
+
+
+if __name__ == "__main__":
+    main()
