@@ -44,10 +44,10 @@ from bagua_kernels.compression import (
     TopK,
 )
 from bagua_kernels.jit import op
-from bench import speed, workloads
+from bench import optimizers, speed, workloads
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/compression", "tests/launchers")
+TESTS = ("tests/compression", "tests/launchers", "tests/optim/test_cuda.py")
 # What the repository's pytest settings name, and an image with a PyTorch of its own may lack.
 PLUGINS = ("pytest_timeout", "pytest_benchmark")
 
@@ -332,6 +332,8 @@ def main() -> int:
     )
     groups = [*workloads.codec_groups(device, n), *workloads.elementwise_groups(device, n)]
     groups = [[row for row in group if row.name not in broken] for group in groups]
+    if on_gpu:
+        groups += optimizers.gpu_groups(device)
     rows = speed.measure(groups, rounds, clock, warmup=5 if on_gpu else 1)
     console.print(speed.table(rows, f"{described['gpu']}: {n:,} float32, medians of {rounds} rounds in turns"))
 

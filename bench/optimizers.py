@@ -27,6 +27,7 @@ from bagua_kernels import optim
 from bench import speed
 from bench.rows import SCALE, Run, Workload
 
+CPU = torch.device("cpu")
 LARGE = 1 << 24
 ROOF = 1 << 26
 FUSED_IN_TORCH = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -54,9 +55,9 @@ def many_small() -> list[tuple[int, ...]]:
 MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {"a": one_tensor, "b": transformer, "c": many_small}
 
 
-def parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+def parameters(shapes: list[tuple[int, ...]], device: torch.device) -> list[torch.nn.Parameter]:
     """Parameters with gradients."""
-    found = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    found = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for p in found:
         p.grad = torch.randn_like(p) * 1e-2
     return found
@@ -87,25 +88,34 @@ def bytes_moved(name: str, values: int) -> int:
     return 4 * values * (rule.arrays + len(rule.writes))
 
 
-def group(model: str, name: str, threads: int, compiled: bool) -> list[Workload]:
-    """Rows of one optimizer on one model with a number of threads."""
+def group(model: str, name: str, threads: int | None, compiled: bool, device: torch.device = CPU) -> list[Workload]:
+    """Rows of one optimizer on one model, on a GPU or with a number of threads."""
     shapes = MODELS[model]()
     moved = bytes_moved(name, sum(torch.Size(shape).numel() for shape in shapes))
-    question = f"({model}) {name}, {threads} thread{'s' if threads > 1 else ''}"
+    question = f"({model}) {name}" + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
 
     def scale() -> Run:
-        torch.set_num_threads(threads)
-        x = torch.ones(ROOF)
+        if threads:
+            torch.set_num_threads(threads)
+        x = torch.ones(ROOF, device=device)
         return lambda: x.mul_(1.0)
 
     def prepare(make: Callable[[list[torch.nn.Parameter]], Run]) -> Run:
-        torch.set_num_threads(threads)
-        return make(parameters(shapes))
+        if threads:
+            torch.set_num_threads(threads)
+        return make(parameters(shapes, device))
 
     rows = [Workload(question, "", SCALE, 8 * ROOF, scale)]
     for way, make in ways(name, model, compiled).items():
         rows.append(Workload(question, "", way, moved, functools.partial(prepare, make)))
     return rows
+
+
+def gpu_groups(device: torch.device) -> Iterator[list[Workload]]:
+    """What a GPU is asked: the optimizers that PyTorch fuses, too, and two that it does not."""
+    for model in MODELS:
+        for name in (*FUSED_IN_TORCH, "RMSprop", "NAdam"):
+            yield [row for row in group(model, name, None, False, device) if row.name != "torch loop"]
 
 
 FIRST_STEP = """

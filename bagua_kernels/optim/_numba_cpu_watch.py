@@ -14,7 +14,7 @@ FLAGS = (1 << 56) - 1
 AHEAD = 12
 
 
-def unchanged(objects, own, params, gradients, seen, item, addresses):
+def unchanged(objects, own, params, gradients, undefined, seen, item, addresses, missing):
     """See `bagua_kernels.optim.watch.Watch.look`; `seen` has the tensors of the last gradients, where to look next."""
     for i in range(objects.size):
         if i + AHEAD < objects.size:
@@ -42,9 +42,11 @@ def unchanged(objects, own, params, gradients, seen, item, addresses):
             return False
         if i < params:
             autograd = word_at(tensor + IN_AUTOGRAD * WORD)
-            if autograd == 0:
-                return False
-            gradient = word_at(autograd + GRADIENT * WORD)
+            gradient = word_at(autograd + GRADIENT * WORD) if autograd != 0 else undefined
+            missing[i] = gradient == undefined
+            if gradient == undefined:
+                addresses[i] = 0
+                continue
             if gradient == 0:
                 return False
             storage = word_at(gradient + IN_TENSOR * WORD)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import ADADELTA
 
 UPDATE = Update(ADADELTA, ("square_avg", "acc_delta"), ("step",))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import ASGD as RULE
 
 UPDATE = Update(RULE, ("ax",), ("step", "eta", "mu"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.launchers.multitensor import FACTOR, REAL, Table, Variant, launch
-from bagua_kernels.optim.layout import is_dense
+from bagua_kernels.optim.layout import is_dense, resolved
 from bagua_kernels.rules.optimizers import SQUARED_NORM
 
 
@@ -26,7 +26,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         if type(tensor) is not Tensor and hasattr(tensor, "full_tensor"):
             raise TypeError("norms of sharded tensors need all shards; use torch.nn.utils.clip_grad_norm_")
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        values = tensor.coalesce().values() if tensor.is_sparse else resolved(tensor)
+        if values._is_zerotensor():
+            continue
         dense = values if is_dense(values) else values.contiguous()
         sets.setdefault((dense.device, REAL.get(dense.dtype, dense.dtype)), []).append(dense)
     if not sets:

@@ -5,36 +5,26 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, SCALARS
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER
 from bagua_kernels.optim.clipping import total_norm
-from bagua_kernels.optim.compressed import Encoded, take_step
+from bagua_kernels.optim.compressed import Encoded
 from bagua_kernels.optim.extras import Extras
-from bagua_kernels.optim.plan import CannotFuseError, Group, Launch, Plan, Update
+from bagua_kernels.optim.launch import DRAWS, Launch
+from bagua_kernels.optim.plan import Plan
+from bagua_kernels.optim.scalars import Counters, Scalars
+from bagua_kernels.optim.update import CannotFuseError, Group, Update
 
 logger = logging.getLogger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
-MASK = 0xFFFFFFFF
-DRAWS = "draws"
-
-
-class Counters(dict[str, Any]):
-    """Values of counters by name: floats, or float64 tensors with one element a parameter.
-
-    Attributes:
-        dtype: as which the state keeps them.
-    """
-
-    dtype: torch.dtype
 
 
 class Fused(Optimizer):
@@ -47,11 +37,14 @@ class Fused(Optimizer):
     """
 
     _fuses = True
-    # Asks GradScaler for its scale and its verdict, instead of a pass of its own over the gradients.
+    # Asks GradScaler for its scale and its verdict, so that it does not write unscaled gradients in a pass of its own.
     _step_supports_amp_scaling = True
     # Whether a step needs no more of the gradients than where they lie.
     _by_address = True
+    # What of a parameter must not be spread over ranks.
+    _whole: str | None = None
     _plan: Plan | None = None
+    _made: list[tuple[Tensor, str]]
     _extras: Extras = Extras()
     _clipping: Tensor | None = None
     _encoded: Encoded | None = None
@@ -68,6 +61,8 @@ class Fused(Optimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
+            own = inspect.signature(vars(cls)["__init__"])
+            cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
             return
         signature = inspect.signature(cls.__mro__[cls.__mro__.index(Fused) + 1])
         extras = inspect.Parameter("extras", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extras | None)
@@ -98,105 +93,67 @@ class Fused(Optimizer):
             The closure's result; None without one.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if "capturable" in self.defaults:
+                capture_check(self)()
+            if self._encoded is None:
+                self._step()
+            else:
+                self._step_from(self._encoded)
+        finally:
+            self._clipping = None
+        return loss
+
+    def _step(self) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._made = []
+        ran = False
         try:
             if any(group.get("differentiable") for group in self.param_groups):
                 raise CannotFuseError("differentiable=True records every operation")
             if self._plan is None or not self._plan.matches(self):
+                self._plan = None
                 self._plan = Plan(self)
+            ran = self._run(self._plan, found_inf, grad_scale)
         except CannotFuseError as reason:
             self._plan = None
+            self._unmake()
             self._leave_to_torch(str(reason), found_inf, grad_scale)
-        else:
-            self._run_plan(self._plan, found_inf, grad_scale)
-        self._clipping = None
-        return loss
+            ran = True
+        finally:
+            if self._plan is not None:
+                self._plan.end()
+            if not ran:
+                self._unmake()
 
-    def _run_plan(self, plan: Plan, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        if found_inf is not None and any(not launch.on_device for launch in plan.launches) and found_inf.item():
-            return
-        for launch in plan.launches:
+    def _run(self, plan: Plan, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
+        """Runs all launches, unless a gradient is known to be infinite; tells whether it did."""
+        on_host = any(not launch.on_device for launch in plan.launches)
+        if found_inf is not None and on_host and found_inf.item():
+            return False
+        launches = [launch for launch in plan.launches if launch.missing is None or not launch.missing.all()]
+        # An error in one leaves everything as it was.
+        prepared = list(map(self._scalars(found_inf, grad_scale).rows, launches))
+        for launch, (rows, keys, counted) in zip(launches, prepared, strict=True):
             launch.begin()
-            if launch.on_device:
-                rows, keys = self._rows_on_device(launch, found_inf, grad_scale)
-            else:
-                rows, keys = self._rows(launch, grad_scale)
-            if self._encoded is None:
-                self._launch(launch, rows, keys)
-            else:
-                self._encoded.apply(launch, rows)
-            launch.end()
+            self._launch(launch, rows, keys)
+            launch.store()
+            for name, values in counted.items():
+                launch.counters[name].copy_(torch.as_tensor(values))
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
-        torch.autograd.graph.increment_version(plan.changed)
+        whole = all(launch.missing is None for launch in plan.launches)
+        torch.autograd.graph.increment_version(plan.params if whole else [p for p in plan.params if p.grad is not None])
+        return True
+
+    def _scalars(self, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> Scalars:
+        average = float(self._extras.average or 0.0)
+        return Scalars(self._advance, average, self._extras.seed, grad_scale, self._clipping, found_inf)
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         multitensor.launch(launch.variant, launch.table, rows, keys)
-
-    def _rows(self, launch: Launch, grad_scale: Tensor | None) -> tuple[Any, Any]:
-        """The kernel's scalars for each tensor, from counters on the host."""
-        rows, scalars = launch.rows, slice(SCALARS, SCALARS + launch.variant.scalars)
-        factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        if self._clipping is not None:
-            factor *= float(self._clipping)
-        keys = self._keys(launch, launch.numbers.get(DRAWS))
-        for group, begin, end in launch.spans:
-            options = as_numbers(group)
-            rows[begin:end, FACTOR] = -factor if options.get("maximize") else factor
-            if AVERAGE in launch.variant.extras:
-                rows[begin:end, scalars.stop] = 1.0 - float(self._extras.average or 0.0)
-            numbers = {name: values[begin:end] for name, values in launch.numbers.items()}
-            for members in alike(list(numbers.values())):
-                counters = Counters({name: float(values[members][0]) for name, values in numbers.items()})
-                counters.dtype = launch.precision
-                rows[begin:end, scalars][members] = self._count(options, counters)
-                for name, values in numbers.items():
-                    values[members] = counters[name]
-        return rows, keys
-
-    def _rows_on_device(self, launch: Launch, found_inf: Tensor | None, grad_scale: Tensor | None) -> tuple[Any, Any]:
-        """The same from counters on a GPU, without waiting for it, and so that a CUDA graph can replay it."""
-        device = launch.table.device
-
-        def column(value: Any, length: int) -> Tensor:
-            if isinstance(value, Tensor):
-                return value.to(device, torch.float64).reshape(-1).expand(length)
-            return torch.full((length,), float(value), dtype=torch.float64, device=device)
-
-        skip = column(0.0 if found_inf is None else found_inf, 1)
-        factor = column(1.0 if grad_scale is None else grad_scale, 1).reciprocal()
-        if self._clipping is not None:
-            factor = factor * self._clipping
-        keys = self._keys(launch, launch.counters.get(DRAWS))
-        parts = []
-        for group, begin, end in launch.spans:
-            old = {name: values[begin:end].double() for name, values in launch.counters.items()}
-            counters = Counters(old)
-            counters.dtype = launch.precision
-            scalars = self._count(group, counters)
-            rate = [1.0 - float(self._extras.average or 0.0)] if AVERAGE in launch.variant.extras else []
-            values = [-factor if group.get("maximize") else factor, skip, *scalars, *rate]
-            parts.append(torch.stack([column(value, end - begin) for value in values], 1))
-            for name, flat in launch.counters.items():
-                flat[begin:end] = torch.where(skip != 0, old[name], counters[name])
-        return torch.cat(parts).to(torch.float64 if launch.variant.double else torch.float32), keys
-
-    def _count(self, group: Mapping[str, Any], counters: Counters) -> tuple[Any, ...]:
-        if DRAWS in counters:
-            counters[DRAWS] = counters[DRAWS] + 1
-        return self._advance(dict(group), counters)
-
-    def _keys(self, launch: Launch, draws: Any) -> Any:
-        """Seeds of stochastic rounding: of each parameter's number, and of how often it was rounded."""
-        if not launch.variant.stochastic:
-            return None
-        first = (launch.positions + self._extras.seed * 0x9E3779B9) & MASK
-        if isinstance(draws, Tensor):
-            low = torch.from_numpy(first.astype(np.uint32).view(np.int32)).to(draws.device)
-            return torch.stack([low, draws.to(torch.int32)], 1)
-        return np.stack([first, draws], 1).astype(np.uint32)
 
     def _prepare(self, group: Group) -> set[int]:
         """Makes missing states of a group's parameters that have a gradient, and tells which were missing, by `id`."""
@@ -211,25 +168,32 @@ class Fused(Optimizer):
         for p in active:
             if id(p) in fresh:
                 for name in update.states:
-                    if self.state[p].get(name) is None:
-                        self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    self._make(p, name, torch.zeros_like, p, memory_format=torch.preserve_format)
                 for name in update.counters:
                     if not name.startswith("_"):
-                        self.state[p].setdefault(name, torch.zeros((), dtype=torch.get_default_dtype()))
-            self._prepare_extras(p)
+                        self._make(p, name, torch.zeros, (), dtype=torch.get_default_dtype())
+            extras, stochastic = self._extra_columns(p)
+            for name in extras:
+                self._make(p, name, extra_state, name, p)
+            if stochastic:
+                device = p.device if group.get("fused") or group.get("capturable") else "cpu"
+                self._make(p, DRAWS, torch.zeros, (), device=device)
         return fresh
 
-    def _prepare_extras(self, parameter: Tensor) -> None:
-        names, _ = self._extra_columns(parameter)
-        for name in names:
-            if name in self.state[parameter]:
-                continue
-            if name == COMPENSATION:
-                made = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            else:
-                wide = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-                made = parameter.detach().to(wide, copy=True, memory_format=torch.preserve_format)
-            self.state[parameter][name] = made
+    def _make(self, parameter: Tensor, name: str, make: Callable[..., Tensor], *given: Any, **options: Any) -> None:
+        """Makes a state that is not there; if the step is not taken, it goes again."""
+        state = self.state[parameter]
+        if state.get(name) is None:
+            state[name] = make(*given, **options)
+            self._made.append((parameter, name))
+
+    def _unmake(self) -> None:
+        """Takes away the states that were made for a step that was not taken."""
+        for parameter, name in self._made:
+            del self.state[parameter][name]
+            if not self.state[parameter]:
+                del self.state[parameter]
+        self._made = []
 
     def _extra_columns(self, parameter: Tensor) -> tuple[tuple[str, ...], bool]:
         """The names of the extra states of a parameter, and whether it is rounded at random."""
@@ -261,17 +225,26 @@ class Fused(Optimizer):
         held: dict[str, Any] = {
             name: vars(self).pop(name) for name in ("found_inf", "grad_scale") if name in vars(self)
         }
+        params = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in params]
         try:
             if factor is not None:
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.grad.mul_(factor.to(p.grad.device, torch.float32))
+                for p in params:
+                    if p.grad is not None:
+                        p.grad = p.grad * factor.to(p.grad.device, torch.float32)
             # The hooks are running already: around this step, by the wrapper that PyTorch puts around every class's own.
             function = step.__func__
             (function.__wrapped__ if getattr(function, "hooked", False) else function)(self)
         finally:
             vars(self).update(held)
+            if factor is not None:
+                for p, gradient in zip(params, gradients, strict=True):
+                    p.grad = gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, and how they were to be clipped."""
+        self._clipping = None
+        super().zero_grad(set_to_none)
 
     def step_from_encoded(self, codec: BlockCodec, payloads: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
         """Takes a step from gradients that are still encoded: decodes and updates in one pass.
@@ -288,13 +261,40 @@ class Fused(Optimizer):
             RuntimeError: the optimizer needs norms of gradients, has `extras`, counts steps on a GPU, or a parameter is not
                 contiguous or has 64 bits.
         """
-        if type(self)._launch is not Fused._launch:
-            raise RuntimeError(f"{type(self).__name__} needs more than one pass over the gradients; decode them before")
         self._encoded = Encoded(codec, payloads, scale)
         try:
-            take_step(self, self._encoded, self.step)
+            self.step()
         finally:
             self._encoded = None
+
+    def _step_from(self, encoded: Encoded) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if type(self)._launch is not Fused._launch or self._extras != Extras():
+            raise RuntimeError(
+                f"{type(self).__name__} with {self._extras} needs more of a gradient than an encoded one has; decode it before"
+            )
+        encoded.check(params)
+        self._made = []
+        ran = False
+        try:
+            with encoded.standing_for_gradients(params):
+                plan = Plan(self)
+            if any(launch.on_device for launch in plan.launches):
+                raise RuntimeError(
+                    "a step from encoded gradients counts on the host; set fused and capturable to False"
+                )
+            prepared = list(map(self._scalars().rows, plan.launches))
+            for launch, (rows, _, counted) in zip(plan.launches, prepared, strict=True):
+                encoded.apply(launch, rows)
+                for name, values in counted.items():
+                    launch.counters[name].copy_(torch.as_tensor(values))
+            ran = True
+        except CannotFuseError as reason:
+            raise RuntimeError(f"{type(self).__name__} cannot step from encoded gradients, since {reason}") from None
+        finally:
+            if not ran:
+                self._unmake()
+        torch.autograd.graph.increment_version(plan.params)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -334,33 +334,37 @@ class Fused(Optimizer):
         Args:
             state_dict: of this optimizer, or of PyTorch's of the same name.
         """
-        super().load_state_dict(state_dict)
-        # PyTorch casts states to the parameter's dtype, which is what these are there to be wider than.
+        given: list[dict[str, Any]] = []
+        # The last hook before sees what other hooks have made of the argument, the first one after comes before theirs.
+        before = self.register_load_state_dict_pre_hook(lambda _, state_dict: given.append(state_dict))
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_wide(given[0]), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_wide(self, state_dict: dict[str, Any]) -> None:
+        """Loads what PyTorch has cast to the parameters' dtype, which these states are there to be wider than."""
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
-            for name in (MASTER, AVERAGE):
+            for name in (MASTER, AVERAGE, DRAWS):
                 value = state_dict["state"].get(index, {}).get(name)
                 if value is not None:
-                    self.state[p][name] = value.to(p.device, copy=True)
+                    self.state[p][name] = value.to(value.device if name == DRAWS else p.device, copy=True)
 
 
-def as_numbers(group: Group) -> Group:
-    """The options of a group with tensors of one element as numbers."""
-    if not any(isinstance(value, (Tensor, tuple)) for value in group.values()):
-        return group
-
-    def number(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(number(v) for v in value)
-        return value.item() if isinstance(value, Tensor) else value
-
-    return {name: value if name == "params" else number(value) for name, value in group.items()}
+def capture_check(optimizer: Optimizer) -> Callable[[], None]:
+    """PyTorch's refusal of steps that a CUDA graph would not replay."""
+    name = "_accelerator_graph_capture_health_check"
+    check = getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check
+    return cast(Callable[[], None], check)
 
 
-def alike(columns: list[Any]) -> list[Any]:
-    """Which parameters have the same counters: indices for each set of them, a slice if it is all."""
-    if all((column == column[0]).all() for column in columns):
-        return [slice(None)]
-    _, inverse = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
-    return [np.flatnonzero(inverse.reshape(-1) == k) for k in range(int(inverse.max()) + 1)]
+def extra_state(name: str, parameter: Tensor) -> Tensor:
+    """An extra state before the first step."""
+    if name == COMPENSATION:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    wide = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+    return parameter.detach().to(wide, copy=True, memory_format=torch.preserve_format)

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import SCALARS, Variant
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Launch, Update
-from bagua_kernels.optim.trust import multiply, no_shards, ratio
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.launch import Launch
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.trust import multiply, ratio
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LAMB as STEP
 from bagua_kernels.rules.optimizers import LAMB_MOMENTS
@@ -60,6 +62,8 @@ class LAMB(Fused, Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, extras=extras)
 
+    _whole = "norms of whole tensors"
+
     def _update(self, group: Group) -> Update:
         return UPDATE
 
@@ -71,7 +75,6 @@ class LAMB(Fused, Optimizer):
         return group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], *biases, group["lr"]
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
-        no_shards(self, launch)
         variant = launch.variant
         moments = Variant(LAMB_MOMENTS, variant.dtypes, variant.scalars - 1, variant.extras)
         last = SCALARS + moments.scalars

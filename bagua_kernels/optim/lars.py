@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Launch, Update
-from bagua_kernels.optim.trust import multiply, no_shards
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.launch import Launch
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.trust import multiply
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_not_negative
 from bagua_kernels.rules.optimizers import LARS as RULE
 from bagua_kernels.rules.optimizers import NORMS, PLAIN_LARS
@@ -80,6 +82,7 @@ class LARS(Fused, Optimizer):
         super().__init__(params, defaults, extras=extras)
 
     _by_address = False
+    _whole = "norms of whole tensors"
 
     def _update(self, group: Group) -> Update:
         return MOMENTUM if group["momentum"] != 0 else PLAIN
@@ -94,7 +97,6 @@ class LARS(Fused, Optimizer):
         return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"]), 1.0
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
-        no_shards(self, launch)
         variant, table = launch.variant, launch.table
         master = variant.column(multitensor.MASTER)
         weights = table.columns[0 if master is None else master]

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bagua_kernels.bucket import dense_strides
+from bagua_kernels.optim.update import CannotFuseError
+
 
 def local(tensor: Tensor) -> Tensor:
     """A DTensor's shard on this rank, arrived if it was under way; any other tensor as it is."""
@@ -27,21 +30,20 @@ def is_plain(tensor: Tensor) -> bool:
     return dispatch is torch.Tensor.__torch_dispatch__ and tensor.layout == torch.strided
 
 
-def steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that matter: 0 for dimensions of one element."""
-    return tuple(step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank has only a part of the tensor, or of a sum that it is."""
+    return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+
+
+def steps(tensor: Tensor, strides: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The strides that matter, the tensor's or others: 0 for dimensions of one element."""
+    pairs = zip(tensor.shape, tensor.stride() if strides is None else strides, strict=True)
+    return tuple(step if size > 1 else 0 for size, step in pairs)
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for step, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
@@ -82,3 +84,29 @@ def turns(tensors: Sequence[Tensor]) -> list[int]:
     for i in sorted(shared):
         found[i] = next(numbers)
     return found
+
+
+def shard_of_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient on this rank, as it is: not the conjugate or the negation of what lies in memory.
+
+    Raises:
+        CannotFuseError: it is distributed over ranks in another way than the parameter.
+    """
+    return resolved(shard_of_state(parameter, gradient))
+
+
+def shard_of_state(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient's or state's part on this rank.
+
+    Raises:
+        CannotFuseError: it is distributed over ranks in another way than the parameter.
+    """
+    ways = [(getattr(t, "placements", None), getattr(t, "device_mesh", None)) for t in (parameter, tensor)]
+    if ways[0] != ways[1]:
+        raise CannotFuseError(f"a gradient or state is placed as {ways[1][0]} and its parameter as {ways[0][0]}")
+    return local(tensor)
+
+
+def resolved(gradient: Tensor) -> Tensor:
+    """The same values as they are, not as the conjugate or the negation of what lies in memory."""
+    return gradient.resolve_conj().resolve_neg() if gradient.layout == torch.strided else gradient

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LION
 

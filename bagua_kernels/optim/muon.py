@@ -11,8 +11,10 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import GRADIENT, Group, Launch, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.launch import GRADIENT, Launch
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
 
 UPDATE = Update(MUON_STEP, ("momentum_buffer",))
@@ -25,6 +27,7 @@ class Muon(Fused, torch.optim.Muon):
     """
 
     _by_address = False
+    _whole = "whole matrices"
 
     def _update(self, group: Group) -> Update:
         return UPDATE

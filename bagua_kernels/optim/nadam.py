@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.optim.adam import moments
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import NADAM
 
 UPDATE = Update(NADAM, ("exp_avg", "exp_avg_sq"), ("step", "mu_product"))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from bagua_kernels.optim.adam import moments
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import RADAM
 
 UPDATE = Update(RADAM, ("exp_avg", "exp_avg_sq"), ("step",))
@@ -26,7 +27,11 @@ class RAdam(Fused, torch.optim.RAdam):
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
         limit = 2 / (1 - beta2) - 1
         length = limit - 2 * step * beta2**step / bias2
-        # Taken to 0 where the variance has too few terms to be estimated: five of the approximated moving average.
-        known = (length > 5) * 1.0
-        ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
-        return (*moments(group), group["lr"], bias1, bias2**0.5, (ratio * known) ** 0.5)
+        # The variance has too few terms to be estimated below five of the approximated moving average, which is at most as
+        # long as its limit.
+        if limit <= 5:
+            rectification: Any = 0.0
+        else:
+            ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+            rectification = (ratio * (length > 5)) ** 0.5
+        return (*moments(group), group["lr"], bias1, bias2**0.5, rectification)

@@ -9,8 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bagua_kernels.optim.fused import Counters, Fused
-from bagua_kernels.optim.plan import Group, Update
+from bagua_kernels.jit.rule import code_of
+from bagua_kernels.launchers.multitensor import EXTRAS
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.launch import DRAWS
+from bagua_kernels.optim.scalars import Counters
+from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 
@@ -32,11 +36,17 @@ class RuleOptimizer(Fused, Optimizer):
         return self._rule
 
     def _prepare(self, group: Group) -> set[int]:
-        missing = [p for p in group["params"] if p.grad is not None and not self.state.get(p)]
+        missing = [
+            (p, name)
+            for p in group["params"]
+            for name in self.state_values
+            if p.grad is not None and self.state.get(p, {}).get(name) is None
+        ]
         fresh = super()._prepare(group)
-        for p in missing:
-            for name, value in self.state_values.items():
-                self.state[p][name].fill_(value)
+        for p, name in missing:
+            value = self.state_values[name]
+            # A complex number is two parameters.
+            self.state[p][name].fill_(complex(value, value) if p.is_complex() else value)
         return fresh
 
     def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
@@ -73,10 +83,19 @@ def rule_optimizer(
 
     Raises:
         TypeError: the rule is no plain function, or an argument of it is not known.
+        ValueError: a state or an option has a name that is taken.
     """
+    code_of(rule)
     arguments = list(inspect.signature(rule).parameters)
     arrays = 2 + len(state)
-    options = {**defaults, "maximize": False}
+    options = {"maximize": False, **defaults}
+    reserved = {"params", "step", *EXTRAS, DRAWS} & {*state, *defaults} | {n for n in state if n.startswith("_")}
+    if reserved:
+        raise ValueError(
+            f"{sorted(reserved)[0]!r} cannot be the name of a state or an option: optimizers use it themselves"
+        )
+    if any(a.kind is not a.POSITIONAL_OR_KEYWORD for a in inspect.signature(rule).parameters.values()):
+        raise TypeError(f"rule {rule.__name__!r} must take all arguments by position")
     derived = () if derive is None else tuple(derive(options, 1.0))
     for scalar in arguments[arrays:]:
         if scalar not in options and scalar != "step" and scalar not in derived:
@@ -99,7 +118,7 @@ def rule_optimizer(
             raise ValueError(f"lr must have one element, got shape {tuple(lr.shape)}")
         super(RuleOptimizer, self).__init__(params, {**options, **given}, extras=extras)
 
-    return type(
+    made = type(
         name,
         (RuleOptimizer,),
         {
@@ -112,3 +131,10 @@ def rule_optimizer(
             "_rule": update,
         },
     )
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    made.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *(inspect.Parameter(option, keyword, default=value) for option, value in options.items()),
+        inspect.Parameter("extras", keyword, default=None),
+    ])  # fmt: skip
+    return made

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_kernels.optim.plan import Launch
-
 
 def ratio(weights: Tensor, steps: Tensor) -> Tensor:
     """`weights / steps`, and 1 where one of the norms is 0."""
@@ -18,15 +16,3 @@ def ratio(weights: Tensor, steps: Tensor) -> Tensor:
 def multiply(rows: Any, column: int, factors: Tensor) -> None:
     """Multiplies a column of a kernel's scalars, which are a NumPy array or a tensor on the factors' device."""
     rows[:, column] *= factors.to(rows.dtype) if isinstance(rows, Tensor) else factors.cpu().numpy()
-
-
-def no_shards(optimizer: object, launch: Launch) -> None:
-    """Raises if a parameter is only a shard here.
-
-    Raises:
-        RuntimeError: it is, and its norm would need the other ranks.
-    """
-    if any(hasattr(p, "placements") and not all(q.is_replicate() for q in p.placements) for p in launch.params):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} needs norms of whole tensors, and a parameter is sharded over ranks; use AdamW"
-        )

@@ -44,6 +44,7 @@ class Fields:
         last: the last of them, which says what kind of tensor it is.
         offset: of the tensor's beginning in its storage, in elements.
         data: of the memory's address in a storage.
+        undefined: what stands for the address of a gradient where there is none.
     """
 
     tensor: int
@@ -54,6 +55,7 @@ class Fields:
     last: int
     offset: int
     data: int
+    undefined: int
 
 
 def words(address: int, count: int) -> list[int]:
@@ -112,6 +114,7 @@ def find_fields() -> Fields:
     ]
     if any(g != gradients[0] for g in gradients):
         raise LookupError(f"gradients were found at {gradients}")
+    without = torch.nn.Parameter(torch.zeros(3))
     keys = signed(torch._C._dispatch_keys(tensor).raw_repr())
     return Fields(
         tensor=only(where(words(id(tensor), OBJECT_WORDS), tensor._cdata)),
@@ -122,6 +125,7 @@ def find_fields() -> Fields:
         last=only(where(found, keys)),
         offset=only(where(found, int(tensor.storage_offset()))),
         data=where(words(storage._cdata, STORAGE_WORDS), storage.data_ptr())[0],
+        undefined=words(words(without._cdata, TENSOR_WORDS)[autograd], AUTOGRAD_WORDS)[only(gradients[0])],
     )
 
 
@@ -132,29 +136,39 @@ class Watch:
         fields: from `fields`.
         params: parameters, each with a gradient, of at most `MOST_DIMENSIONS` dimensions.
         others: further tensors, that must not change either.
+
+    The tensors are not kept alive: before each look the caller makes sure that all of these objects, by `id`, are in use.
     """
 
     def __init__(self, fields: Fields, params: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         self._look = sweep(fields)
-        # Kept alive, since their addresses are followed.
-        self._tensors = [*params, *others]
-        self._objects = np.array([id(t) for t in self._tensors])
+        tensors = [*params, *others]
+        self._objects = np.array([id(t) for t in tensors])
+        self._undefined = fields.undefined
         self._params = len(params)
         span = slice(fields.first, fields.last + 1)
         self._own = np.array([
             [t._cdata, t.untyped_storage()._cdata, *words(t.untyped_storage()._cdata, STORAGE_WORDS)[fields.data :],
              *words(t._cdata, TENSOR_WORDS)[span]]
-            for t in self._tensors
+            for t in tensors
         ])  # fmt: skip
         gradients = [p.grad for p in params if p.grad is not None]
         self._gradients = np.array([words(g._cdata, TENSOR_WORDS)[span] for g in gradients])
         self._seen = np.zeros((len(params), 3), np.int64)
         self._item = gradients[0].element_size()
 
-    def look(self, addresses: np.ndarray[Any, Any]) -> bool:
-        """Puts the gradients' addresses into an int64 array; False, and perhaps only some, if anything else has changed."""
-        arguments = self._objects, self._own, self._params, self._gradients, self._seen, self._item, addresses
-        return bool(self._look(*arguments))
+    def look(self, addresses: np.ndarray[Any, Any], missing: np.ndarray[Any, Any]) -> bool:
+        """Finds this step's gradients.
+
+        Args:
+            addresses: shape (params,), int64: where they lie; 0 where there is none.
+            missing: shape (params,), bool: where there is none.
+
+        Returns:
+            Whether nothing else has changed; if not, only some are found.
+        """
+        found = self._seen, self._item, addresses, missing
+        return bool(self._look(self._objects, self._own, self._params, self._gradients, self._undefined, *found))
 
 
 @functools.cache
@@ -185,7 +199,6 @@ def changes() -> list[Callable[[torch.nn.Parameter, Tensor], Any]]:
         data(lambda t: t.view(16)),
         data(lambda t: t.view(torch.int32).view(torch.float32)[:, :3]),
         data(lambda t: t.half()),
-        gradient(lambda g: None),
         gradient(Tensor.t),
         gradient(lambda g: torch.ones(4, 8)[:, ::2]),
         gradient(lambda g: g.to_sparse()),
@@ -212,14 +225,17 @@ def fields() -> Fields | None:
             parameter, other = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
             parameter.grad = torch.ones(4, 4)
             watch = Watch(found, [parameter], [other])
-            addresses = np.zeros(1, np.int64)
+            addresses, missing = np.zeros(1, np.int64), np.zeros(1, bool)
+            parameter.grad = None
+            if not watch.look(addresses, missing) or not missing[0]:
+                raise LookupError("the lack of a gradient was not noticed")
             parameter.grad = torch.ones(20)[4:].view(4, 4)
-            if not watch.look(addresses) or addresses[0] != parameter.grad.data_ptr():
+            if not watch.look(addresses, missing) or missing[0] or addresses[0] != parameter.grad.data_ptr():
                 raise LookupError("a new gradient was not found")
             if change is not None:
                 with torch.no_grad():
                     change(parameter, other)
-                if watch.look(addresses):
+                if watch.look(addresses, missing):
                     raise LookupError(f"change {number} was not noticed")
     except (AttributeError, LookupError, RuntimeError) as error:
         logger.info("tensors are checked one by one: %s", error)

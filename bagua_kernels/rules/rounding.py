@@ -63,6 +63,11 @@ def float_bfloat16_stochastic(x, noise):
     return tl.where(finite, rounded, float_bfloat16(x))
 
 
+def resumed(value, image, wide):
+    """`wide` if `value` is what it was rounded to, else `value`."""
+    return tl.where(value == image, wide, value)
+
+
 def identity(x):
     """`x`."""
     return x

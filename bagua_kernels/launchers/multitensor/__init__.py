@@ -16,7 +16,7 @@ import torch
 from bagua_kernels.jit.op import Op
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.random import random_bits, random_key
-from bagua_kernels.rules.rounding import float_bfloat16_stochastic
+from bagua_kernels.rules.rounding import float_bfloat16_stochastic, resumed
 
 OP = Op(__name__)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -39,8 +39,9 @@ class Variant:
         dtypes: of each array of the rule, then of the extra columns.
         scalars: number of the rule's scalars.
         extras: columns beside the rule's, of `EXTRAS` in their order. `MASTER`: a float32 copy that the rule works on, of
-            which the parameter is the rounded image. `COMPENSATION`: what the parameter has lost in rounding, in its own
-            dtype (Kahan). `AVERAGE`: a running mean of the parameter, whose rate follows the rule's scalars in `rows`.
+            which the parameter is the rounded image; where it is not, somebody has written to the parameter, and that counts.
+            `COMPENSATION`: what the parameter has lost in rounding, in its own dtype (Kahan). `AVERAGE`: a running mean of the
+            parameter, whose rate follows the rule's scalars in `rows`.
         stochastic: whether a bfloat16 parameter is rounded at random, right on average, instead of to nearest.
     """
 
@@ -85,11 +86,12 @@ class Variant:
         """
         rule = self.rule
         master, compensation, average = (self.column(extra) for extra in EXTRAS)
-        lines = [f"v{i} = load_{i}({read(i)})" for i in range(rule.arrays) if i or master is None]
+        lines = [f"v{i} = load_{i}({read(i)})" for i in range(rule.arrays)]
         gradient = min(1, rule.arrays - 1)
         lines.append(f"v{gradient} = v{gradient} * factor")
         if master is not None:
-            lines.append(f"v0 = load_{master}({read(master)})")
+            lines.append(f"wide = load_{master}({read(master)})")
+            lines.append("v0 = resumed(v0, load_0(store_0(wide)), wide)")
         if compensation is not None:
             lines.append(f"v0 = v0 + load_{compensation}({read(compensation)})")
         results = [f"r{i}" for i in rule.writes] + [f"term{i}" for i in range(rule.sums)]
@@ -115,8 +117,8 @@ class Table:
     """Where the columns of many tensors lie, and the pieces of work that the tensors are cut into.
 
     Attributes:
-        columns: the tensors of each column, in the order of the rule's arrays and the extra columns. Whoever replaces one
-            replaces the addresses, too.
+        columns: the tensors of each column, in the order of the rule's arrays and the extra columns; empty where only their
+            addresses are needed.
         sizes: elements of each tensor, shape (tensors,), int64; a complex number counts twice.
         addresses: shape (tensors, columns), int64.
         device: where all of them are.
@@ -129,8 +131,7 @@ class Table:
         self.sizes = np.array([t.numel() * (2 if t.is_complex() else 1) for t in first], np.int64)
         self.addresses = np.zeros((len(first), len(columns)), np.int64)
         self._cache: dict[Any, Any] = {}
-        for i, column in enumerate(self.columns):
-            self.replace(i, [t.data_ptr() for t in column])
+        self.fill(self.columns)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -142,6 +143,16 @@ class Table:
         if np.array_equal(before, self.addresses[:, column]):
             return
         self._cache = {key: value for key, value in self._cache.items() if "addresses" not in key}
+
+    def fill(self, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Puts other tensors, of the same sizes and dtypes, into all columns."""
+        self.columns = [list(column) for column in columns]
+        for i, column in enumerate(self.columns):
+            self.replace(i, [t.data_ptr() for t in column])
+
+    def release(self) -> None:
+        """Keeps the tensors alive no longer."""
+        self.columns = [[] for _ in self.columns]
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What a backend derives from the table; forgotten as soon as an address changes if "addresses" is in its key."""
@@ -164,6 +175,11 @@ def load_backend(device: torch.device) -> None:
         BackendUnavailableError: there is no backend for it, or what it needs is not installed.
     """
     OP.backend(device)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether there are rules in float64 on the device."""
+    return bool(OP.backend(device).HAS_FLOAT64)
 
 
 def needs_tensors(device: torch.device) -> bool:
@@ -197,6 +213,8 @@ def bindings(variant: Variant, load: Mapping[torch.dtype, Any], store: Mapping[t
     found: dict[str, Any] = {"rule": variant.rule.function}
     for i, dtype in enumerate(variant.dtypes):
         found |= {f"load_{i}": load[dtype], f"store_{i}": store[dtype]}
+    if MASTER in variant.extras:
+        found["resumed"] = resumed
     if variant.stochastic:
         found |= {
             "random_key": random_key,

@@ -18,6 +18,7 @@ CHUNK = 16384
 SERIAL = 32768
 # More parts than threads even out what other work on the machine takes; each costs a few hundred nanoseconds.
 PARTS_A_THREAD = 8
+HAS_FLOAT64 = True
 NEEDS_TENSORS = False
 
 

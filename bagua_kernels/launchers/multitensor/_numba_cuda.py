@@ -17,6 +17,7 @@ THREADS = 256
 ELEMENTS = 4
 # A thread adds up its own terms, and torch the threads': few enough for that not to cost.
 MOST_BLOCKS_OF_SUMS = 256
+HAS_FLOAT64 = True
 NEEDS_TENSORS = True
 
 

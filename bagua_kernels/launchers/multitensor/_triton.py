@@ -18,6 +18,7 @@ BLOCK = 1024
 # A program first loads addresses and scalars; several blocks share that wait.
 CHUNK = 4 * BLOCK
 ALIGNMENT = 16
+HAS_FLOAT64 = False
 NEEDS_TENSORS = False
 
 

@@ -1,0 +1,35 @@
+"""How an optimizer's groups are updated, and why a step may have to be left to PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bagua_kernels.rules.optimizers import ElementwiseRule
+
+Group = dict[str, Any]
+
+
+class CannotFuseError(Exception):
+    """Why a step must be left to PyTorch."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """How an optimizer updates the parameters of a group.
+
+    Attributes:
+        rule: its arrays are the parameter, the gradient and the states.
+        states: names of the states of the parameter's shape, in the rule's order.
+        counters: names of the states of one number. Those that begin with an underscore are not in the optimizer's state: they
+            are 1 for a parameter whose states were made for this step, else 0.
+    """
+
+    rule: ElementwiseRule
+    states: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
+
+    @property
+    def scalars(self) -> int:
+        """Number of the rule's scalars."""
+        return int(self.rule.function.__code__.co_argcount) - self.rule.arrays
