@@ -27,9 +27,11 @@ from bagua_kernels.compression import FP8, QSGD, Sign, TernGrad, from_spec
 from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.elementwise import _triton as elementwise
+from bagua_kernels.launchers.multitensor import MASTER, Variant
+from bagua_kernels.launchers.multitensor import _triton as multitensor
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.launchers.select import _triton as select
-from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RMSPROP_CENTERED_MOMENTUM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bench import speed
 
@@ -57,8 +59,35 @@ SELECT_ARGUMENTS = {
     "flags_ptr": "*i32", "positions_ptr": "*i64", "keys_ptr": "*i32", "out_ptr": "*fp32", "threshold": "i32",
     "capacity": "i32", "count": "i32", "half": "i32",
 }  # fmt: skip
+MULTITENSOR_ARGUMENTS = {
+    "addresses_ptr": "*i64", "sizes_ptr": "*i64", "rows_ptr": "*fp32", "keys_ptr": "*i32", "partials_ptr": "*fp64",
+    "tensors_ptr": "*i32", "pieces_ptr": "*i32",
+}  # fmt: skip
+# What launchers pass as `num_warps`.
+ELEMENTWISE_WARPS = 4
 # A payload's size always is such a multiple, and its parts begin at such addresses.
 MULTIPLES_OF_16 = ("n", "size")
+
+
+def scalars(rule: ElementwiseRule) -> int:
+    """How many scalars a rule takes."""
+    return len(inspect.signature(rule.function).parameters) - rule.arrays
+
+
+def variant_of(
+    rule: ElementwiseRule, dtypes: tuple[torch.dtype, ...] = (), extras: tuple[str, ...] = (), stochastic: bool = False
+) -> Variant:
+    """A rule's variant, without dtypes that for float32."""
+    return Variant(rule, dtypes or (FLOAT32,) * rule.arrays, scalars(rule), extras, stochastic)
+
+
+MIXED = (BFLOAT16, BFLOAT16, FLOAT32, FLOAT32)
+# Variants of the kernel over many tensors: with one and several states, with sums, and of mixed precision.
+VARIANTS = {
+    **{rule.name: variant_of(rule) for rule in (ADAM, SGD, RMSPROP_CENTERED_MOMENTUM, LAMB_MOMENTS)},
+    "adam, bfloat16, stochastic": variant_of(ADAM, MIXED, stochastic=True),
+    "adam, bfloat16, master": variant_of(ADAM, (*MIXED, FLOAT32), (MASTER,)),
+}
 
 
 def compiled(
@@ -109,10 +138,9 @@ def blockwise_ptx(
 
 def apply_ptx(rule: BlockQuantizer, update: ElementwiseRule, dtype: torch.dtype, sm: int, *, block: int = 256) -> str:
     """The PTX of the kernel that decodes and applies an optimizer's rule to arrays of a dtype."""
-    scalars = len(inspect.signature(update.function).parameters) - update.arrays
-    kernel = blockwise.apply_kernel(rule, update, scalars, 1, (dtype,) * (update.arrays - 1))
+    kernel = blockwise.apply_kernel(rule, update, scalars(update), 1, (dtype,) * (update.arrays - 1))
     types = {**BLOCKWISE_ARGUMENTS, **{f"a{i}_ptr": POINTERS[dtype] for i in range(update.arrays)}}
-    types |= {f"s{i}": "fp32" for i in range(scalars)}
+    types |= {f"s{i}": "fp32" for i in range(scalars(update))}
     return _blockwise(kernel, rule, types, {}, sm, block)
 
 
@@ -134,11 +162,20 @@ def _blockwise(
 
 def elementwise_ptx(rule: ElementwiseRule, dtype: torch.dtype, sm: int, **options: Any) -> str:
     """The PTX of the kernel that maps an optimizer's rule."""
-    scalars = len(inspect.signature(rule.function).parameters) - rule.arrays
-    kernel = elementwise.kernel(rule, scalars, (dtype,) * rule.arrays)
+    kernel = elementwise.kernel(rule, scalars(rule), (dtype,) * rule.arrays)
     signature = {f"a{i}_ptr": POINTERS[dtype] for i in range(rule.arrays)}
-    signature |= {f"s{i}": "fp32" for i in range(scalars)} | {"n": "i32"}
-    return compiled(kernel, signature, {"BLOCK": elementwise.BLOCK}, sm, num_warps=4, **EXACT, **options)
+    signature |= {f"s{i}": "fp32" for i in range(scalars(rule))} | {"n": "i32"}
+    options = {**EXACT, **options}
+    return compiled(kernel, signature, {"BLOCK": elementwise.BLOCK}, sm, num_warps=ELEMENTWISE_WARPS, **options)
+
+
+def multitensor_ptx(variant: Variant, sm: int, *, aligned: bool = True, **options: Any) -> str:
+    """The PTX of the kernel over many tensors, for addresses that are multiples of 16 or for any."""
+    likes = {f"like{i}_ptr": POINTERS[dtype] for i, dtype in enumerate(variant.dtypes)}
+    constants = {"CHUNK": multitensor.CHUNK, "BLOCK": multitensor.BLOCK, "ALIGNED": aligned}
+    options = {**EXACT, **options}
+    kernel, warps = multitensor.kernel(variant), multitensor.WARPS
+    return compiled(kernel, MULTITENSOR_ARGUMENTS | likes, constants, sm, num_warps=warps, **options)
 
 
 def select_ptx(name: str, dtype: torch.dtype, sm: int, *, n: str = "i32", add: bool = False) -> str:
@@ -199,7 +236,10 @@ def resources(ptx: str, sm: int) -> Resources:
 
 
 def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
-    """(launcher, kernel, PTX) of every Triton kernel for float32, quantizers with the block and rounding they are used with."""
+    """(launcher, kernel, PTX) of every Triton kernel, quantizers with the block and rounding they are used with.
+
+    All are for float32, but for a few updates of mixed precision.
+    """
     for rule, block in RULES.items():
         for name in BLOCKWISE:
             rounds = name not in ("decode", "decode_sum")
@@ -212,6 +252,8 @@ def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
         yield "blockwise", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAM, FLOAT32, sm, block=block)
     for update in (ADAM, SGD):
         yield "elementwise", update.name, elementwise_ptx(update, FLOAT32, sm)
+    for name, of_many in VARIANTS.items():
+        yield "multitensor", name, multitensor_ptx(of_many, sm)
     for name in SELECT:
         yield "select", name, select_ptx(name, FLOAT32, sm)
 

@@ -135,8 +135,12 @@ def half_float(x):
     return tl.cast(x, tl.float32)
 
 
-# How a kernel reads an element as float32 (float64 stays what it is) and writes it back. A float32 stored to a float16
-# array is rounded to nearest, ties to even, by the store.
+def float_half(x):
+    """float32 to the nearest float16, ties to even."""
+    return tl.cast(x, tl.float16)
+
+
+# How a kernel reads an element as float32 (float64 stays what it is) and writes it back.
 LOAD = {
     torch.float64: rounding.identity,
     torch.float32: rounding.identity,
@@ -146,6 +150,6 @@ LOAD = {
 STORE = {
     torch.float64: rounding.identity,
     torch.float32: rounding.identity,
-    torch.float16: rounding.identity,
+    torch.float16: float_half,
     torch.bfloat16: rounding.float_bfloat16,
 }

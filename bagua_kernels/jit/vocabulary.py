@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+float16 = np.float16
 float32 = np.float32
 float64 = np.float64
 int32 = np.int32

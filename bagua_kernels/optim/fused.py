@@ -274,6 +274,8 @@ class Fused(Optimizer):
                 f"{type(self).__name__} with {self._extras} needs more of a gradient than an encoded one has; decode it before"
             )
         encoded.check(params)
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise RuntimeError(f"{type(self).__name__} cannot step from encoded gradients with differentiable=True")
         self._made = []
         ran = False
         try:

@@ -54,6 +54,16 @@ def mean_square(v, g, beta, rate):
     return tl.fma(g * rate, g, v * beta)
 
 
+def scaled(x, factor):
+    """A product that no compiler contracts."""
+    return x * factor
+
+
+def approached(mean, x, rate):
+    """A running mean, moved towards `x`."""
+    return mean + (x - mean) * rate
+
+
 def greater(x, y):
     """The greater of two floats; NaN if one is."""
     return tl.where(x > y, x, tl.where(x != x, x, y))
@@ -122,7 +132,7 @@ def radam(p, g, m, v, weight_decay, decay, rate1, beta2, rate2, eps, lr, bias1, 
     m = lerp(m, g, rate1)
     v = mean_square(v, g, beta2, rate2)
     step = tl.div_rn(m, bias1) * lr
-    adaptive = tl.div_rn(root_bias2 / root_bias2, tl.sqrt_rn(v) + eps) * root_bias2
+    adaptive = tl.div_rn(1.0, tl.sqrt_rn(v) + eps) * root_bias2
     return p - tl.where(rectification > 0.0, step * adaptive * rectification, step), m, v
 
 

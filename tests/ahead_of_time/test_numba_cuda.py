@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER, Variant
 from bagua_kernels.rules.floats import NATURAL, fp8
 from bagua_kernels.rules.magnitude import absmax, euclidean
-from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
+from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
-from tests.ahead_of_time.ptx import opcodes, target, violations
+from tests.ahead_of_time.ptx import count, opcodes, target, violations
 
 pytest.importorskip("numba_cuda", reason="needs numba_cuda")
 if knobs.CUDA_SIMULATOR.get():
@@ -24,15 +25,16 @@ if knobs.CUDA_SIMULATOR.get():
 
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.cudadrv import nvvm
 from numba.cuda.cudadrv.error import NvvmSupportError
-from numba.cuda.cudadrv.nvvm import NVVM
 
 from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
+from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
 
 try:
-    NVVM()
+    nvvm.NVVM()
 except NvvmSupportError as error:
     pytest.skip(f"needs libnvvm: {error}", allow_module_level=True)
 
@@ -49,6 +51,7 @@ def device() -> Iterator[SimpleNamespace]:
     """Stands in for the current GPU, whose architecture device functions are compiled for as a kernel meets them."""
     fake = SimpleNamespace(compute_capability=(9, 0))
     caches = (jit.compile_rule, blockwise.bound, blockwise.kernel, blockwise.apply_kernel, elementwise.kernel)
+    caches += (multitensor.kernel,)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: fake)
         yield fake
@@ -130,21 +133,66 @@ def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) ->
     assert violations(ptx, sums_are_marked=False) == []
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
-def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
-    ptx = elementwise_ptx(rule, dtype, sm, device)
-    assert violations(ptx, sums_are_marked=False) == []
-    if rule is ADAM:
-        assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(opcodes(ptx))
+def multitensor_ptx(variant: Variant, sm: int, device: SimpleNamespace) -> str:
+    real = types.float64 if variant.double else types.float32
+    tables = (real[:, ::1], types.uint32[:, ::1], types.int64, types.float64[:, ::1])
+    columns = (ELEMENTS[dtype][::1] for dtype in variant.dtypes)
+    return compiled(multitensor.kernel(variant), (*tables, *columns), sm, device)
 
 
+def uncontracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the compiler from contracting, for which Numba-CUDA itself has no switch, and forgets what it compiled."""
+    compile_ir = nvvm.compile_ir
+    monkeypatch.setattr(nvvm, "compile_ir", lambda ir, **options: compile_ir(ir, **options, fma=False))
+    for cache in (jit.compile_rule, elementwise.kernel, multitensor.kernel):
+        cache.cache_clear()
+
+
+def check_update(make: Callable[[], str], real: str, monkeypatch: pytest.MonkeyPatch, *, summing: bool = False) -> None:
+    """Only what a rule asks to be rounded once is: as much as where contracting is forbidden."""
+    ptx = make()
+    with monkeypatch.context() as patch:
+        uncontracted(patch)
+        plain = make()
+    assert count(plain, "fma", real) > 0
+    fused = count(plain, "fma", real)
+    assert violations(ptx, sums_are_marked=False, real=real, fused=fused, summing=summing) == []
+    for name in ("mul", "div", "sqrt"):
+        assert count(ptx, name, real) == count(plain, name, real)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), [*TARGETS, (FLOAT64, 90)], ids=str)
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
-def test_elementwise_in_float64(rule: ElementwiseRule, device: SimpleNamespace) -> None:
-    ptx = elementwise_ptx(rule, FLOAT64, 90, device)
-    assert violations(ptx, sums_are_marked=False, real="f64") == []
+def test_elementwise(
+    rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = "f64" if dtype == FLOAT64 else "f32"
+    check_update(lambda: elementwise_ptx(rule, dtype, sm, device), real, monkeypatch)
     if rule is ADAM:
-        assert {"mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"} <= set(opcodes(ptx))
+        found = opcodes(elementwise_ptx(rule, dtype, sm, device))
+        assert {f"{name}.rn.{real}" for name in ("mul", "div", "sqrt")} <= set(found)
+
+
+VARIANTS = {
+    "adam": Variant(ADAM, (FLOAT32,) * 4, 8),
+    "adam, float64": Variant(ADAM, (FLOAT64,) * 4, 8),
+    "adam, stochastic": Variant(ADAM, (BFLOAT16, BFLOAT16, FLOAT32, FLOAT32), 8, (), True),
+    "adam, extras": Variant(
+        ADAM,
+        (BFLOAT16, FLOAT16, FLOAT32, FLOAT32, FLOAT32, BFLOAT16, FLOAT32),
+        8,
+        (MASTER, COMPENSATION, AVERAGE),
+    ),
+    "radam": Variant(RADAM, (FLOAT32,) * 4, 10),
+    "lamb_moments": Variant(LAMB_MOMENTS, (FLOAT32,) * 4, 7),
+}
+
+
+@pytest.mark.parametrize(("name", "sm"), [("adam", 80), ("adam", 100), *((name, 90) for name in VARIANTS)], ids=str)
+def test_multitensor(name: str, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = VARIANTS[name]
+    real = "f64" if variant.double else "f32"
+    check_update(lambda: multitensor_ptx(variant, sm, device), real, monkeypatch, summing=variant.rule.sums > 0)
 
 
 def in_place(x, y):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,13 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, Variant
+from bagua_kernels.rules import optimizers
 from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
-from tests.ahead_of_time.ptx import opcodes, target, violations, widths
+from tests.ahead_of_time.operations import operations
+from tests.ahead_of_time.ptx import count, opcodes, target, violations, widths
 
 pytest.importorskip("triton", reason="needs triton")
 if knobs.TRITON_INTERPRET.get():
@@ -22,23 +28,35 @@ import triton
 import triton.language as tl
 
 from bagua_kernels.jit._triton import EXACT
+from bagua_kernels.launchers.blockwise import _triton as blockwise
+from bagua_kernels.launchers.elementwise import _triton as elementwise
+from bagua_kernels.launchers.multitensor import _triton as multitensor
 from bench.ahead_of_time import (
     BFLOAT16,
     BLOCKWISE,
+    ELEMENTWISE_WARPS,
     FLOAT16,
     FLOAT32,
+    MIXED,
     RULES,
+    VARIANTS,
     apply_ptx,
     assembler,
     blockwise_ptx,
     compiled,
     elementwise_ptx,
+    multitensor_ptx,
     resources,
+    variant_of,
 )
 
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
 MINMAX_UINT8 = minmax(8)
+UPDATES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
+# Elements that a thread works on at once.
+ELEMENTWISE_ELEMENTS = elementwise.BLOCK // (32 * ELEMENTWISE_WARPS)
+MULTITENSOR_ELEMENTS = multitensor.BLOCK // (32 * multitensor.WARPS)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +74,35 @@ def spilled(ptx: str) -> int:
     return taken.spills + taken.stack
 
 
-def check(ptx: str) -> None:
-    assert violations(ptx, sums_are_marked=True) == []
+def check(ptx: str, *, fused: int | None = 0, summing: bool = False) -> None:
+    assert violations(ptx, sums_are_marked=True, fused=fused, summing=summing) == []
     assert spilled(ptx) == 0
+
+
+def check_update(ptx: str, variant: Variant) -> int:
+    """Checks a kernel over many tensors, and tells how often it has the code of one element.
+
+    It has one path for whole pieces, whose loop may be unrolled, and one with masks.
+    """
+    rule, extras = variant.rule, variant.dtypes[variant.rule.arrays :]
+    stored = sum(8 * variant.dtypes[i].itemsize for i in rule.writes) + sum(8 * dtype.itemsize for dtype in extras)
+    copies = 2 * MULTITENSOR_ELEMENTS
+    if stored:
+        bits = sum(width * times for width, times in widths(ptx, "st.global").items()) - 64 * rule.sums
+        copies, rest = divmod(bits, stored)
+        assert rest == 0
+    assert copies >= 2 * MULTITENSOR_ELEMENTS
+    assert copies % MULTITENSOR_ELEMENTS == 0
+    wanted = operations(rule)
+    # Code that is unrolled shares products, and may be there with and without weight decay.
+    alike = copies == 2 * MULTITENSOR_ELEMENTS
+    check(ptx, fused=copies * wanted["fma"] if alike else None, summing=rule.sums > 0)
+    if stored and alike:
+        # The gradient's factor, where there is a use for the gradient, and the running mean's rate.
+        products = wanted["mul"] + (rule.name != "lamb") + (AVERAGE in variant.extras)
+        assert count(ptx, "mul") == copies * products
+        assert count(ptx, "div") == copies * wanted["div"]
+    return copies
 
 
 @pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
@@ -113,10 +157,13 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
     block = RULES[rule]
     if name == "decode_apply":
         ptx = apply_ptx(rule, ADAM, FLOAT32, 90, block=block)
+        tile = blockwise.tile(rule, block)
+        elements = tile["ROWS"] * tile["BLOCK"] // (32 * tile["num_warps"])
+        check(ptx, fused=elements * operations(ADAM)["fma"])
     else:
         stochastic = rule.bits > 1 and name != "encode_pieces"
         ptx = blockwise_ptx(rule, name, FLOAT32, 90, block=block, stochastic=stochastic)
-    check(ptx)
+        check(ptx)
     if name in ("encode", "feedback", "decode_apply"):
         assert max(widths(ptx, "ld.global")) >= 128
     if name in ("feedback", "decode", "decode_sum", "decode_apply"):
@@ -127,9 +174,53 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None:
     ptx = elementwise_ptx(rule, dtype, sm)
-    check(ptx)
+    wanted = operations(rule)
+    check(ptx, fused=ELEMENTWISE_ELEMENTS * wanted["fma"])
+    assert count(ptx, "mul") == ELEMENTWISE_ELEMENTS * wanted["mul"]
     assert min(widths(ptx, "ld.global")) >= 128
     assert min(widths(ptx, "st.global")) >= 128
+
+
+def vectors(dtypes: Sequence[torch.dtype]) -> Counter[int]:
+    """How many accesses of how many bits take a thread's elements of each column, if all are as wide as can be."""
+    found: Counter[int] = Counter()
+    for dtype in dtypes:
+        bits = MULTITENSOR_ELEMENTS * dtype.itemsize * 8
+        found[min(bits, 128)] += bits // min(bits, 128)
+    return found
+
+
+def vectors_of(ptx: str, access: str) -> Counter[int]:
+    """Those that take several elements; 64 bits are also an address."""
+    return widths("\n".join(line for line in ptx.splitlines() if re.search(r"\.v\d", line)), access)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_multitensor(name: str, sm: int) -> None:
+    variant = VARIANTS[name]
+    ptx = multitensor_ptx(variant, sm)
+    assert check_update(ptx, variant) == 2 * MULTITENSOR_ELEMENTS
+    writes = [dtype for i, dtype in enumerate(variant.dtypes) if i in variant.rule.writes or i >= variant.rule.arrays]
+    assert vectors_of(ptx, "ld.global") == vectors(variant.dtypes)
+    assert vectors_of(ptx, "st.global") == vectors(writes)
+
+
+@pytest.mark.parametrize("rule", UPDATES, ids=lambda rule: rule.name)
+def test_every_update(rule: ElementwiseRule) -> None:
+    variant = variant_of(rule)
+    check_update(multitensor_ptx(variant, 90), variant)
+
+
+def test_extras_of_an_update_are_exact() -> None:
+    variant = variant_of(ADAM, (*MIXED, BFLOAT16, FLOAT32), (COMPENSATION, AVERAGE))
+    check_update(multitensor_ptx(variant, 90), variant)
+
+
+def test_addresses_of_any_kind_are_taken_element_by_element() -> None:
+    ptx = multitensor_ptx(VARIANTS["adam"], 90, aligned=False)
+    check_update(ptx, VARIANTS["adam"])
+    assert vectors_of(ptx, "ld.global") == vectors_of(ptx, "st.global") == Counter()
 
 
 def test_division_and_root_are_ieee() -> None:
@@ -158,6 +249,14 @@ def small_ptx(kernel: Any, **options: Any) -> str:
 def test_contraction_is_seen() -> None:
     assert violations(small_ptx(product_and_sum, **EXACT), sums_are_marked=True) == []
     assert violations(small_ptx(product_and_sum, enable_fp_fusion=True), sums_are_marked=True)
+
+
+def test_contraction_beside_fused_products_is_seen() -> None:
+    wanted = operations(ADAM)["fma"]
+    ptx = elementwise_ptx(ADAM, FLOAT32, 90, enable_fp_fusion=True)
+    assert count(ptx, "fma") > ELEMENTWISE_ELEMENTS * wanted
+    ptx = multitensor_ptx(VARIANTS["adam"], 90, enable_fp_fusion=True)
+    assert count(ptx, "fma") > 2 * MULTITENSOR_ELEMENTS * wanted
 
 
 def test_float64_is_seen() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit.op import Op
-from bagua_kernels.rules.optimizers import ElementwiseRule
+from bagua_kernels.rules.optimizers import ElementwiseRule, approached, scaled
 from bagua_kernels.rules.random import random_bits, random_key
 from bagua_kernels.rules.rounding import float_bfloat16_stochastic, resumed
 
@@ -88,7 +88,7 @@ class Variant:
         master, compensation, average = (self.column(extra) for extra in EXTRAS)
         lines = [f"v{i} = load_{i}({read(i)})" for i in range(rule.arrays)]
         gradient = min(1, rule.arrays - 1)
-        lines.append(f"v{gradient} = v{gradient} * factor")
+        lines.append(f"v{gradient} = scaled(v{gradient}, factor)")
         if master is not None:
             lines.append(f"wide = load_{master}({read(master)})")
             lines.append("v0 = resumed(v0, load_0(store_0(wide)), wide)")
@@ -109,7 +109,7 @@ class Variant:
                 lines.append(write(compensation, f"store_{compensation}(r0 - load_0(rounded))"))
             if average is not None:
                 lines.append(f"mean = load_{average}({read(average)})")
-                lines.append(write(average, f"store_{average}(mean + (r0 - mean) * rate)"))
+                lines.append(write(average, f"store_{average}(approached(mean, r0, rate))"))
         return lines
 
 
@@ -195,7 +195,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any = None) -> Any:
         table: the tensors.
         rows: shape (tensors, variant.width), float32 (float64 if `variant.double`): `FACTOR`, `SKIP`, the rule's scalars
             and the rate of `AVERAGE`. A NumPy array, or a tensor on the table's device.
-        keys: shape (tensors, 2), uint32: seeds of stochastic rounding.
+        keys: shape (tensors, 2): seeds of stochastic rounding; a uint32 array, or an int32 tensor on the table's device.
 
     Returns:
         The rule's sums over each tensor, shape (tensors, sums), float64, on the table's device; None if it has none.
@@ -210,7 +210,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any = None) -> Any:
 
 def bindings(variant: Variant, load: Mapping[torch.dtype, Any], store: Mapping[torch.dtype, Any]) -> dict[str, Any]:
     """What the free names of a kernel's source stand for, with a backend's conversions."""
-    found: dict[str, Any] = {"rule": variant.rule.function}
+    found: dict[str, Any] = {"rule": variant.rule.function, "scaled": scaled, "approached": approached}
     for i, dtype in enumerate(variant.dtypes):
         found |= {f"load_{i}": load[dtype], f"store_{i}": store[dtype]}
     if MASTER in variant.extras:

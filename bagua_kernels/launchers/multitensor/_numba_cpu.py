@@ -96,6 +96,8 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     partials = np.zeros((len(tensors) if variant.rule.sums else 0, variant.rule.sums))
     if isinstance(rows, torch.Tensor):
         rows = rows.numpy()
+    if isinstance(keys, torch.Tensor):
+        keys = keys.numpy().view(np.uint32)
     arguments = (table.addresses, table.sizes, rows, NOTHING if keys is None else keys, partials, tensors, pieces)
     if threads == 1 or len(tensors) == 1 or int(table.sizes.sum()) <= SERIAL:
         serial(*arguments, 0, len(tensors))

@@ -62,11 +62,10 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     device, sums = table.device, variant.rule.sums
     rows = rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows).to(device)
     # Read only where rounding is stochastic.
-    seeds = (
-        torch.from_numpy(keys).to(device)
-        if keys is not None
-        else torch.zeros((1, 2), dtype=torch.uint32, device=device)
-    )
+    if keys is None:
+        seeds = torch.zeros((1, 2), dtype=torch.uint32, device=device)
+    else:
+        seeds = keys.view(torch.uint32) if isinstance(keys, torch.Tensor) else torch.from_numpy(keys).to(device)
     totals = torch.zeros(len(table), sums, dtype=torch.float64, device=device)
     with launching(rows) as stream:
         run = kernel(variant)

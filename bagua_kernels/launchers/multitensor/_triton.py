@@ -17,6 +17,8 @@ from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Va
 BLOCK = 1024
 # A program first loads addresses and scalars; several blocks share that wait.
 CHUNK = 4 * BLOCK
+# With more elements a thread the compiler needs all registers, or spills.
+WARPS = 8
 ALIGNMENT = 16
 HAS_FLOAT64 = False
 NEEDS_TENSORS = False
@@ -87,10 +89,19 @@ def kernel(variant: Variant) -> Any:
     return compile_template(template, bindings(variant, LOAD, STORE))
 
 
+# What CUDA graphs copy from at each replay, for as long as there may be one: a few kilobytes for each capture.
+CAPTURED: list[torch.Tensor] = []
+
+
 def place(array: Any, device: torch.device) -> torch.Tensor:
     """A NumPy array on the device; through page-locked memory to a GPU, so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    locked = tensor.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        CAPTURED.append(locked)
+    return locked.to(device, non_blocking=True)
 
 
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
@@ -99,19 +110,26 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
         raise TypeError("Triton has no correctly rounded float64 rules; set the backend numba_cuda")
     device = table.device
     tasks = table.cached(("tasks",), lambda: [place(a, device) for a in (table.sizes, *table.tasks(CHUNK))])
-    addresses = table.cached(("addresses",), lambda: place(table.addresses, device))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Filled by each replay, but not before the first.
+        addresses = place(table.addresses, device)
+    else:
+        addresses = table.cached(("addresses",), lambda: place(table.addresses, device))
     sizes, tensors, pieces = tasks
     sums = variant.rule.sums
     partials = torch.empty((len(tensors), sums), dtype=torch.float64, device=device)
     likes = [bits(torch.empty(0, dtype=dtype, device=device)) for dtype in variant.dtypes]
     rows = rows if isinstance(rows, torch.Tensor) else place(rows, device)
-    keys = sizes if keys is None else place(keys.view(np.int32), device)
+    if keys is None:
+        keys = sizes
+    elif not isinstance(keys, torch.Tensor):
+        keys = place(keys.view(np.int32), device)
     if len(tensors):
         aligned = table.cached(("addresses", "aligned"), lambda: not (table.addresses % ALIGNMENT).any())
         with on_device(sizes):
             kernel(variant)[(len(tensors),)](
                 addresses, sizes, rows, keys, partials, tensors, pieces, *likes,
-                CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=aligned, num_warps=4, **EXACT,
+                CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=aligned, num_warps=WARPS, **EXACT,
             )  # fmt: skip
     if not sums:
         return None
