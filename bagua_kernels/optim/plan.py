@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,7 @@ class Plan:
         entries = list(self._entries(optimizer))
         self._updates = [optimizer._update(group) for group in self._groups]
         self._inactive = [p for p in self._all if p.grad is None]
-        self._states = [id(state) for state in optimizer.state.values()]
+        self._states = list(optimizer.state.values())
         sets: dict[Any, list[Entry]] = {}
         for turn, entry in zip(turns([e.tensors[0] for e in entries]), entries, strict=True):
             sets.setdefault((turn, entry.key()), []).append(entry)
@@ -73,11 +74,11 @@ class Plan:
         """Whether the launches are still right; if so, they have this step's gradients."""
         groups = optimizer.param_groups
         return (
-            list(map(id, groups)) == list(map(id, self._groups))
-            and list(map(id, [p for group in groups for p in group["params"]])) == list(map(id, self._all))
+            identical(groups, self._groups)
+            and identical([p for group in groups for p in group["params"]], self._all)
             and [optimizer._update(group) for group in groups] == self._updates
             and not any(p.grad is not None for p in self._inactive)
-            and list(map(id, optimizer.state.values())) == self._states
+            and identical(optimizer.state.values(), self._states)
             and all(launch.take() for launch in self.launches)
         )
 
@@ -85,6 +86,11 @@ class Plan:
         """Lets go of gradients and states."""
         for launch in self.launches:
             launch.end()
+
+
+def identical(some: Collection[Any], others: Collection[Any]) -> bool:
+    """Whether both have the very same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def check(group: Group, tensors: Sequence[Tensor]) -> None:
