@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -48,10 +49,10 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
     for rows in groups:
         runs = [row.prepare() for row in rows]
         seconds: list[list[float]] = [[] for _ in rows]
+        order = random.Random(0)
         for turn in range(warmup + rounds):
-            # A different row goes first each time: none always follows the one that leaves the caches worst.
-            for position in range(len(rows)):
-                index = (turn + position) % len(rows)
+            # In another order each time: none always follows the one that leaves the caches worst.
+            for index in order.sample(range(len(rows)), len(rows)):
                 taken = clock(runs[index])
                 if turn >= warmup:
                     seconds[index].append(taken)
