@@ -97,12 +97,12 @@ class FusedStep:
         with torch.no_grad():
             plan = self._prepare()
         state, own = self.state, [group["params"] for group in self.param_groups]
-        self.state = plan.state
-        # What is not a parameter's belongs to the optimizer as a whole.
-        plan.state.update({key: value for key, value in state.items() if not isinstance(key, torch.Tensor)})
-        for group, params in zip(self.param_groups, plan.groups, strict=True):
-            group["params"] = params
         try:
+            self.state = plan.state
+            # What is not a parameter's belongs to the optimizer as a whole.
+            plan.state.update({key: value for key, value in state.items() if not isinstance(key, torch.Tensor)})
+            for group, params in zip(self.param_groups, plan.groups, strict=True):
+                group["params"] = params
             return base_step(self, *args, **kwargs)
         finally:
             self.state = state

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,7 +12,7 @@ from bagua_kernels.launchers.multitensor import SCALARS, Variant
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.trust import multiply, ratio
+from bagua_kernels.optim.trust import contiguous, multiply, ratio
 from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LAMB as STEP
@@ -79,11 +77,6 @@ class LAMB(Fused, Optimizer):
         moments = Variant(LAMB_MOMENTS, variant.dtypes, variant.scalars - 1, variant.extras)
         last = SCALARS + moments.scalars
         keep = [column for column in range(variant.width) if column != last]
-        sums = multitensor.launch(moments, launch.table, contiguous(rows[:, keep]), None)
+        sums = multitensor.launch(moments, launch.table, contiguous(rows[:, keep]))
         multiply(rows, last, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
         multitensor.launch(variant, launch.table, rows, keys)
-
-
-def contiguous(rows: Any) -> Any:
-    """The same values in one stretch of memory."""
-    return rows.contiguous() if isinstance(rows, torch.Tensor) else np.ascontiguousarray(rows)

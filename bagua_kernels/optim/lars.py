@@ -13,7 +13,8 @@ from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Va
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.trust import multiply
+from bagua_kernels.optim.sgd import momentum_scalars
+from bagua_kernels.optim.trust import contiguous, multiply
 from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_not_negative
 from bagua_kernels.rules.optimizers import LARS as RULE
@@ -89,20 +90,15 @@ class LARS(Fused, Optimizer):
 
     def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         # The trust ratio is multiplied in last.
-        if not counters:
-            return group["lr"], group["weight_decay"], 1.0
-        fresh = counters["_fresh"]
-        counters["_fresh"] = fresh * 0
-        undamped = 1 - group["dampening"] * (1 - fresh)
-        return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"]), 1.0
+        return (*momentum_scalars(group, counters), 1.0)
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant, table = launch.variant, launch.table
         master = variant.column(multitensor.MASTER)
         weights = table.columns[0 if master is None else master]
         norms = Variant(NORMS, (variant.dtypes[0 if master is None else master], variant.dtypes[1]), scalars=0)
-        factors = rows[:, [FACTOR, SKIP]]
-        squares = multitensor.launch(norms, Table([weights, table.columns[1]]), factors, None)
+        factors = contiguous(rows[:, [FACTOR, SKIP]])
+        squares = multitensor.launch(norms, Table([weights, table.columns[1]]), factors)
         weight, gradient = squares.sqrt().unbind(1)
         coefficients = [
             [group[name] for name in ("trust_coefficient", "weight_decay", "eps")]

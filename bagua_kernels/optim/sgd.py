@@ -17,6 +17,16 @@ PLAIN = Update(PLAIN_SGD)
 MOMENTUM = Update(MOMENTUM_SGD, ("momentum_buffer",), ("_fresh",))
 
 
+def momentum_scalars(group: Group, counters: Counters) -> tuple[Any, ...]:
+    """The scalars of gradient descent: with momentum if its buffer is counted, else without."""
+    if not counters:
+        return group["lr"], group["weight_decay"]
+    fresh = counters["_fresh"]
+    counters["_fresh"] = fresh * 0
+    undamped = 1 - group["dampening"] * (1 - fresh)
+    return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"])
+
+
 class SGD(Fused, torch.optim.SGD):
     """`torch.optim.SGD` in one pass."""
 
@@ -24,9 +34,4 @@ class SGD(Fused, torch.optim.SGD):
         return MOMENTUM if group["momentum"] != 0 else PLAIN
 
     def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
-        if not counters:
-            return group["lr"], group["weight_decay"]
-        fresh = counters["_fresh"]
-        counters["_fresh"] = fresh * 0
-        undamped = 1 - group["dampening"] * (1 - fresh)
-        return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"])
+        return momentum_scalars(group, counters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,3 +17,8 @@ def ratio(weights: Tensor, steps: Tensor) -> Tensor:
 def multiply(rows: Any, column: int, factors: Tensor) -> None:
     """Multiplies a column of a kernel's scalars, which are a NumPy array or a tensor on the factors' device."""
     rows[:, column] *= factors.to(rows.dtype) if isinstance(rows, Tensor) else factors.cpu().numpy()
+
+
+def contiguous(rows: Any) -> Any:
+    """The same values in one stretch of memory."""
+    return rows.contiguous() if isinstance(rows, Tensor) else np.ascontiguousarray(rows)
