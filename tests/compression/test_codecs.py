@@ -233,7 +233,7 @@ def test_decode_and_apply_is_both_in_turn(
 ) -> None:
     n = 300 if EMULATED else 40_000
     payloads = torch.stack([codec.encode(vector(n, rank).to(target.device)) for rank in range(3)])
-    scalars = (0.1, 0.9, 1.0, 0.01, 1.0) if update is SGD else (0.999, 0.1, 0.999, 0.001, 1e-8, 1e-3, 0.9)
+    scalars = (0.1, 0.9, 1.0, 0.01, 1.0) if update is SGD else (0.0, 0.999, 0.1, 0.999, 0.001, 1e-8, 1e-3, 0.9)
     assert update in (SGD, ADAM)
     rule = SGD if update is SGD else ADAM
     states = [vector(n, 10 + i, dtype).abs().to(target.device) for i in range(rule.arrays - 1)]
