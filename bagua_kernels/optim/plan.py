@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bagua_kernels import knobs
 from bagua_kernels.launchers.multitensor import has_float64
 from bagua_kernels.optim.launch import Entry, Launch
 from bagua_kernels.optim.layout import (
@@ -116,7 +117,9 @@ def check(group: Group, tensors: Sequence[Tensor]) -> None:
                 f"{tuple(parameter.shape)} on {parameter.device}"
             )
     if parameter.dtype in (torch.float64, torch.complex128) and not has_float64(parameter.device):
-        raise CannotFuseError(f"the kernels on {parameter.device} have no {parameter.dtype}")
+        raise CannotFuseError(
+            f"Triton has no correctly rounded {parameter.dtype}, which {knobs.BACKEND.variable}=numba_cuda has"
+        )
     if group.get("capturable") and not group.get("fused") and parameter.device.type == "cpu":
         raise CannotFuseError("capturable=True is for parameters on a GPU")
     if overlaps_itself(parameter):
