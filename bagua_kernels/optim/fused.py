@@ -141,8 +141,7 @@ class Fused(Optimizer):
             launch.begin()
             self._launch(launch, rows, keys)
             launch.store()
-            for name, values in counted.items():
-                launch.counters[name].copy_(torch.as_tensor(values))
+            launch.count(counted)
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
         whole = all(launch.missing is None for launch in plan.launches)
         torch.autograd.graph.increment_version(plan.params if whole else [p for p in plan.params if p.grad is not None])
@@ -288,8 +287,7 @@ class Fused(Optimizer):
             prepared = list(map(self._scalars().rows, plan.launches))
             for launch, (rows, _, counted) in zip(plan.launches, prepared, strict=True):
                 encoded.apply(launch, rows)
-                for name, values in counted.items():
-                    launch.counters[name].copy_(torch.as_tensor(values))
+                launch.count(counted)
             ran = True
         except CannotFuseError as reason:
             raise RuntimeError(f"{type(self).__name__} cannot step from encoded gradients, since {reason}") from None

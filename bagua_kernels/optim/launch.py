@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +160,11 @@ class Launch:
     def numbers(self) -> dict[str, np.ndarray[Any, Any]]:
         """The counters as arrays over their memory, wherever that is by now."""
         return {name: flat.numpy() for name, flat in self.counters.items()}
+
+    def count(self, counted: Mapping[str, Any]) -> None:
+        """Sets the counters, to arrays or tensors."""
+        for name, values in counted.items():
+            self.counters[name].copy_(torch.as_tensor(values))
 
     def take(self) -> bool:
         """Takes up this step's gradients. False if anything but these has changed."""

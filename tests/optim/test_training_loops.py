@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from bagua_kernels import optim
@@ -347,13 +347,6 @@ def test_number_of_threads_does_not_change_a_bit(name: str, threads: Callable[[i
         results.append([p.detach() for p in parameters])
         assert torch.get_num_threads() == number
     assert all(map(torch.equal, *results))
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[dist.DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["shard", "replicate"])
