@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from bagua_kernels.comm import objects
 from bagua_kernels.comm.reduction import ReduceOp, check_reduction
-from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.comm.work import FINISHED, Together, Work
 from bagua_kernels.errors import CommunicationError
 
 
@@ -160,6 +160,26 @@ class Communicator(abc.ABC):
         tensor = self._enter("recv", tensor=tensor)
         self._check_peer("src", src, tag)
         return self._recv(tensor, src, tag) if tensor.numel() else FINISHED
+
+    def neighbour_exchange(
+        self, outputs: Mapping[int, torch.Tensor], inputs: Mapping[int, torch.Tensor], tag: int = 0
+    ) -> Work:
+        """Sends to some ranks and receives from some, all at once; ranks without neighbours need not take part.
+
+        Args:
+            outputs: for each rank to hear from, the tensor that receives what it sends to this rank.
+            inputs: for each rank to tell, the tensor for it; the same tensor may go to several.
+            tag: tells exchanges under way at the same time apart.
+        """
+        self._check_usable()
+        for name, tensors in (("outputs", outputs), ("inputs", inputs)):
+            for peer in tensors:
+                self._check_peer(name, peer, tag)
+        outputs = {peer: self._enter("neighbour_exchange", outputs=tensor) for peer, tensor in outputs.items()}
+        inputs = {peer: self._enter("neighbour_exchange", inputs=tensor) for peer, tensor in inputs.items()}
+        outputs = {peer: tensor for peer, tensor in outputs.items() if tensor.numel()}
+        inputs = {peer: tensor for peer, tensor in inputs.items() if tensor.numel()}
+        return self._neighbour_exchange(outputs, inputs, tag) if outputs or inputs else FINISHED
 
     def barrier(self) -> Work:
         """Finishes once every rank has called it."""
@@ -331,3 +351,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _barrier(self) -> Work: ...
+
+    def _neighbour_exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], tag: int) -> Work:
+        receives = [self._recv(tensor, peer, tag) for peer, tensor in outputs.items()]
+        return Together([*receives, *(self._send(tensor, peer, tag) for peer, tensor in inputs.items())])

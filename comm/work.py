@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 from bagua_kernels.errors import CommunicationError
 
@@ -52,6 +53,22 @@ class Pending(Work):
     @abc.abstractmethod
     def _complete(self) -> None:
         """Waits for the communication and writes its outputs; errors as of `Work.wait`."""
+
+
+class Together(Work):
+    """Several communications that count as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Waits for all of them, in order; raises what the first to fail raises."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Returns whether all are completed."""
+        return all(work.is_completed() for work in self._works)
 
 
 class Finished(Work):

@@ -177,6 +177,32 @@ def case_point_to_point(c: Communicator) -> None:
         work.wait()
 
 
+def case_neighbour_exchange(c: Communicator) -> None:
+    """A ring both ways, a star that leaves ranks out, and two exchanges under way with tags of their own."""
+    if c.size == 1:
+        return
+    for n in (0, 1, 1001):
+        neighbours = {(c.rank + 1) % c.size, (c.rank - 1) % c.size}
+        got = {peer: torch.empty(n) for peer in neighbours}
+        c.neighbour_exchange(got, {peer: values(c.rank, n, torch.float32, peer) for peer in neighbours}).wait()
+        assert all(same(got[peer], values(peer, n, torch.float32, c.rank)) for peer in neighbours)
+    mine, others = values(c.rank, 33, torch.bfloat16), [peer for peer in range(1, c.size)]
+    if c.rank == 0:
+        star = {peer: torch.empty(33, dtype=torch.bfloat16) for peer in others}
+        c.neighbour_exchange(star, {}).wait()
+        assert all(same(star[peer], values(peer, 33, torch.bfloat16)) for peer in others)
+    else:
+        c.neighbour_exchange({}, {0: mine}).wait()
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    outputs = [torch.empty(5) for _ in range(2)]
+    works = [
+        c.neighbour_exchange({left: outputs[i]}, {right: values(c.rank, 5, torch.float32, i)}, tag=i) for i in range(2)
+    ]
+    for work in reversed(works):
+        work.wait()
+    assert all(same(outputs[i], values(left, 5, torch.float32, i)) for i in range(2))
+
+
 def case_many_at_once(c: Communicator) -> None:
     """Several operations under way, waited for in reverse order, and each more than once."""
     tensors = [torch.full((100,), float(i)) for i in range(8)]
