@@ -77,6 +77,13 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("expected a whole number, 0 or more")
+    return value
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -102,6 +109,18 @@ HEARTBEAT: Knob[float] = Knob(
     _seconds,
     "Seconds between two signs of life of a rank; a rank silent for six of them counts as lost once a collective fails.",
 )
+SOCKETS: Knob[int] = Knob(
+    "BAGUA_KERNELS_SOCKETS",
+    2,
+    _count,
+    "Sockets that `init` opens between two ranks on CPUs; `tune` measures how many are used; 0 leaves all to Gloo.",
+)
+TUNING: Knob[str] = Knob(
+    "BAGUA_KERNELS_TUNING",
+    "",
+    str,
+    "What `bagua_kernels.comm.tune` has measured, as JSON: which way each collective takes at which size.",
+)
 
 TRITON_INTERPRET: Knob[bool] = Knob(
     "TRITON_INTERPRET",
@@ -122,12 +141,21 @@ MASTER_ADDR: Knob[str] = Knob(
     str,
     "torchrun's variable: the host of rank 0, which is also where its signs of life are kept.",
 )
+GLOO_SOCKET_IFNAME: Knob[str] = Knob(
+    "GLOO_SOCKET_IFNAME",
+    "",
+    str,
+    "Gloo's variable: the network interface that ranks on CPUs use (the first one of a list).",
+)
 
-ALL: tuple[Knob[str] | Knob[float] | Knob[bool], ...] = (
+ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int], ...] = (
     BACKEND,
     TIMEOUT,
     HEARTBEAT,
+    SOCKETS,
+    TUNING,
     TRITON_INTERPRET,
     CUDA_SIMULATOR,
     MASTER_ADDR,
+    GLOO_SOCKET_IFNAME,
 )

@@ -22,14 +22,19 @@ from bagua_kernels.comm.rendezvous import rank as rank
 from bagua_kernels.comm.rendezvous import shutdown as shutdown
 from bagua_kernels.comm.rendezvous import size as size
 from bagua_kernels.comm.rendezvous import world as world
+from bagua_kernels.comm.striped import StripedCommunicator as StripedCommunicator
 from bagua_kernels.comm.torch_backend import TorchCommunicator as TorchCommunicator
+from bagua_kernels.comm.tuning import Tuning as Tuning
+from bagua_kernels.comm.tuning_measure import tune as tune
 from bagua_kernels.comm.work import Work as Work
 
 __all__ = [
     "Communicator",
     "LocalCommunicator",
     "ReduceOp",
+    "StripedCommunicator",
     "TorchCommunicator",
+    "Tuning",
     "Work",
     "device",
     "init",
@@ -38,5 +43,6 @@ __all__ = [
     "run_ranks",
     "shutdown",
     "size",
+    "tune",
     "world",
 ]

@@ -76,6 +76,11 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return _ON_BOOL.get(op, op) if dtype is torch.bool else op
 
 
+def combine(op: ReduceOp) -> Callable[..., torch.Tensor]:
+    """Returns the function of two tensors that carries out `op`, a sum for `AVG`; it takes `out`."""
+    return _COMBINE[op]
+
+
 def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Reduces one tensor per rank, from rank 0 upwards, so that the result is the same bits wherever it is computed.
 
@@ -86,11 +91,11 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor
     Returns:
         A new tensor.
     """
-    combine = _COMBINE[op]
+    fold = _COMBINE[op]
     divide_first = op is ReduceOp.AVG and parts[0].dtype in HALF
     total = parts[0] / len(parts) if divide_first else parts[0].clone()
     for part in parts[1:]:
-        combine(total, part / len(parts) if divide_first else part, out=total)
+        fold(total, part / len(parts) if divide_first else part, out=total)
     if op is ReduceOp.AVG and not divide_first:
         total /= len(parts)
     return total

@@ -8,6 +8,7 @@ import ctypes
 import ipaddress
 import logging
 import os
+import select
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,9 @@ from bagua_kernels.comm.attempt import agree
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.local import LocalCommunicator
 from bagua_kernels.comm.meeting import LocalWorld
+from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.torch_backend import TorchCommunicator
+from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.errors import CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
@@ -100,6 +103,9 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     group by setting that variable while the group is made (there is no other way) and restoring it, for this
     package's own without.
 
+    Ranks on CPUs are joined by sockets of their own beside Gloo's (`StripedCommunicator`), unless
+    `BAGUA_KERNELS_SOCKETS` is 0; what `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
+
     Args:
         timeout: seconds after which an operation that does not finish raises an error; by default
             `BAGUA_KERNELS_TIMEOUT`.
@@ -130,7 +136,7 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     if not seconds > 0:
         raise ValueError(f"expected a number of seconds above zero, got {timeout=}")
     if dist.is_initialized():
-        _current = _World(TorchCommunicator(timeout=seconds, device=wanted), made_group=False)
+        _current = _World(_with_sockets(TorchCommunicator(timeout=seconds, device=wanted), ""), made_group=False)
     else:
         launch = Launch.read()
         if launch is None:
@@ -214,7 +220,16 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout),
         )
-    return TorchCommunicator(timeout=timeout, device=place, host=host)
+    return _with_sockets(TorchCommunicator(timeout=timeout, device=place, host=host), host)
+
+
+def _with_sockets(base: TorchCommunicator, host: str) -> Communicator:
+    """Joins ranks on CPUs by sockets of their own, where the system has what that needs."""
+    if base.device.type != "cpu" or base.size == 1 or not knobs.SOCKETS.get() or not hasattr(select, "epoll"):
+        return base
+    text = knobs.TUNING.get()
+    tuning = Tuning.from_json(text) if text else Tuning()
+    return StripedCommunicator(base, stripes=max(knobs.SOCKETS.get(), tuning.stripes), tuning=tuning, host=host)
 
 
 def _loopback(address: str) -> str:
@@ -256,7 +271,7 @@ def _shutdown(limit: float | None, failure: str) -> None:
     communicator, made_group = _current.communicator, _current.made_group
     _current = None
     atexit.unregister(_shutdown_at_exit)
-    if not isinstance(communicator, TorchCommunicator):
+    if not isinstance(communicator, (TorchCommunicator, StripedCommunicator)):
         communicator.close()
         return
     healthy = not failure and not communicator.is_ended()

@@ -1,0 +1,417 @@
+"""The thread that moves bytes between this rank's operations and its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch
+
+# number and code of the operation, tag of the message, offset and length of the part, length of the message
+_HEADER = struct.Struct("<QIIQQQ")
+_STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
+_AHEAD = 64 << 20  # bytes from one rank that are kept before this rank has asked for them; more stay in the network
+_TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
+_Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
+
+
+class Arrival:
+    """A message from another rank: where it goes, what is missing of it, and who has asked for it."""
+
+    __slots__ = ("code", "data", "key", "left", "transfer")
+
+    def __init__(self, key: _Key, code: int, data: memoryview, transfer: Transfer | None) -> None:
+        self.key = key
+        self.code = code
+        self.data = data
+        self.left = len(data)
+        self.transfer = transfer
+
+
+class Part:
+    """A part of a message on its way out of one socket."""
+
+    __slots__ = ("header", "rest", "transfer")
+
+    def __init__(self, header: bytes, rest: memoryview, transfer: Transfer) -> None:
+        self.header: bytes = header
+        self.rest = rest
+        self.transfer = transfer
+
+
+class Channel:
+    """One socket, what waits to leave through it, and what has arrived."""
+
+    __slots__ = (
+        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "writing",
+    )  # fmt: skip
+
+    def __init__(self, peer: int, sock: socket.socket) -> None:
+        self.peer = peer
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.out: deque[Part] = deque()
+        self.queued = 0
+        self.writing = False
+        self.staging = memoryview(bytearray(_STAGING))
+        self.begin = self.end = 0
+        self.arrival: Arrival | None = None
+        self.rest = memoryview(b"")
+        self.parked: _Key | None = None
+
+
+class Loop:
+    """Moves the messages of operations; everything but `submit` and `stop` happens on its thread.
+
+    Args:
+        name: of the thread.
+        links: the connected sockets to each other rank; the loop owns them from now on.
+        sent: told the bytes of every message that this rank sends.
+    """
+
+    def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], sent: Callable[[int], None]) -> None:
+        self._links = {peer: [Channel(peer, sock) for sock in socks] for peer, socks in links.items()}
+        self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
+        self._stripes = self._split = 1
+        self._sent = sent
+        self._posted: dict[_Key, Transfer] = {}
+        self._arrivals: dict[_Key, Arrival] = {}
+        self._ahead = dict.fromkeys(self._links, 0)
+        self._running: dict[Operation, set[Transfer]] = {}
+        self._ready: deque[Lane] = deque()
+        self._lost: dict[int, BaseException] = {}
+        self._submitted: deque[Operation] = deque()
+        self._stopping = ""
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+        self._lock = threading.Lock()
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        for channel in self._channels.values():
+            channel.sock.setblocking(False)
+            self._epoll.register(channel.fd, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def use(self, stripes: int, split: int) -> None:
+        """Cuts messages of at least `split` bytes over the first `stripes` sockets; others take the least busy of these."""
+        self._stripes, self._split = stripes, split
+
+    def submit(self, operation: Operation) -> None:
+        """Starts an operation; from any thread."""
+        with self._lock:
+            if not self._stopping:
+                self._submitted.append(operation)
+                self._nudge()
+                return
+        operation.end(ConnectionAbortedError(self._stopping))
+
+    def stop(self, reason: str) -> None:
+        """Ends what is under way, closes the sockets and ends the thread; from any thread, more than once."""
+        with self._lock:
+            if not self._stopping:
+                self._stopping = reason
+                self._nudge()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
+        """See `Lane.send`."""
+        operation, channels, total = lane.operation, self._links[peer][: self._stripes], len(data)
+        if peer in self._lost:
+            raise self._lost[peer]
+        if total < self._split or len(channels) == 1:
+            channels = [min(channels, key=lambda channel: channel.queued)]
+        # Parts begin at multiples of a page, so that no element is cut.
+        step = max(1, -(-total // (len(channels) * 4096)) * 4096)
+        starts = range(0, max(1, total), step)
+        transfer = Transfer(lane, peer, data, len(starts))
+        self._running[operation].add(transfer)
+        self._sent(total)
+        for offset, channel in zip(starts, channels, strict=False):
+            part = data[offset : offset + step]
+            header = _HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
+            channel.out.append(Part(header, part, transfer))
+            channel.queued += len(part)
+            if not channel.writing:
+                self._guarded(channel, self._write)
+        return transfer
+
+    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
+        """See `Lane.receive`."""
+        operation = lane.operation
+        transfer = Transfer(lane, peer, data, len(data))
+        key = (peer, operation.number, tag)
+        self._running[operation].add(transfer)
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            self._check(arrival.code, len(arrival.data), transfer)
+            arrival.transfer = transfer
+            if not arrival.left:
+                self._arrived(arrival)
+        elif peer in self._lost:
+            raise self._lost[peer]
+        else:
+            self._posted[key] = transfer
+            self._unpark(key)
+        return transfer
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for fd, event in self._epoll.poll():
+                    if fd == self._wake:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake, 4096)
+                        continue
+                    channel = self._channels.get(fd)
+                    if channel is not None and event & ~select.EPOLLOUT:
+                        self._guarded(channel, self._read)
+                    if fd in self._channels and event & select.EPOLLOUT:
+                        self._guarded(self._channels[fd], self._write)
+                    self._advance()
+                while self._submitted:
+                    self._start(self._submitted.popleft())
+                self._advance()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stopping = self._stopping or "its thread has ended"
+        error = ConnectionAbortedError(self._stopping)
+        for operation in [*self._running, *self._submitted]:
+            operation.end(error)
+        self._running.clear()
+        self._posted.clear()
+        self._arrivals.clear()
+        for channel in self._channels.values():
+            channel.sock.close()
+        self._channels.clear()
+        self._epoll.close()
+        with self._lock:
+            os.close(self._wake)
+            os.close(self._woken)
+            self._woken = -1
+
+    def _nudge(self) -> None:
+        if self._woken >= 0:
+            # A full pipe wakes it too.
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._woken, b"x")
+
+    def _start(self, operation: Operation) -> None:
+        self._running[operation] = set()
+        self._refill(operation)
+
+    def _refill(self, operation: Operation) -> None:
+        while operation.active < operation.window:
+            steps = next(operation.lanes, None)
+            if steps is None:
+                break
+            lane = Lane(operation, operation.started, self)
+            operation.started += 1
+            operation.active += 1
+            lane.steps = steps(lane)
+            self._ready.append(lane)
+        if not operation.active and operation in self._running:
+            del self._running[operation]
+            operation.end()
+
+    def _advance(self) -> None:
+        while self._ready:
+            lane = self._ready.popleft()
+            operation = lane.operation
+            if operation not in self._running:
+                continue
+            try:
+                if not lane.advance():
+                    continue
+            except Exception as error:  # whatever a step may raise: the waiting thread gets it
+                self._fail(operation, error)
+                continue
+            operation.active -= 1
+            self._refill(operation)
+
+    def _done(self, transfer: Transfer) -> None:
+        transfer.done = True
+        lane = transfer.lane
+        transfers = self._running.get(lane.operation)
+        if transfers is None:
+            return
+        transfers.discard(transfer)
+        if transfer.awaited:
+            lane.pending -= 1
+            if not lane.pending:
+                self._ready.append(lane)
+
+    def _guarded(self, channel: Channel, move: Callable[[Channel], None]) -> None:
+        try:
+            move(channel)
+        except OSError as error:
+            self._lose(channel, error)
+
+    def _lose(self, channel: Channel, error: BaseException) -> None:
+        """Gives a rank up: without one of its sockets nothing that it takes part in can finish."""
+        peer = channel.peer
+        said = ConnectionError(f"the connection to rank {peer} broke: {error}")
+        self._lost.setdefault(peer, said)
+        for other in self._links[peer]:
+            if other.fd in self._channels:
+                del self._channels[other.fd]
+                self._epoll.unregister(other.fd)
+                other.sock.close()
+        for operation, transfers in list(self._running.items()):
+            if any(transfer.peer == peer for transfer in transfers):
+                self._fail(operation, said)
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        transfers = self._running.pop(operation, set())
+        self._posted = {key: transfer for key, transfer in self._posted.items() if transfer not in transfers}
+        operation.end(error)
+
+    def _write(self, channel: Channel) -> None:
+        """Hands the kernel as much as it takes."""
+        while channel.out:
+            part = channel.out[0]
+            try:
+                if part.header:
+                    sent = channel.sock.sendmsg([part.header, part.rest]) - len(part.header)
+                    if sent < 0:
+                        part.header = part.header[sent:]
+                        continue
+                    part.header = b""
+                else:
+                    sent = channel.sock.send(part.rest)
+            except BlockingIOError:
+                if not channel.writing:
+                    channel.writing = True
+                    self._register(channel)
+                return
+            channel.queued -= sent
+            if sent == len(part.rest):
+                channel.out.popleft()
+                part.transfer.left -= 1
+                if not part.transfer.left:
+                    self._done(part.transfer)
+            else:
+                part.rest = part.rest[sent:]
+        if channel.writing:
+            channel.writing = False
+            self._register(channel)
+
+    def _register(self, channel: Channel) -> None:
+        events = (0 if channel.parked else select.EPOLLIN) | (select.EPOLLOUT if channel.writing else 0)
+        self._epoll.modify(channel.fd, events)
+
+    def _read(self, channel: Channel) -> None:
+        """Takes what has arrived."""
+        taken = 0
+        while taken < _TURN and channel.parked is None:
+            into = channel.rest if len(channel.rest) else channel.staging[channel.end :]
+            try:
+                count = channel.sock.recv_into(into)
+            except BlockingIOError:
+                return
+            if not count:
+                raise ConnectionResetError("it was closed at the other end")
+            taken += count
+            if len(channel.rest):
+                self._filled(channel, count)
+            else:
+                channel.end += count
+                self._parse(channel)
+            if count < len(into):
+                return
+
+    def _filled(self, channel: Channel, count: int) -> None:
+        arrival = channel.arrival
+        assert arrival is not None
+        channel.rest = channel.rest[count:]
+        arrival.left -= count
+        if not len(channel.rest):
+            channel.arrival = None
+            if not arrival.left:
+                self._arrived(arrival)
+
+    def _parse(self, channel: Channel) -> None:
+        """Takes headers, and what follows each, out of what was read ahead."""
+        while channel.end - channel.begin >= _HEADER.size:
+            number, code, tag, offset, length, total = _HEADER.unpack_from(channel.staging, channel.begin)
+            arrival = self._arrival((channel.peer, number, tag), code, total)
+            if arrival is None:
+                channel.parked = (channel.peer, number, tag)
+                self._register(channel)
+                break
+            channel.begin += _HEADER.size
+            channel.arrival = arrival
+            channel.rest = arrival.data[offset : offset + length]
+            count = min(length, channel.end - channel.begin)
+            channel.rest[:count] = channel.staging[channel.begin : channel.begin + count]
+            channel.begin += count
+            self._filled(channel, count)
+            if len(channel.rest):
+                break
+        # What is left is less than a header, or waits for its operation.
+        left = channel.end - channel.begin
+        if channel.begin:
+            channel.staging[:left] = bytes(channel.staging[channel.begin : channel.end])
+        channel.begin, channel.end = 0, left
+
+    def _arrival(self, key: _Key, code: int, total: int) -> Arrival | None:
+        """Returns where a message goes: to who asked for it, else to memory of its own; None while that is used up."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            return arrival
+        transfer = self._posted.pop(key, None)
+        if transfer is not None:
+            try:
+                self._check(code, total, transfer)
+            except ValueError as error:
+                self._fail(transfer.lane.operation, error)
+                transfer = None
+        peer = key[0]
+        if transfer is not None:
+            arrival = Arrival(key, code, transfer.data, transfer)
+        elif self._ahead[peer] and self._ahead[peer] + total > _AHEAD:
+            return None
+        else:
+            self._ahead[peer] += total
+            arrival = Arrival(key, code, memoryview(bytearray(total)), None)
+        self._arrivals[key] = arrival
+        return arrival
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Hands over a complete message, if it has been asked for."""
+        transfer = arrival.transfer
+        if transfer is None:
+            return
+        del self._arrivals[arrival.key]
+        if arrival.data is not transfer.data:
+            transfer.data[:] = arrival.data
+            self._ahead[transfer.peer] -= len(arrival.data)
+        self._done(transfer)
+
+    def _unpark(self, key: _Key) -> None:
+        for channel in self._links[key[0]]:
+            if channel.parked == key and channel.fd in self._channels:
+                channel.parked = None
+                self._register(channel)
+                self._parse(channel)
+
+    def _check(self, code: int, total: int, transfer: Transfer) -> None:
+        ours = transfer.lane.operation.code
+        if code != ours:
+            raise ValueError(mismatch(transfer.peer, code, ours))
+        if total != len(transfer.data):
+            raise ValueError(
+                f"rank {transfer.peer} sent {total} bytes where this rank expected {len(transfer.data)}: call "
+                f"{transfer.lane.operation.name} with the same sizes and dtypes on all ranks"
+            )

@@ -1,0 +1,351 @@
+"""The steps of each collective, as the lanes of one rank: what it sends to whom, and what it does with what arrives.
+
+With n ranks, b bytes a rank and a one-way delay of d, on links of B bytes a second:
+
+name        delays           bytes a rank sends
+exchange    1                (n-1) b
+doubling    log2 n           b log2 n
+direct      2                2 (n-1)/n b
+halving     2 log2 n         2 (n-1)/n b
+ring        2 (n-1)          2 (n-1)/n b
+
+`doubling` and `halving` are recursive doubling and recursive halving with doubling (Thakur, Rabenseifner and Gropp,
+Optimization of Collective Communication Operations in MPICH, 2005, section 4.4), where a number of ranks that is no
+power of two costs another two delays. Results have the same bits on all ranks: every element is either reduced by one
+rank, or by all in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from bagua_kernels.comm.reduction import HALF, ReduceOp, combine
+from bagua_kernels.comm.sockets.transfer import Lane, Steps, Transfer
+
+
+class Scratch:
+    """Memory for what arrives, kept from one lane to the next: fresh pages cost more than the sum over them."""
+
+    def __init__(self, limit: int = 16) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._limit = limit
+
+    def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns `n` elements."""
+        free = self._free.get((n, dtype))
+        return free.pop() if free else torch.empty(n, dtype=dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Takes memory back that nothing refers to any more."""
+        key = (tensor.numel(), tensor.dtype)
+        free = self._free.setdefault(key, [])
+        if len(free) < self._limit:
+            free.append(tensor)
+        while len(self._free) > self._limit:
+            del self._free[next(iter(self._free))]
+
+
+class Ranks:
+    """This rank among its fellows, with what every schedule needs.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        # Not all ranks begin with the same one, or its link would be the only one in use.
+        self.others = tuple((rank + step) % size for step in range(1, size))
+        self.scratch = Scratch()
+
+
+def chunks(n: int, parts: int) -> list[slice]:
+    """Cuts `n` elements into parts that differ by one element at most."""
+    starts = [n * part // parts for part in range(parts + 1)]
+    return [slice(begin, end) for begin, end in pairwise(starts)]
+
+
+def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: everyone sends everything to everyone, and all reduce in rank order."""
+
+    def steps(lane: Lane) -> Steps:
+        parts = ranks.scratch.take(ranks.size * x.numel(), x.dtype).view(ranks.size, -1)
+        parts[ranks.rank] = x
+        got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
+        sent = [lane.send(peer, x) for peer in ranks.others]
+        yield [*got, *sent]
+        reduce_rows(parts, x, op)
+        ranks.scratch.give(parts.view(-1))
+
+    return steps
+
+
+def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: chunk r of everyone goes to rank r, which reduces in rank order and sends the result to everyone."""
+
+    def steps(lane: Lane) -> Steps:
+        pieces = chunks(x.numel(), ranks.size)
+        own = x[pieces[ranks.rank]]
+        parts = ranks.scratch.take(ranks.size * own.numel(), x.dtype).view(ranks.size, -1)
+        got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
+        # A reduced chunk can only come from a rank that has received all of this rank's, so it overwrites nothing
+        # that is still to be sent.
+        results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
+        sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
+        parts[ranks.rank] = own
+        yield got
+        reduce_rows(parts, own, op)
+        ranks.scratch.give(parts.view(-1))
+        passed = [lane.send(peer, own) for peer in ranks.others]
+        yield [*sent, *results, *passed]
+
+    return steps
+
+
+def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: chunks travel around a ring once to be reduced, and once more as results."""
+
+    def steps(lane: Lane) -> Steps:
+        rank, size = ranks.rank, ranks.size
+        right, left = (rank + 1) % size, (rank - 1) % size
+        pieces = chunks(x.numel(), size)
+        divide_first(x, op, size)
+        for step in range(size - 1):
+            mine, theirs = x[pieces[(rank - step) % size]], x[pieces[(rank - step - 1) % size]]
+            part = ranks.scratch.take(theirs.numel(), x.dtype)
+            yield [lane.receive(left, part), lane.send(right, mine)]
+            combine(op)(part, theirs, out=theirs)
+            ranks.scratch.give(part)
+        own = (rank + 1) % size
+        divide_last(x[pieces[own]], op, size)
+        for step in range(size - 1):
+            mine, theirs = x[pieces[(own - step) % size]], x[pieces[(own - step - 1) % size]]
+            yield [lane.receive(left, theirs), lane.send(right, mine)]
+
+    return steps
+
+
+def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: in round i, ranks that differ in bit i alone exchange and reduce everything."""
+
+    def steps(lane: Lane) -> Steps:
+        divide_first(x, op, ranks.size)
+        part = ranks.scratch.take(x.numel(), x.dtype)
+        place, count = yield from _fold(lane, ranks, x, part, op)
+        if place is not None:
+            distance = 1
+            while distance < count:
+                peer = _unfolded(place ^ distance, ranks.size)
+                yield [lane.receive(peer, part), lane.send(peer, x)]
+                _combine_ordered(x, part, op, first=place & distance == 0)
+                distance *= 2
+            divide_last(x, op, ranks.size)
+        ranks.scratch.give(part)
+        yield from _unfold(lane, ranks, x)
+
+    return steps
+
+
+def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: rounds that exchange and reduce half of what is left, then rounds that put the halves together."""
+
+    def steps(lane: Lane) -> Steps:
+        divide_first(x, op, ranks.size)
+        part = ranks.scratch.take(x.numel(), x.dtype)
+        place, count = yield from _fold(lane, ranks, x, part, op)
+        if place is not None:
+            begin, end, distance = 0, x.numel(), count // 2
+            path = []
+            while distance:
+                peer, middle = _unfolded(place ^ distance, ranks.size), (begin + end) // 2
+                lower = place & distance == 0
+                path.append((peer, begin, end))
+                kept, given = ((begin, middle), (middle, end)) if lower else ((middle, end), (begin, middle))
+                begin, end = kept
+                yield [lane.receive(peer, part[begin:end]), lane.send(peer, x[slice(*given)])]
+                _combine_ordered(x[begin:end], part[begin:end], op, first=lower)
+                distance //= 2
+            divide_last(x[begin:end], op, ranks.size)
+            for peer, low, high in reversed(path):
+                given = (low, begin) if low < begin else (end, high)
+                # An empty half may lie on either side; then there is nothing to put in its place.
+                yield [lane.receive(peer, x[slice(*given)]), lane.send(peer, x[begin:end])]
+                begin, end = low, high
+        ranks.scratch.give(part)
+        yield from _unfold(lane, ranks, x)
+
+    return steps
+
+
+def reduce_scatter(
+    ranks: Ranks, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
+) -> Callable[[Lane], Steps]:
+    """Part r of everyone goes to rank r, which reduces in rank order."""
+
+    def steps(lane: Lane) -> Steps:
+        rows = ranks.scratch.take(ranks.size * output.numel(), output.dtype).view(ranks.size, -1)
+        rows[ranks.rank] = parts[ranks.rank]
+        got = [lane.receive(peer, rows[peer]) for peer in ranks.others]
+        sent = [lane.send(peer, parts[peer]) for peer in ranks.others]
+        # Where the output is a part of the input, that part has been copied above.
+        yield got
+        reduce_rows(rows, output, op)
+        ranks.scratch.give(rows.view(-1))
+        yield sent
+
+    return steps
+
+
+def all_to_all(
+    ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Callable[[Lane], Steps]:
+    """Input r goes to rank r and becomes output number `rank` there; this rank's own is copied."""
+
+    def steps(lane: Lane) -> Steps:
+        transfers = [lane.receive(peer, outputs[peer]) for peer in ranks.others]
+        transfers += [lane.send(peer, inputs[peer]) for peer in ranks.others]
+        own, mine = outputs[ranks.rank], inputs[ranks.rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
+        yield transfers
+
+    return steps
+
+
+def star(
+    ranks: Ranks, centre: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], inward: bool
+) -> Callable[[Lane], Steps]:
+    """Everything to the centre, or everything from it: gather, scatter and small broadcasts.
+
+    Args:
+        ranks: this rank and the others.
+        centre: the rank in the middle.
+        outputs: at the centre if inward, one a rank; else the one of this rank.
+        inputs: at the centre if outward, one a rank; else the one of this rank.
+        inward: whether the centre receives.
+    """
+
+    def steps(lane: Lane) -> Steps:
+        if ranks.rank != centre:
+            yield [lane.send(centre, inputs[0]) if inward else lane.receive(centre, outputs[0])]
+        elif inward:
+            yield [lane.receive(peer, outputs[peer]) for peer in ranks.others]
+        else:
+            yield [lane.send(peer, inputs[peer]) for peer in ranks.others]
+
+    return steps
+
+
+def chain(ranks: Ranks, source: int, x: torch.Tensor) -> Callable[[Lane], Steps]:
+    """Broadcast of one piece of many: each rank passes it on to the next, so that no link carries it twice."""
+
+    def steps(lane: Lane) -> Steps:
+        position = (ranks.rank - source) % ranks.size
+        if position:
+            yield [lane.receive((ranks.rank - 1) % ranks.size, x)]
+        if position < ranks.size - 1:
+            yield [lane.send((ranks.rank + 1) % ranks.size, x)]
+
+    return steps
+
+
+def rooted_reduce(ranks: Ranks, root: int, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """Reduce: chunk r of everyone goes to rank r, which reduces it in rank order and sends it to the root."""
+
+    def steps(lane: Lane) -> Steps:
+        pieces = chunks(x.numel(), ranks.size)
+        own = x[pieces[ranks.rank]]
+        rows = ranks.scratch.take(ranks.size * own.numel(), x.dtype).view(ranks.size, -1)
+        rows[ranks.rank] = own
+        got = [lane.receive(peer, rows[peer]) for peer in ranks.others]
+        sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
+        results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others] if ranks.rank == root else []
+        yield got
+        # The other ranks' tensors stay as they are.
+        reduced = own if ranks.rank == root else rows[0]
+        reduce_rows(rows, reduced, op)
+        passed = [] if ranks.rank == root else [lane.send(root, reduced)]
+        yield [*sent, *results, *passed]
+        ranks.scratch.give(rows.view(-1))
+
+    return steps
+
+
+def messages(
+    sends: Sequence[tuple[int, torch.Tensor]] = (), receives: Sequence[tuple[int, torch.Tensor]] = ()
+) -> Callable[[Lane], Steps]:
+    """Messages to some ranks and from some."""
+
+    def steps(lane: Lane) -> Steps:
+        yield [lane.receive(*item) for item in receives] + [lane.send(*item) for item in sends]
+
+    return steps
+
+
+def cut(n: int, size: int) -> Iterator[slice]:
+    """Cuts `n` elements into pieces of `size`, the last one shorter."""
+    return (slice(begin, min(n, begin + size)) for begin in range(0, n, size))
+
+
+def divide_first(x: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Divides float16 and bfloat16 before they are summed; see `ReduceOp`."""
+    if op is ReduceOp.AVG and x.dtype in HALF:
+        x /= size
+
+
+def divide_last(x: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Divides float32 and float64 after they were summed; see `ReduceOp`."""
+    if op is ReduceOp.AVG and x.dtype not in HALF:
+        x /= size
+
+
+def reduce_rows(rows: torch.Tensor, output: torch.Tensor, op: ReduceOp) -> None:
+    """Reduces the rows, from the first on, into `output`, which may be memory of the first row; uses the rows up."""
+    size = len(rows)
+    divide_first(rows, op, size)
+    total = rows[0]
+    for row in rows[1:-1]:
+        combine(op)(total, row, out=total)
+    combine(op)(total, rows[-1], out=output)
+    divide_last(output, op, size)
+
+
+def _combine_ordered(x: torch.Tensor, part: torch.Tensor, op: ReduceOp, first: bool) -> None:
+    # The lower rank's operand first on both sides: of two NaNs, an addition keeps the first one's bits.
+    combine(op)(*((x, part) if first else (part, x)), out=x)
+
+
+def _fold(
+    lane: Lane, ranks: Ranks, x: torch.Tensor, part: torch.Tensor, op: ReduceOp
+) -> Generator[list[Transfer], None, tuple[int | None, int]]:
+    """Leaves a power of two of ranks: the first few even ranks give their values to the odd ones beside them.
+
+    Returns:
+        This rank's place among those that stay, None for one that waits, and how many stay.
+    """
+    count = 1 << (ranks.size.bit_length() - 1)
+    extra = ranks.size - count
+    if ranks.rank >= 2 * extra:
+        return ranks.rank - extra, count
+    if ranks.rank % 2 == 0:
+        yield [lane.send(ranks.rank + 1, x)]
+        return None, count
+    yield [lane.receive(ranks.rank - 1, part)]
+    _combine_ordered(x, part, op, first=False)
+    return ranks.rank // 2, count
+
+
+def _unfolded(place: int, size: int) -> int:
+    extra = size - (1 << (size.bit_length() - 1))
+    return 2 * place + 1 if place < extra else place + extra
+
+
+def _unfold(lane: Lane, ranks: Ranks, x: torch.Tensor) -> Steps:
+    extra = ranks.size - (1 << (ranks.size.bit_length() - 1))
+    if ranks.rank < 2 * extra:
+        yield [lane.receive(ranks.rank + 1, x) if ranks.rank % 2 == 0 else lane.send(ranks.rank - 1, x)]

@@ -1,0 +1,168 @@
+"""What moves between ranks: messages, the lanes that send and receive them, and the operation that these add up to."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+Steps = Generator["list[Transfer]", None, None]
+
+
+class Transfer:
+    """One message on its way.
+
+    Attributes:
+        lane: that issued it.
+        peer: the rank at the other end.
+        data: the memory it is sent from or received into.
+        left: parts of it that have not gone to the kernel, or bytes of it that have not arrived.
+        done: whether nothing is left.
+        awaited: whether its lane cannot go on without it.
+    """
+
+    __slots__ = ("awaited", "data", "done", "lane", "left", "peer")
+
+    def __init__(self, lane: Lane, peer: int, data: memoryview, left: int) -> None:
+        self.lane = lane
+        self.peer = peer
+        self.data = data
+        self.left = left
+        self.done = False
+        self.awaited = False
+
+
+class Carrier(Protocol):
+    """Moves messages; used on its own thread only."""
+
+    def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer: ...  # noqa: D102
+    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer: ...  # noqa: D102
+
+
+class Lane:
+    """Steps of a collective that follow one another, such as those of one piece of a vector.
+
+    The steps are a generator. It calls `send` and `receive`, which start at once, and yields the transfers that it has
+    to wait for. Messages of two ranks match in the order in which their lanes of the same number issue them.
+    """
+
+    __slots__ = ("_received", "_sent", "carrier", "operation", "pending", "steps", "tag")
+
+    def __init__(self, operation: Operation, number: int, carrier: Carrier) -> None:
+        self.operation = operation
+        self.carrier = carrier
+        self.tag = number << 12
+        self.pending = 0
+        self.steps: Steps | None = None
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Transfer:
+        """Sends a flat tensor, which has to stay as it is until the transfer is done."""
+        count = self._sent[peer] = self._sent.get(peer, -1) + 1
+        return self.carrier.send(self, peer, self.tag + count, memory(tensor))
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> Transfer:
+        """Receives into a flat tensor."""
+        count = self._received[peer] = self._received.get(peer, -1) + 1
+        return self.carrier.receive(self, peer, self.tag + count, memory(tensor))
+
+    def advance(self) -> bool:
+        """Goes on to the next step that has to wait; returns whether all steps are done."""
+        assert self.steps is not None
+        for transfers in self.steps:
+            self.pending = 0
+            for transfer in transfers:
+                if not transfer.done:
+                    transfer.awaited = True
+                    self.pending += 1
+            if self.pending:
+                return False
+        return True
+
+
+class Operation:
+    """A collective, or one message, under way; its face to the waiting thread is that of torch's work.
+
+    Args:
+        name: for errors.
+        number: the same on all ranks, and no other operation's.
+        code: tells calls that do not fit together apart; see `signature`.
+        lanes: the steps of each lane, which are started in this order, `window` at a time.
+        window: how many lanes may be under way at once.
+    """
+
+    def __init__(
+        self, name: str, number: int, code: int, lanes: Iterator[Callable[[Lane], Steps]], window: int
+    ) -> None:
+        self.name = name
+        self.number = number
+        self.code = code
+        self.lanes = lanes
+        self.window = window
+        self.active = 0
+        self.started = 0
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Wakes who waits; only the first call counts."""
+        if not self._ended.is_set():
+            self.error = error
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Returns whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, limit: timedelta) -> None:
+        """Waits until it has ended.
+
+        Raises:
+            RuntimeError: if it has failed, or not ended in time.
+        """
+        if not self._ended.wait(limit.total_seconds()):
+            raise RuntimeError(f"{self.name} is still under way")
+        if self.error is not None:
+            raise RuntimeError(f"{self.error}") from self.error
+
+
+NAMES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+)
+
+
+def signature(name: str, *arguments: object) -> int:
+    """Returns 32 bits that tell calls apart: which operation it is, and a digest of what all ranks must agree on."""
+    digest = zlib.crc32("/".join(map(str, arguments)).encode()) & 0xFFFFFF
+    return NAMES.index(name) << 24 | digest
+
+
+def mismatch(peer: int, theirs: int, ours: int) -> str:
+    """Returns what to say of two signatures that differ."""
+    names = [NAMES[code >> 24] if code >> 24 < len(NAMES) else "something unknown" for code in (theirs, ours)]
+    detail = " with other sizes, dtypes or options" if names[0] == names[1] else ""
+    return (
+        f"rank {peer} called {names[0]}{detail} where this rank called {names[1]}: all ranks must issue the same "
+        "operations in the same order"
+    )
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor, shared with it."""
+    # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be viewed as bytes.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat.numpy().data if flat.numel() else memoryview(bytearray())

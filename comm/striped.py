@@ -1,0 +1,290 @@
+"""A communicator over sockets of its own, for CPUs on a network that is long, slow or lossy."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import select
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.sockets import mesh, schedules
+from bagua_kernels.comm.sockets.loop import Loop
+from bagua_kernels.comm.sockets.schedules import Ranks, cut
+from bagua_kernels.comm.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.torch_backend import TorchCommunicator
+from bagua_kernels.comm.torch_work import Session, TorchWork
+from bagua_kernels.comm.tuning import Tuning
+from bagua_kernels.comm.work import Work
+
+_MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
+
+
+class StripedCommunicator(Communicator):
+    """The ranks of another communicator, joined by one or more sockets of their own for each pair.
+
+    Gloo's all-reduce is a ring: on n ranks a message waits for 4 (n - 1) one-way delays, its reduce-scatter sends
+    twice what it has to, and each pair has one socket. Here small tensors take 1 delay, medium ones 2, a
+    reduce-scatter sends each part once, and large messages may be cut over several sockets (which is what BAGUA-Net
+    did for NCCL). Which way is taken for which size says `tuning`, which `tune` measures; where the communicator
+    beneath is faster, it is used.
+
+    Results are reduced in rank order where one rank reduces, and have the same bits on all ranks in any case.
+    `bytes_sent` counts what goes into the sockets, without headers.
+
+    Args:
+        base: a communicator on the CPU, which this one owns from now on: Gloo, or ranks as threads.
+        stripes: sockets between two ranks; how many of them are used says `tuning`.
+        tuning: equal on all ranks.
+        host: the address to listen on; by default that of the interface which Gloo would use.
+
+    Raises:
+        ValueError: if `base` is not on the CPU.
+        CommunicationError: if the ranks cannot connect.
+    """
+
+    def __init__(self, base: Communicator, *, stripes: int = 1, tuning: Tuning | None = None, host: str = "") -> None:
+        if base.device.type != "cpu":
+            raise ValueError(f"StripedCommunicator expects a communicator on the CPU, got one on {base.device}")
+        if not hasattr(select, "epoll"):
+            raise ValueError("StripedCommunicator needs epoll, which only Linux has: use its base")
+        if stripes < 1:
+            raise ValueError(f"expected at least one socket between two ranks, got {stripes=}")
+        self.rank = base.rank
+        self.size = base.size
+        self.device = base.device
+        self.timeout = base.timeout
+        self.bytes_sent = 0
+        self.base = base
+        self.stripes = stripes
+        self._host = host
+        self._ranks = Ranks(base.rank, base.size)
+        self._numbers = itertools.count()
+        self._messages: dict[tuple[int, int, int], int] = {}
+        self._counting = threading.Lock()
+        everyone = tuple(range(base.size))
+        if isinstance(base, TorchCommunicator):
+            self._session = base._session.child("sockets", everyone)
+        else:
+            self._session = Session("world", base.timeout, base.rank, everyone, None)
+        self._session.abandon = self._abandon
+        self._loop: Loop | None = None
+        self.tuning = tuning or Tuning()
+        if self.size > 1:
+            links = mesh.connect(self.rank, self.size, stripes, base.all_gather_object, base.timeout, host)
+            self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, self._count)
+            self._loop.use(self.tuning.stripes, self.tuning.split)
+            _open.add(self)
+
+    def retune(self, tuning: Tuning) -> None:
+        """Follows another table from now on; every rank calls it with the same one, with nothing under way."""
+        self.tuning = tuning
+        if self._loop is not None:
+            self._loop.use(tuning.stripes, tuning.split)
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.
+
+        Args:
+            reason: what the errors say, here and on the other ranks.
+        """
+        self._session.abort(reason)
+        self._stop(reason)
+        if isinstance(self.base, TorchCommunicator):
+            self.base.abort(reason)
+        else:
+            self.base.abort()
+
+    def close(self, limit: float | None = None) -> None:
+        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
+
+        Args:
+            limit: seconds to wait for them, if less than the timeout.
+        """
+        if self._session.ended:
+            return
+        if limit is not None:
+            self._session.timeout = min(limit, self._session.timeout)
+        if self.size > 1:
+            self.barrier().wait()
+        self._session.close()
+        if isinstance(self.base, TorchCommunicator):
+            self.base.close(limit)
+        else:
+            self.base.close()
+        # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
+        self._stop("it was closed")
+
+    def close_relatives(self) -> None:
+        """Frees the connections of every open communicator split from this one, and of their bases."""
+        if isinstance(self.base, TorchCommunicator):
+            for communicator in list(_open):
+                if communicator._session.liveness is self._session.liveness:
+                    communicator._session.close()
+                    communicator._stop("its relatives were closed")
+            self.base.close_relatives()
+
+    def is_ended(self) -> bool:
+        """Returns whether it was closed or aborted, or has failed."""
+        return bool(self._session.ended)
+
+    def _abandon(self) -> None:
+        self._stop("an operation has failed")
+        if isinstance(self.base, TorchCommunicator):
+            self.base._session.ended = self.base._session.ended or self._session.ended
+            self.base._group.abandon()
+        else:
+            self.base.abort()
+
+    def _stop(self, reason: str) -> None:
+        if self._loop is not None:
+            self._loop.stop(reason)
+        _open.discard(self)
+
+    def _unusable(self) -> str:
+        return self._session.ended
+
+    def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
+        base = self.base._split(ranks)
+        return StripedCommunicator(base, stripes=self.stripes, tuning=self.tuning, host=self._host)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.bytes_sent += nbytes
+
+    def _beneath(self, call: Callable[[], Work]) -> Work:
+        before = self.base.bytes_sent
+        work = call()
+        self._count(self.base.bytes_sent - before)
+        return work
+
+    def _start(
+        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Steps]], *, number: int | None = None,
+        peer: int | None = None, finish: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        collective = number is None
+        number = next(self._numbers) if number is None else number
+        if collective:
+            self._session.entered(number, name)
+        operation = Operation(name, number, code, iter(lanes), self.tuning.window)
+        assert self._loop is not None
+        self._loop.submit(operation)
+        return TorchWork(self._session, operation, name, number if collective else None, peer, finish, on_stream=False)
+
+    def _pieces(self, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+        """Cuts flat tensors of one length at the same places."""
+        flat = [tensor.view(-1) for tensor in tensors]
+        size = max(1, self.tuning.piece // flat[0].itemsize)
+        return (tuple(tensor[part] for tensor in flat) for part in cut(flat[0].numel(), size))
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        way = self.tuning.way("all_reduce", tensor.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._all_reduce(tensor, op))
+        make = _ALL_REDUCE[way]
+        lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(tensor))
+        return self._start("all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes)
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if self.tuning.way("all_gather", input.nbytes) == "base":
+            return self._beneath(lambda: self.base._all_gather(output, input))
+        rows = output.view(self.size, -1).unbind(0)
+        lanes = (
+            schedules.all_to_all(self._ranks, outputs, [mine] * self.size)
+            for mine, *outputs in self._pieces(input, *rows)
+        )
+        return self._start("all_gather", signature("all_gather", input.dtype, input.numel()), lanes)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
+        if self.tuning.way("reduce_scatter", output.nbytes) == "base":
+            return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
+        rows = input.view(self.size, -1).unbind(0)
+        lanes = (schedules.reduce_scatter(self._ranks, into, parts, op) for into, *parts in self._pieces(output, *rows))
+        return self._start("reduce_scatter", signature("reduce_scatter", input.dtype, input.numel(), op), lanes)
+
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        even = len({*output_splits, *input_splits}) == 1
+        if even and self.tuning.way("all_to_all", input.nbytes // self.size) == "base":
+            return self._beneath(lambda: self.base._all_to_all(output, input, output_splits, input_splits))
+        outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
+        lanes = [schedules.all_to_all(self._ranks, outputs, inputs)]
+        return self._start("all_to_all", signature("all_to_all", input.dtype), lanes)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        way = self.tuning.way("broadcast", tensor.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._broadcast(tensor, src))
+        code = signature("broadcast", tensor.dtype, tensor.numel(), src, way)
+        if way == "star":
+            flat = tensor.view(-1)
+            star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
+            return self._start("broadcast", code, [star])
+        lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(tensor))
+        return self._start("broadcast", code, lanes)
+
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
+        lanes = (schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(tensor))
+        return self._start("reduce", signature("reduce", tensor.dtype, tensor.numel(), dst, op), lanes)
+
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
+        code = signature("gather", input.dtype, input.numel(), dst)
+        outputs: list[torch.Tensor] = []
+        if output is not None:
+            outputs = list(output.view(self.size, -1).unbind(0))
+            if outputs[dst].data_ptr() != input.data_ptr():
+                outputs[dst].copy_(input.view(-1))
+        star = schedules.star(self._ranks, dst, outputs, [input.view(-1)], inward=True)
+        return self._start("gather", code, [star])
+
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
+        code = signature("scatter", output.dtype, output.numel(), src)
+        inputs: list[torch.Tensor] = []
+        if input is not None:
+            inputs = list(input.view(self.size, -1).unbind(0))
+            if inputs[src].data_ptr() != output.data_ptr():
+                output.view(-1).copy_(inputs[src])
+        star = schedules.star(self._ranks, src, [output.view(-1)], inputs, inward=False)
+        return self._start("scatter", code, [star])
+
+    def _barrier(self) -> Work:
+        token = torch.empty(0, dtype=torch.uint8)
+        lane = schedules.all_to_all(self._ranks, [token] * self.size, [token] * self.size)
+        return self._start("barrier", signature("barrier"), [lane])
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        lane = schedules.messages(sends=[(dst, tensor.view(-1))])
+        return self._start("send", signature("send"), [lane], number=self._message(self.rank, dst, tag), peer=dst)
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        lane = schedules.messages(receives=[(src, tensor.view(-1))])
+        return self._start("recv", signature("send"), [lane], number=self._message(src, self.rank, tag), peer=src)
+
+    def _message(self, src: int, dst: int, tag: int) -> int:
+        """Numbers messages between two ranks, those of each tag by themselves, so that they match in order."""
+        count = self._messages[src, dst, tag] = self._messages.get((src, dst, tag), -1) + 1
+        return _MESSAGE | (tag & 0x7FFFFFFF) << 32 | count & 0xFFFFFFFF
+
+
+_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane], Steps]]] = {
+    "exchange": schedules.exchange,
+    "doubling": schedules.doubling,
+    "direct": schedules.direct,
+    "halving": schedules.halving,
+    "ring": schedules.ring,
+}
+
+_open: weakref.WeakSet[StripedCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_open() -> None:
+    """Ends the threads before the interpreter does."""
+    for communicator in list(_open):
+        communicator._stop("its process exits")

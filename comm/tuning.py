@@ -1,0 +1,83 @@
+"""Which way of carrying out a collective is used for which size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+ALL_REDUCE = ("exchange", "doubling", "direct", "halving", "ring", "base")
+OTHERS = ("sockets", "base")
+BROADCAST = ("star", "chain", "base")
+
+Choice = tuple[tuple[float, str], ...]
+EVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes in bytes up to which each way is used, in ascending order, the last one without a limit.
+
+    `base` stands for the communicator beneath, which is Gloo. The ways are those of `comm/sockets/schedules.py`.
+
+    Attributes:
+        all_reduce: by the bytes of the tensor.
+        all_gather: by the bytes of a rank's input.
+        reduce_scatter: by the bytes of a rank's output.
+        all_to_all: by the bytes for one rank.
+        broadcast: by the bytes of the tensor.
+        piece: bytes of a large tensor that are under way as one.
+        window: how many such pieces are under way at once.
+        stripes: sockets between two ranks that are used.
+        split: bytes from which on a message is cut over these sockets.
+    """
+
+    all_reduce: Choice = ((16 << 10, "exchange"), (EVER, "direct"))
+    all_gather: Choice = ((EVER, "sockets"),)
+    reduce_scatter: Choice = ((EVER, "sockets"),)
+    all_to_all: Choice = ((EVER, "sockets"),)
+    broadcast: Choice = ((256 << 10, "star"), (EVER, "chain"))
+    piece: int = 4 << 20
+    window: int = 4
+    stripes: int = 1
+    split: int = 256 << 10
+    measured: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for what cannot be followed."""
+        known = {"all_reduce": ALL_REDUCE, "broadcast": BROADCAST}
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+            choice: Choice = getattr(self, name)
+            limits = [limit for limit, _ in choice]
+            if not choice or limits != sorted(limits) or limits[-1] != EVER:
+                raise ValueError(f"expected {name} to be (bytes, way) pairs up to infinity, ascending, got {choice}")
+            for _, way in choice:
+                if way not in known.get(name, OTHERS):
+                    raise ValueError(f"{name} knows {', '.join(known.get(name, OTHERS))}, got {way!r}")
+        for name in ("piece", "window", "stripes", "split"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
+
+    def way(self, operation: str, nbytes: int) -> str:
+        """Returns the way for a size."""
+        choice: Choice = getattr(self, operation)
+        return next(way for limit, way in choice if nbytes <= limit)
+
+    def to_json(self) -> str:
+        """Returns it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuning:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no tuning.
+        """
+        try:
+            fields = json.loads(text)
+            for name, value in fields.items():
+                if name not in ("measured", "piece", "window", "stripes", "split"):
+                    fields[name] = tuple((float(limit), str(way)) for limit, way in value)
+            return cls(**fields)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"this is no tuning: {error}: {text[:200]!r}") from None

@@ -1,0 +1,167 @@
+"""Measures which way of carrying out a collective is the fastest for which size on the links at hand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm import rendezvous
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.striped import StripedCommunicator
+from bagua_kernels.comm.tuning import ALL_REDUCE, BROADCAST, EVER, OTHERS, Choice, Tuning
+
+_SIZES = tuple(1 << shift for shift in range(10, 26, 3))  # bytes
+_AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was fastest there is used
+_ROUNDS, _FEWEST = 7, 2
+_HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
+_GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
+_OPERATIONS = {
+    "all_reduce": (ALL_REDUCE, 0.5),
+    "reduce_scatter": (OTHERS, 0.15),
+    "all_gather": (OTHERS, 0.15),
+    "all_to_all": (OTHERS, 0.1),
+    "broadcast": (BROADCAST, 0.1),
+}  # and their share of the budget
+_WASTEFUL = ("exchange", "doubling")  # send more than they must: never beyond what was measured
+
+
+def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply: bool = True) -> Tuning:
+    """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
+
+    1. For each size, every way takes turns with the others; a way's time is the median over rounds of the slowest
+       rank's time. All ranks learn all times, so that all decide alike.
+    2. Between two sizes whose fastest ways differ, the border is their geometric mean.
+    3. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
+    4. At the last size, more than one socket between two ranks is tried, if the communicator has them.
+
+    Args:
+        communicator: by default that of all ranks.
+        budget: seconds to spend, about; a slow network takes more.
+        apply: whether `communicator` follows the result.
+
+    Returns:
+        The table, with the measured seconds in `measured`; the same on all ranks.
+
+    Raises:
+        ValueError: if the communicator has nothing to choose from.
+    """
+    communicator = rendezvous.world() if communicator is None else communicator
+    if not isinstance(communicator, StripedCommunicator):
+        raise ValueError(
+            f"tune expects a StripedCommunicator, got {type(communicator).__name__}, which has one way of doing things"
+        )
+    if communicator.size == 1:
+        return communicator.tuning
+    before = communicator.tuning
+    try:
+        tuning = _measure(communicator, budget)
+    finally:
+        communicator.retune(before)
+    if apply:
+        communicator.retune(tuning)
+    return tuning
+
+
+def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
+    tuning = Tuning()
+    measured: dict[str, list[tuple[int, dict[str, float]]]] = {}
+    for operation, (ways, share) in _OPERATIONS.items():
+        rows = _sizes(communicator, operation, ways, budget * share)
+        measured[operation] = rows
+        chosen: dict[str, Any] = {operation: borders(rows)}
+        tuning = replace(tuning, **chosen)
+    largest = measured["all_reduce"][-1][0]
+    counts = [count for count in (1, 2, 4, 8) if count <= communicator.stripes]
+    if len(counts) > 1 and largest >= 2 * tuning.split and tuning.way("all_reduce", largest) != "base":
+        calls = {
+            f"{count}": _call(communicator, "all_reduce", largest, replace(tuning, stripes=count)) for count in counts
+        }
+        times = _race(communicator, calls, _ROUNDS)
+        best = min(times, key=lambda name: times[name])
+        measured["stripes"] = [(largest, times)]
+        tuning = replace(tuning, stripes=int(best) if times["1"] > _GAIN * times[best] else 1)
+    return replace(tuning, measured=measured)
+
+
+def _sizes(
+    communicator: StripedCommunicator, operation: str, ways: Sequence[str], budget: float
+) -> list[tuple[int, dict[str, float]]]:
+    """Returns, for each size that fits into the budget, the seconds of the ways that are still in the race."""
+    rows: list[tuple[int, dict[str, float]]] = []
+    started, left = time.perf_counter(), list(ways)
+    rounds = _ROUNDS
+    for nbytes in _SIZES:
+        calls = {
+            way: _call(communicator, operation, nbytes, Tuning(**{operation: ((EVER, way),)}))  # type: ignore[arg-type]
+            for way in left
+        }
+        times = _race(communicator, calls, rounds)
+        rows.append((nbytes, times))
+        best = min(times.values())
+        # Gloo stays in, as what none of the others may be slower than.
+        left = [way for way in left if way == "base" or times[way] < _HOPELESS * best]
+        spent = communicator.all_gather_object(time.perf_counter() - started)
+        turn = sum(times[way] for way in left) * 8
+        rounds = int(min(_ROUNDS, max(_FEWEST, (budget - max(spent)) / turn - 1)))
+        if nbytes >= _AT_LEAST and max(spent) + turn * (rounds + 1) > budget:
+            break
+    return rows
+
+
+def _call(communicator: StripedCommunicator, operation: str, nbytes: int, tuning: Tuning) -> Callable[[], None]:
+    n, size = max(1, nbytes // 4), communicator.size
+    few = torch.zeros(n)
+    many = few if operation in ("all_reduce", "broadcast") else torch.zeros(n * size)
+    other = torch.zeros(n * size) if operation == "all_to_all" else few
+
+    def call() -> None:
+        communicator.retune(tuning)
+        if operation == "all_reduce":
+            communicator.all_reduce(few, ReduceOp.SUM).wait()
+        elif operation == "reduce_scatter":
+            communicator.reduce_scatter(few, many, ReduceOp.SUM).wait()
+        elif operation == "all_gather":
+            communicator.all_gather(many, few).wait()
+        elif operation == "all_to_all":
+            communicator.all_to_all(other, many).wait()
+        else:
+            communicator.broadcast(few, 0).wait()
+
+    return call
+
+
+def _race(communicator: Communicator, calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Lets the calls take turns; returns the median over rounds of the slowest rank's seconds, for each."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            communicator.barrier().wait()
+            started = time.perf_counter()
+            call()
+            if number:  # the first round touches memory and opens congestion windows
+                taken[name].append(time.perf_counter() - started)
+    everyone = communicator.all_gather_object(taken)
+    return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
+
+
+def borders(rows: Sequence[tuple[int, dict[str, float]]]) -> Choice:
+    """Turns times by size into sizes up to which each way is the fastest.
+
+    Args:
+        rows: (bytes, {way: seconds}), ascending.
+    """
+    fastest = [(nbytes, min(times, key=lambda way: times[way])) for nbytes, times in rows]
+    choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(fastest) if way != next_way]
+    nbytes, times = rows[-1]
+    lasting = min((way for way in times if way not in _WASTEFUL), key=lambda way: times[way])
+    if lasting != fastest[-1][1]:
+        choice.append((float(nbytes), fastest[-1][1]))
+    return (*choice, (EVER, lasting))
