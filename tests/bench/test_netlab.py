@@ -1,0 +1,223 @@
+"""The lab's links are as slow as asked for, programs find their way in it, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import netlab_probe
+from bench.netlab import Lab, LabError, available, remove_remains
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 20.0
+
+SENDER = """
+import socket, time
+while True:
+    try:
+        peer = socket.create_connection(("h1", 5000), timeout=1)
+        break
+    except OSError:
+        time.sleep(0.02)
+peer.settimeout(None)
+while True:
+    peer.sendall(bytes(1 << 16))
+"""
+RECEIVER = """
+import socket
+with socket.create_server(("h1", 5000)) as server:
+    peer, _ = server.accept()
+while peer.recv(1 << 20):
+    pass
+"""
+WHO = """
+import json, os, socket
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME OMP_NUM_THREADS MORE"
+own = socket.gethostname()
+print(json.dumps([own, socket.gethostbyname(own), {name: os.environ[name] for name in names.split()}]))
+"""
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(tensor)
+print(tensor.unique().tolist())
+dist.destroy_process_group()
+"""
+OPEN = """
+import sys, time
+from bench.netlab import Lab
+with Lab(hosts=2, delay=1) as lab:
+    lab.start(0, ["sleep", "1000"])
+    print(lab.tag, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _lab_can_be_made() -> None:
+    if reason := available():
+        pytest.skip(reason)
+
+
+def left(tag: str) -> list[str]:
+    """Namespaces, files and processes of a lab."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=20).stdout
+    files = [str(file) for file in Path("/etc/netns").glob(f"{tag}*")]
+    relays = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            relays += [str(file)] * (tag in file.read_text(errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return [line for line in namespaces.splitlines() if tag in line] + files + relays
+
+
+def until(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+        time.sleep(0.05)
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_links_are_as_slow_as_asked_for() -> None:
+    """With room for a machine that has other things to do."""
+    with Lab(hosts=2, rate=100, delay=5) as lab:
+        mbit, round_trip = netlab_probe.measure(lab, seconds=0.5)
+        assert 50 < mbit < 200
+        assert 9.9 < round_trip < 40
+        assert lab.bytes_sent(1) > 0.5 * 0.5 * 100e6 / 8
+        until(lambda: lab.bytes_sent(1) == lab.bytes_received(0), "every byte that h1 sent came to h0")
+
+
+def test_cut_host_gets_nothing_until_it_joins_again() -> None:
+    with Lab(hosts=2, rate=200, delay=2) as lab:
+        lab.start(1, python(RECEIVER))
+        lab.start(0, python(SENDER))
+        until(lambda: lab.bytes_received(1) > 1e6, "traffic")
+        lab.cut(1)
+        time.sleep(0.3)  # what is queued still arrives
+        at_cut = lab.bytes_received(1)
+        time.sleep(0.3)
+        assert lab.bytes_received(1) == at_cut
+        lab.join(1)
+        until(lambda: lab.bytes_received(1) > at_cut + 1e6, "traffic after the host joined again")
+        lab.shape(1, None)
+        before = lab.bytes_received(1)
+        assert before > at_cut
+        until(lambda: lab.bytes_received(1) > before + 1e6, "traffic after the limit was lifted")
+
+
+def test_ranks_know_who_and_where_they_are() -> None:
+    with Lab(hosts=2) as lab:
+        results = lab.run([*python(WHO), "{rank}"], per_host=2, env={"MORE": "{rank}"})
+        assert [result.returncode for result in results] == [0] * 4, results
+        told = [json.loads(result.stdout) for result in results]
+        assert [(name, address) for name, address, _ in told] == [(f"h{h}", lab.address(h)) for h in (0, 0, 1, 1)]
+        assert [values.pop("RANK") for _, _, values in told] == list("0123")
+        assert [values.pop("LOCAL_RANK") for _, _, values in told] == list("0101")
+        assert (
+            told[0][2]
+            == told[3][2]
+            == {
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": lab.address(0),
+                "MASTER_PORT": "29501",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "MORE": "{rank}",
+            }
+        )
+        words = lab.run(["echo", "{rank} of {world} on {host}, {unknown}"])
+        assert [result.stdout for result in words] == ["0 of 2 on 0, {unknown}\n", "1 of 2 on 1, {unknown}\n"]
+
+
+def test_ranks_that_take_too_long_are_ended() -> None:
+    with Lab(hosts=2) as lab:
+        first, second = lab.run(["sh", "-c", "echo here; test {rank} = 0 || sleep 1000"], timeout=1.0)
+    assert (first.returncode, first.ended, first.stdout) == (0, False, "here\n")
+    assert (second.returncode, second.ended, second.stdout) == (-signal.SIGTERM, True, "here\n")
+
+
+def test_command_line_runs_ranks() -> None:
+    command = [sys.executable, "-m", "bench.netlab", "run", "-n", "2", "--rate", "100", "--", "sh", "-c", "exit {rank}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "rank 0: gave 0" in done.stderr
+    assert "rank 1: gave 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_gloo_reduces_between_hosts() -> None:
+    with Lab(hosts=2, rate=1000, delay=1) as lab:
+        results = lab.run(python(ALL_REDUCE), timeout=60)
+        assert [(result.returncode, result.stdout) for result in results] == [(0, "[3.0]\n")] * 2, results
+        assert lab.bytes_sent(0) > 4000
+
+
+def test_two_labs_do_not_meet() -> None:
+    """In one network, a second server could not have the same address."""
+    listening = "import socket, time; s = socket.create_server(('h0', 5000)); print('up', flush=True); time.sleep(1000)"
+    with Lab(hosts=1) as one, Lab(hosts=1) as other:
+        for lab in (one, other):
+            answer = lab.start(0, python(listening), stderr=subprocess.STDOUT).stdout
+            assert answer is not None
+            assert answer.readline() == "up\n"
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    lab = Lab(hosts=2, delay=1)
+
+    def fail() -> None:
+        with lab:
+            lab.start(1, ["setsid", "--fork", "sleep", "1000"])
+            assert len(left(lab.tag)) >= 6
+            raise KeyError("the caller's")
+
+    with pytest.raises(KeyError, match="the caller's"):
+        fail()
+    assert left(lab.tag) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
+    """A killed process cannot clean up: its relay ends by itself, the rest is removed by whoever comes next."""
+    with subprocess.Popen(python(OPEN), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        tag = process.stdout.readline().strip()
+        assert left(tag)
+        process.send_signal(number)
+        assert process.wait(timeout=PATIENCE) == (128 + number if number == signal.SIGTERM else -number)
+    if number == signal.SIGKILL:
+        remove_remains()
+    until(lambda: not left(tag), "nothing left")
+
+
+def test_a_relay_that_died_is_told() -> None:
+    def kill() -> None:
+        with Lab(hosts=1, delay=1) as lab:
+            relays = [file for file in left(lab.tag) if file.endswith("/cmdline")]
+            assert len(relays) == 1
+            subprocess.run(["kill", "-KILL", relays[0].split("/")[2]], check=True, timeout=20)
+            until(lambda: ") Z " in Path(relays[0]).with_name("stat").read_text(), "the relay's end")
+
+    with pytest.raises(LabError, match="relay ended"):
+        kill()
+
+
+@pytest.mark.parametrize("wrong", [{"hosts": 0}, {"jitter": 1.0}, {"delay": 1, "jitter": 2.0}, {"loss": 1.0}])
+def test_impossible_links_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"got|ask for"):
+        Lab(**wrong)  # type: ignore[arg-type]
