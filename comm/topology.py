@@ -1,0 +1,400 @@
+"""Who talks to whom, and with what weight: rank i replaces its x_i by sum_j W[i, j] x_j, W the mixing matrix."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.reduction import FLOATING, HALF
+
+Matrix = npt.NDArray[np.float64]
+Needs = Literal["rows", "columns", "doubly", "symmetric"]
+
+TOLERANCE = 1e-12  # by how much a sum of weights may differ from 1, and a weight from its mirror image
+_APERIODIC_WINDOW = 16  # steps that stand for a schedule that never repeats
+_EXCERPT = 240  # characters of a topology's text in an error
+
+
+@dataclass(frozen=True)
+class Topology(abc.ABC):
+    """A mixing matrix for every step, over `size` ranks (P below); equal topologies compare and hash equal.
+
+    A subclass, a frozen dataclass, implements `_matrix`, the same bits on every rank, and `period` unless it is static.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            raise ValueError(f"expected size to be a number of ranks, an int >= 1, got {self.size!r}")
+
+    @property
+    def period(self) -> int | None:
+        """Steps after which the matrices repeat: 1 if there is one matrix only, None if they never repeat."""
+        return 1
+
+    @property
+    def window(self) -> int:
+        """Steps that facts are verified over: a period, or the first 16 of a schedule that never repeats."""
+        return self.period or _APERIODIC_WINDOW
+
+    def matrix(self, step: int = 0) -> Matrix:
+        """Returns W of a step from 0: float64, (P, P), read-only, since it is shared."""
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"expected step to be an int >= 0, got {step!r}")
+        return _cached_matrix(self, step % self.period if self.period else step)
+
+    def neighbours_in(self, rank: int, step: int = 0) -> tuple[int, ...]:
+        """Returns the other ranks that `rank` hears from, in ascending order."""
+        return self._others(rank, self.matrix(step))
+
+    def neighbours_out(self, rank: int, step: int = 0) -> tuple[int, ...]:
+        """Returns the other ranks that `rank` sends to, in ascending order."""
+        return self._others(rank, self.matrix(step).T)
+
+    def weights(self, rank: int, step: int = 0) -> dict[int, float]:
+        """Returns what `rank` takes from whom, in ascending order: `neighbours_in` and, even if 0, itself."""
+        peers = sorted((rank, *self.neighbours_in(rank, step)))
+        return {peer: float(self.matrix(step)[rank, peer]) for peer in peers}
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether weights are >= 0 and rows and columns sum to 1, so that the mean of all ranks stays as it is."""
+        return not self._unbalanced("rows") and not self._unbalanced("columns")
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every matrix equals its transpose."""
+        return all(np.allclose(w, w.T, rtol=0, atol=TOLERANCE) for w in self._matrices())
+
+    @property
+    def strongly_connected(self) -> bool:
+        """Whether what a rank knows can get to every other within the window, or in repetitions of it."""
+        reach = np.eye(self.size, dtype=np.bool_)
+        for w in self._matrices():
+            reach |= w != 0
+        for _ in range(self.size.bit_length()):
+            reach = reach.astype(np.float32) @ reach > 0
+        return bool(reach.all())
+
+    def rho(self) -> float:
+        """Returns by what factor a period shrinks the distance from the mean, at worst.
+
+        That is the largest singular value of M - 11^T/P, where M = W[T-1] ... W[0] is the product over a period of T
+        steps. If M is doubly stochastic, |M X - 1 xbar|_F <= rho |X - 1 xbar|_F for all X, with equality for some. For a
+        symmetric M it is the second largest absolute eigenvalue. 0 means that a period yields the exact mean.
+        """
+        product = functools.reduce(lambda before, w: w @ before, self._matrices(), np.eye(self.size))
+        return float(np.linalg.norm(product - 1 / self.size, 2))
+
+    def spectral_gap(self) -> float:
+        """Returns 1 - rho."""
+        return 1 - self.rho()
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the topology's text and of the matrices of its window, in hexadecimal."""
+        state = hashlib.sha256(repr(self).encode())
+        for w in self._matrices():
+            # Places and values of the weights say as much as the matrix, of which most is zeros.
+            state.update(np.flatnonzero(w).astype("<i8").tobytes())
+            state.update(w[w != 0].astype("<f8").tobytes())
+        return state.hexdigest()
+
+    def check(self, communicator: Communicator, needs: Needs = "doubly") -> None:
+        """Verifies that all ranks hold this topology and that it is sound; every rank calls it, before training.
+
+        Args:
+            communicator: whose ranks will use the topology.
+            needs: what sums to 1: "rows", "columns" (push-sum), "doubly" both, "symmetric" both with W equal to W^T.
+
+        Raises:
+            ValueError: on every rank alike, if ranks hold different topologies, the size is not the communicator's,
+                weights are not as needed, or not all ranks reach one another.
+        """
+        found = communicator.all_gather_object((self.digest(), self._faults(communicator.size, needs)))
+        different = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
+        if different:
+            # Only now, when all ranks know that they need it: the text of a given matrix is long.
+            texts = communicator.all_gather_object(repr(self))
+            lines = [f"rank 0 holds {_excerpt(texts[0], texts[different[0]])}, SHA-256 {found[0][0][:12]}"]
+            lines += [f"rank {r} holds {_excerpt(texts[r], texts[0])}, SHA-256 {found[r][0][:12]}" for r in different]
+            what = f"ranks {different} hold other topologies than rank 0: pass the same to every rank"
+            raise ValueError("\n".join([what, *lines]))
+        faults: list[str] = next((faults for _, faults in found if faults), [])
+        if faults:
+            raise ValueError(f"{_excerpt(repr(self))} cannot be used: {'; '.join(faults)}")
+
+    def describe(self) -> str:
+        """Returns a report of several lines: name, size, degrees, facts, rho and the first four matrices."""
+        links = [(w != 0) & ~np.eye(self.size, dtype=np.bool_) for w in self._matrices()]
+        heard, told = (max(int(link.sum(axis).max()) for link in links) for axis in (1, 0))
+        lines = [
+            f"{type(self).__name__}: {self.size} ranks, period {self.period}, at most {heard} in and {told} out",
+            f"symmetric {self.symmetric}, doubly stochastic {self.doubly_stochastic}, connected {self.strongly_connected}",
+            f"rho {self.rho():.6f}, spectral gap {self.spectral_gap():.6f}",
+        ]
+        for step in range(min(4, self.window)):
+            lines += [f"step {step}", np.array2string(self.matrix(step), precision=4, suppress_small=True)]
+        return "\n".join(lines)
+
+    @abc.abstractmethod
+    def _matrix(self, step: int) -> Matrix:
+        """Returns a new matrix for a step, which is below `period` if there is one."""
+
+    def _matrices(self) -> Iterator[Matrix]:
+        return (self.matrix(step) for step in range(self.window))
+
+    def _others(self, rank: int, w: Matrix) -> tuple[int, ...]:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"expected rank to be from 0 to {self.size - 1}, got {rank}")
+        return tuple(peer for peer in np.flatnonzero(w[rank]).tolist() if peer != rank)
+
+    def _faults(self, size: int, needs: Needs) -> list[str]:
+        faults: list[str] = []
+        if needs not in get_args(Needs):
+            faults.append(f"{needs=} is expected to be one of {get_args(Needs)}")
+        if self.size != size:
+            faults.append(f"it is for {self.size} ranks, and the communicator has {size}: make one for {size}")
+        sums = (needs,) if needs in ("rows", "columns") else ("rows", "columns")
+        faults += [fault for fault in map(self._unbalanced, sums) if fault]
+        if needs == "symmetric" and not self.symmetric:
+            faults.append("its matrix is not symmetric: use an undirected graph")
+        if not self.strongly_connected:
+            faults.append(f"some ranks never hear from others within {self.window} steps: add links")
+        return faults
+
+    def _unbalanced(self, kind: str) -> str:
+        for step, w in enumerate(self._matrices()):
+            sums = w.sum(axis=1 if kind == "rows" else 0)
+            worst = int(np.abs(sums - 1).argmax())
+            if (w < 0).any() or not abs(sums[worst] - 1) <= TOLERANCE:
+                return (
+                    f"in step {step} its {kind} are expected to be weights >= 0 that sum to 1, got the sum "
+                    f"{float(sums[worst])!r} for rank {worst} and the least weight {float(w.min())!r}: scale them"
+                )
+        return ""
+
+
+@dataclass(frozen=True)
+class Complete(Topology):
+    """All with all, 1/P each: one step is an all-reduce, and costs more than one."""
+
+    def _matrix(self, step: int) -> Matrix:
+        return np.full((self.size, self.size), 1 / self.size)
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Both neighbours on a ring and itself, 1/3 each (Lian et al., D-PSGD, 2017); 1/2 each for two ranks."""
+
+    def _matrix(self, step: int) -> Matrix:
+        return _uniform([{(rank - 1) % self.size, (rank + 1) % self.size} for rank in range(self.size)])
+
+
+@dataclass(frozen=True)
+class Torus(Topology):
+    """A grid closed at its edges, rank r in row r // columns: the four neighbours and itself, 1/5 each.
+
+    In a direction of two ranks both neighbours are one, in a direction of one rank there is none: the weights are
+    then 1/4, 1/3 and so on. `columns` divides the size; 0 stands for the divisor that makes the sides differ least.
+    """
+
+    columns: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = next(rows for rows in range(math.isqrt(self.size), 0, -1) if self.size % rows == 0)
+        object.__setattr__(self, "columns", self.columns or self.size // rows)
+        if self.columns < 1 or self.size % self.columns:
+            raise ValueError(f"expected columns to divide {self.size=}, got {self.columns}")
+
+    def _matrix(self, step: int) -> Matrix:
+        cells = np.arange(self.size).reshape(-1, self.columns)
+        moved = [np.roll(cells, by, axis).ravel().tolist() for axis in (0, 1) for by in (-1, 1)]
+        return _uniform([set(peers) for peers in zip(*moved, strict=True)])
+
+
+@dataclass(frozen=True)
+class StaticExponential(Topology):
+    """Rank i sends to all i + 2^k mod P, k < m = ceil(log2 P); 1/(m + 1) each (Ying et al., NeurIPS 2021).
+
+    For even P rho is (m - 1)/(m + 1), for odd P at most that. Directed: not symmetric for P > 3.
+    """
+
+    def _matrix(self, step: int) -> Matrix:
+        hops = [2**k for k in range((self.size - 1).bit_length())]
+        return _uniform([{(rank - hop) % self.size for hop in hops} for rank in range(self.size)])
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """In step k rank i sends to i + 2^(k mod m) mod P, m = ceil(log2 P); 1/2 each (Assran et al., SGP, 2019).
+
+    If P is a power of two, m steps in a row yield the exact mean (Ying et al., NeurIPS 2021). One alone need not contract.
+    """
+
+    @property
+    def period(self) -> int:
+        """ceil(log2 P), and 1 for one rank."""
+        return max(1, (self.size - 1).bit_length())
+
+    def _matrix(self, step: int) -> Matrix:
+        return _uniform([{(rank - 2**step) % self.size} for rank in range(self.size)])
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """The two halves of the ranks pair up, shifted by one in every step; 1/2 each (BAGUA, `shift_one`).
+
+    In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2, so that every rank meets all of the other half in P/2
+    steps. With an odd number of ranks the second half lacks its last: whoever would meet it idles, and in (P + 1)/2
+    steps each rank of the first half does so once.
+    """
+
+    @property
+    def period(self) -> int:
+        """P/2, rounded up."""
+        return (self.size + 1) // 2
+
+    def _matrix(self, step: int) -> Matrix:
+        half = self.period
+        upper = [{(step + rank) % half + half} - {self.size} for rank in range(half)]
+        return _uniform(upper + [{(rank - step) % half} for rank in range(self.size - half)])
+
+
+@dataclass(frozen=True)
+class RandomMatching(Topology):
+    """All ranks pair up at random, anew in every step; 1/2 each; with an odd number one idles.
+
+    Ranks are sorted by the SHA-256 of seed, step and rank, and neighbours in that order pair up: the same everywhere,
+    whatever the version of any random generator.
+    """
+
+    seed: int
+
+    @property
+    def period(self) -> None:
+        """None: no two steps are related."""
+        return None
+
+    def rho(self) -> float:
+        """Returns the square root of the second eigenvalue of E[W^T W], the expectation over all matchings.
+
+        So in every step the expected |X - 1 xbar|_F^2 shrinks by at least rho^2 (Boyd et al., "Randomized Gossip
+        Algorithms", 2006): (P - 2)/(2 (P - 1)) for an even number of ranks, 1/2 for an odd one above 1.
+        """
+        # W is a projection, W^T W = W, so that E[W] is all it takes: 1/2 times the chance of a link where there is one.
+        squared = 0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))
+        return math.sqrt(squared) if self.size > 1 else 0.0
+
+    def _matrix(self, step: int) -> Matrix:
+        order = sorted(range(self.size), key=lambda r: hashlib.sha256(f"{self.seed} {step} {r}".encode()).digest())
+        pairs = {rank: set(order[k & ~1 : (k & ~1) + 2]) for k, rank in enumerate(order)}
+        return _uniform(pairs[rank] for rank in range(self.size))
+
+
+@dataclass(frozen=True)
+class Graph(Topology):
+    """Any undirected graph, with Metropolis weights 1/(1 + max(deg i, deg j)) (Xiao, Boyd and Lall, IPSN 2005).
+
+    A rank keeps the rest for itself, so that W is symmetric and doubly stochastic. Edges are pairs of different ranks,
+    in any order and direction, repeated or not.
+    """
+
+    edges: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for edge in self.edges:
+            if len(edge) != 2 or edge[0] == edge[1] or not all(0 <= rank < self.size for rank in edge):
+                raise ValueError(f"expected edges to be pairs of different ranks below {self.size}, got {tuple(edge)}")
+        object.__setattr__(self, "edges", tuple(sorted({(int(min(edge)), int(max(edge))) for edge in self.edges})))
+
+    def _matrix(self, step: int) -> Matrix:
+        degrees = np.bincount(np.array(self.edges, dtype=np.int64).reshape(-1), minlength=self.size)
+        w = np.zeros((self.size, self.size))
+        for i, j in self.edges:
+            w[i, j] = w[j, i] = 1 / (1 + int(max(degrees[i], degrees[j])))
+        # fsum rounds once, whatever the order.
+        w[np.diag_indices(self.size)] = [1 - math.fsum(row) for row in w]
+        return w
+
+
+@dataclass(frozen=True)
+class GivenMatrix(Topology):
+    """One matrix for all steps, as it is given: P rows of P finite weights >= 0, which may be an array."""
+
+    rows: Sequence[Sequence[float]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        w = np.array(self.rows, dtype=np.float64) + 0.0  # -0.0 would be equal to 0.0 and yet read otherwise
+        if w.shape != (self.size, self.size) or not np.isfinite(w).all() or (w < 0).any():
+            raise ValueError(f"expected {self.size} rows of {self.size} finite weights >= 0, got shape {w.shape}\n{w}")
+        object.__setattr__(self, "rows", tuple(map(tuple, w.tolist())))
+
+    def _matrix(self, step: int) -> Matrix:
+        return np.array(self.rows, dtype=np.float64)
+
+
+def neighbour_average(communicator: Communicator, topology: Topology, x: torch.Tensor, step: int = 0) -> None:
+    """Replaces `x` by sum_j W[i, j] x_j: one gossip step, in which every rank takes part with the same step; blocks.
+
+    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32; equal weights
+    1/n divide the sum by n. Holds one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
+
+    Args:
+        communicator: of `topology.size` ranks, all with the same topology, see `Topology.check`.
+        topology: whose matrix number `step` is W.
+        x: this rank's values, floating-point (or `TypeError`), contiguous, on the communicator's device; overwritten.
+        step: counts from 0.
+    """
+    if topology.size != communicator.size:
+        raise ValueError(f"the topology is for {topology.size} ranks: expected one for {communicator.size=}")
+    if x.dtype not in FLOATING:
+        raise TypeError(f"expected x to be float64, float32, float16 or bfloat16, got {x.dtype}: convert it")
+    x, rank = x.detach(), communicator.rank
+    values = {peer: torch.empty_like(x) for peer in topology.neighbours_in(rank, step)}
+    communicator.neighbour_exchange(values, dict.fromkeys(topology.neighbours_out(rank, step), x)).wait()
+    values[rank] = x
+    weights = {peer: weight for peer, weight in topology.weights(rank, step).items() if weight}
+    # 1/3 rounded to float32 is too large: with three of them the model would grow by 3e-8 in every step. Dividing the
+    # sum has no bias, and gives ranks that average the same values the same bits. -0.0 leaves even 0.0 as it is.
+    mean = all(weight == 1 / len(weights) for weight in weights.values())
+    total = torch.full_like(x, -0.0 if weights else 0.0, dtype=torch.float32 if x.dtype in HALF else x.dtype)
+    for peer, weight in weights.items():
+        total += values[peer] if mean else values[peer].to(total.dtype) * weight
+    x.copy_(total / max(1, len(weights)) if mean else total)
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_matrix(topology: Topology, step: int) -> Matrix:
+    w = topology._matrix(step)
+    w.setflags(write=False)
+    return w
+
+
+def _uniform(senders: Iterable[set[int]]) -> Matrix:
+    """Gives each rank the plain mean of its own value and those of its senders."""
+    rows = [sorted(peers | {rank}) for rank, peers in enumerate(senders)]
+    w = np.zeros((len(rows), len(rows)))
+    for rank, peers in enumerate(rows):
+        w[rank, peers] = 1 / len(peers)
+    return w
+
+
+def _excerpt(text: str, other: str = "") -> str:
+    """Shortens `text` to the surroundings of its first difference from `other`."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), 0)
+    start = max(0, same - _EXCERPT // 2)
+    return text if len(text) <= _EXCERPT else f"{'…' * (start > 0)}{text[start : start + _EXCERPT]}…"
