@@ -19,11 +19,12 @@ endif
 
 EMULATED_TESTS := tests/compression tests/docs tests/launchers
 
-.PHONY: help train test test-main test-interpreter test-simulator lint format bench gpu-check wheel clean
+.PHONY: help train test test-main test-slow test-interpreter test-simulator lint format bench gpu-check wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
 	@echo "make test         all tests; kernels for GPUs run in Triton's interpreter and Numba's simulator"
+	@echo "make test-slow    what takes minutes: every fault in every collective, all numbers of ranks"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make bench        benchmarks             make gpu-check   kernels on this machine's GPU"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
@@ -41,7 +42,11 @@ train: $(INSTALLED)
 test: test-main test-interpreter test-simulator
 
 test-main: $(INSTALLED)
-	$(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest tests -m "not slow"
+
+# Every fault in every collective, all numbers of ranks: minutes more.
+test-slow: $(INSTALLED)
+	$(PYTHON) -m pytest tests -m slow
 
 test-interpreter: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow"
