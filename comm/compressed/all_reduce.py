@@ -1,97 +1,80 @@
-"""Compressed all-reduce: payloads instead of floats on the wire."""
+"""Compressed all-reduce in two passes: payloads instead of floats on the wire, for any codec."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.compression import Codec, fold_seed
+from bagua_kernels.comm.compressed.contract import AllReduce
+from bagua_kernels.comm.compressed.layout import Layout, pipeline
+from bagua_kernels.comm.compressed.passes import Gather, Scatter
+from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.compression import Codec
 
-FIRST_PASS, SECOND_PASS = 0, 1
 
-
-class CompressedAllReduce:
+class CompressedAllReduce(AllReduce):
     """Averages vectors of one size over all ranks, compressed in both directions (BAGUA, VLDB 2022, section 3.1, C_LP_S).
 
-    1. The vector is cut into one chunk a rank, and each chunk is encoded.
+    1. The vector is cut into one chunk a rank, its owner, and each chunk is encoded.
     2. All-to-all: rank r receives everyone's payload of chunk r.
     3. Rank r decodes them, takes the mean and encodes it again, in one pass over memory (`Codec.reduce`).
     4. All-gather: everyone receives all encoded means, and with them every rank's exact part.
     5. Everyone decodes the same bytes, so the result is the same on all ranks, bit for bit.
 
-    A rank sends about two payloads of the whole vector, whatever the number of ranks. Buffers are made once.
+    Chunks go through these steps in pieces: while piece k is on its way to the owners, piece k + 1 is encoded, then k - 1
+    reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, whatever the number of
+    ranks. Buffers are made once.
+
+    With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds what this
+    rank's earlier payloads lacked; step 3 adds to the mean what earlier payloads of this chunk's mean lacked, which takes
+    float32 memory of a piece. All that came out, plus the mean of the worker residuals, plus the owners' residuals, is then the
+    sum of the means of all that went in. What is not finite comes out as such on all ranks and is not kept.
     """
 
-    def __init__(self, codec: Codec, communicator: Communicator, n: int, exact: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        n: int,
+        exact: int = 0,
+        dtype: torch.dtype = torch.float32,
+        *,
+        worker_residual: bool = False,
+        owner_residual: bool = False,
+        pieces: int | None = None,
+        plain_below: int = 0,
+    ) -> None:
         """Prepares for vectors of a size.
 
         Args:
-            codec: how chunks are encoded; equal on all ranks.
-            communicator: the ranks that take part.
-            n: elements of the vector.
-            exact: elements of the exact part.
-            dtype: of both.
-        """
-        size, device = communicator.size, communicator.device
-        self.codec = codec
-        self.communicator = communicator
-        blocks = -(-n // codec.block)
-        chunk = -(-blocks // size) * codec.block
-        starts = [min(rank * chunk, n) for rank in range(size + 1)]
-        self.chunks = [slice(begin, end) for begin, end in pairwise(starts)]
-        self.lengths = [end - begin for begin, end in pairwise(starts)]
-        # Every slot has room for a full chunk, so that short last chunks need no collective of uneven parts.
-        slot = codec.payload_size(chunk)
-        self.sizes = [codec.payload_size(length) for length in self.lengths]
-        exact_bytes = -(-exact * dtype.itemsize // 16) * 16
-        self.sent = torch.zeros(size, slot, dtype=torch.uint8, device=device)
-        self.received = torch.empty(size, slot, dtype=torch.uint8, device=device)
-        self.mean = torch.zeros(slot + exact_bytes, dtype=torch.uint8, device=device)
-        self.means = torch.empty(size, slot + exact_bytes, dtype=torch.uint8, device=device)
-        self.slot = slot
-
-    def __call__(self, x: torch.Tensor, exact: torch.Tensor, *, seed: int = 0) -> None:
-        """Replaces `x` by its mean, compressed, and `exact` by its mean in full precision, over all ranks.
-
-        Args:
-            x: shape (n,), contiguous.
-            exact: shape (exact,), contiguous; meant to be small, since every rank receives every other's.
-            seed: tells this message from all others, equal on all ranks; used by stochastic rounding.
+            codec: as for `AllReduce`.
+            communicator: as for `AllReduce`.
+            n: as for `AllReduce`.
+            exact: as for `AllReduce`.
+            dtype: as for `AllReduce`.
+            worker_residual: whether each rank keeps what its payloads lack; for biased codecs.
+            owner_residual: whether each rank keeps what the encoded mean of its chunk lacks; for biased codecs.
+            pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay, see `Layout.cut`.
+            plain_below: as for `AllReduce`.
 
         Raises:
-            TypeError, ValueError: as `Codec.encode`.
-            CommunicationError: a rank was lost or did not take part in time.
+            TypeError: as for `AllReduce`.
+            ValueError: as for `AllReduce` and `ErrorFeedback`, or `pieces` is less than one.
         """
-        size, rank = self.communicator.size, self.communicator.rank
-        if size == 1:
+        super().__init__(codec, communicator, n, exact, dtype, plain_below)
+        self.layout = Layout.cut(codec, n, communicator.size, pieces)
+        if self.plain:
             return
-        sizes = self.sizes
-        for owner in range(size):
-            self.codec.encode(
-                x[self.chunks[owner]],
-                seed=fold_seed(seed, FIRST_PASS, rank, owner),
-                out=self.sent[owner, : sizes[owner]],
-            )
-        self.communicator.all_to_all(self.received.view(-1), self.sent.view(-1)).wait()
+        self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
+        self._gather = Gather(codec, communicator, self.layout, owner_residual, exact, dtype)
 
-        own = self.received if sizes[rank] == self.slot else self.received[:, : sizes[rank]].contiguous()
-        self.codec.reduce(
-            own,
-            self.lengths[rank],
-            scale=1.0 / size,
-            seed=fold_seed(seed, SECOND_PASS, rank),
-            out=self.mean[: sizes[rank]],
+    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
+        pipeline(
+            self.layout.pieces,
+            lambda piece: self._scatter.start(piece, x, seed),
+            lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece), exact, seed),
+            lambda piece: self._gather.finish(piece, x, exact),
         )
-        exact_bytes = exact.nbytes
-        self.mean[self.slot : self.slot + exact_bytes].view(exact.dtype).copy_(exact)
-        self.communicator.all_gather(self.means.view(-1), self.mean).wait()
 
-        for owner in range(size):
-            self.codec.decode(self.means[owner, : sizes[owner]], x[self.chunks[owner]])
-        if exact_bytes:
-            exact.zero_()
-            for owner in range(size):
-                exact += self.means[owner, self.slot : self.slot + exact_bytes].view(exact.dtype)
-            exact /= size
+    def _residuals(self) -> dict[str, Residuals | None]:
+        return {} if self.plain else {"worker": self._scatter.residuals, "owner": self._gather.residuals}

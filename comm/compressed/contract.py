@@ -1,0 +1,132 @@
+"""What every all-reduce of this package offers, and the plain one that each becomes for short vectors."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
+from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.work import Together
+from bagua_kernels.compression import Codec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class AllReduce(abc.ABC):
+    """Averages vectors of one size over all ranks, with the same bits on all of them; made by `all_reduce_for`.
+
+    All ranks make it with equal arguments, which is not verified: ranks that disagree get wrong sizes or wrong numbers.
+    Vectors shorter than `plain_below`, and those of a single rank, are averaged without compression and have no residuals.
+
+    Args:
+        codec: how vectors are encoded; equal on all ranks.
+        communicator: the ranks that take part.
+        n: elements of the vector.
+        exact: elements of the exact part, which every rank receives from every other: meant to be small.
+        dtype: of both, float32, float16 or bfloat16.
+        plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
+
+    Attributes:
+        plain: whether vectors are sent plainly.
+
+    Raises:
+        TypeError: the codec or the dtype is none.
+        ValueError: a number is negative.
+    """
+
+    def __init__(
+        self, codec: Codec, communicator: Communicator, n: int, exact: int, dtype: torch.dtype, plain_below: int
+    ) -> None:
+        check_configuration(codec, dtype, n=n, exact=exact, plain_below=plain_below)
+        self.codec = codec
+        self.communicator = communicator
+        self.n = n
+        self.exact = exact
+        self.dtype = dtype
+        self.plain = communicator.size == 1 or n < plain_below
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, exact: torch.Tensor | None = None, *, seed: int = 0) -> None:
+        """Replaces `x` by its mean, compressed, and `exact` by its mean in full precision, over all ranks.
+
+        Args:
+            x: shape (n,), contiguous, on the communicator's device.
+            exact: shape (exact,), contiguous; may be left out if that is 0.
+            seed: tells this message from all others, equal on all ranks; used by codecs that draw random numbers.
+
+        Raises:
+            TypeError: a dtype is another than that given at construction.
+            ValueError: a shape or device does not fit, or a vector is not contiguous.
+            CommunicationError: a rank was lost or did not take part in time.
+        """
+        exact = x.new_empty(0) if exact is None else exact
+        check_vector("x", x, self.n, self.dtype, self.communicator)
+        check_vector("exact", exact, self.exact, self.dtype, self.communicator)
+        if self.plain:
+            average(self.communicator, x, exact)
+        else:
+            self._exchange(x, exact, seed)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The residuals: "worker", what this rank's payloads lacked, and "owner", what those of its chunk's mean lacked.
+
+        Each is a float32 copy in the order of the vector's elements. A rank loads its own again.
+        """
+        return save(self._residuals())
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes the residuals of `state_dict`, whatever the number of pieces; what is lacking starts at zero again.
+
+        What this collective has no residual for is dropped: that of a vector which is now sent plainly, for one.
+
+        Raises:
+            ValueError: a residual is that of another number of elements.
+        """
+        restore(self._residuals(), state)
+
+    def _residuals(self) -> dict[str, Residuals | None]:
+        return {}
+
+    @abc.abstractmethod
+    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
+        """Does it, with checked arguments, more than one rank, and compression."""
+
+
+def average(communicator: Communicator, x: torch.Tensor, exact: torch.Tensor) -> None:
+    """Averages both without compression, in one message if one lies right behind the other."""
+    if not exact.numel():
+        communicator.all_reduce(x, ReduceOp.AVG).wait()
+    elif x.untyped_storage().data_ptr() == exact.untyped_storage().data_ptr() and (
+        exact.storage_offset() == x.storage_offset() + x.numel()
+    ):
+        communicator.all_reduce(x.as_strided((x.numel() + exact.numel(),), (1,)), ReduceOp.AVG).wait()
+    else:
+        Together([communicator.all_reduce(part, ReduceOp.AVG) for part in (x, exact)]).wait()
+
+
+def check_configuration(codec: Codec, dtype: torch.dtype, **numbers: int) -> None:
+    """Raises unless the codec is one, the dtype can be encoded, and the numbers are 0 or more."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"expected a codec, got {codec!r}; bagua_kernels.compression.from_spec makes one from text")
+    if dtype not in DTYPES:
+        raise TypeError(f"vectors must be of dtype float32, float16, bfloat16, got {dtype}; convert them with .to()")
+    for name, number in numbers.items():
+        if number < 0:
+            raise ValueError(f"{name} must be 0 or more, got {number}")
+
+
+def check_vector(name: str, x: torch.Tensor, n: int, dtype: torch.dtype, communicator: Communicator) -> None:
+    """Raises unless `x` is a contiguous vector of `n` elements of a dtype, on the communicator's device."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be of {dtype}, as the collective was made for, got {x.dtype}")
+    if x.shape != (n,) or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and of shape {(n,)}, as the collective was made for, got {tuple(x.shape)} with "
+            f"strides {x.stride()}"
+        )
+    if x.device != communicator.device:
+        raise ValueError(f"{name} must be on the communicator's {communicator.device}, got {x.device}; move it there")

@@ -1,0 +1,197 @@
+"""The two halves of the compressed all-reduce by themselves, for training whose optimizer is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.compressed.contract import check_configuration, check_vector
+from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
+from bagua_kernels.comm.compressed.passes import Gather, Scatter
+from bagua_kernels.comm.compressed.residuals import restore, save
+from bagua_kernels.compression import Codec
+
+
+class CompressedReduceScatter:
+    """Gives each rank the mean, or the sum, of its chunk over all ranks; one pass over the wire, one rounding.
+
+    1. The vector is cut into one chunk a rank, and each chunk is encoded.
+    2. All-to-all: rank r receives everyone's payload of chunk r.
+    3. Rank r decodes them and adds them up in float32 (`Codec.decode_sum`).
+
+    A rank sends about one payload of the whole vector. Chunks go through these steps in pieces: the next is encoded, and the
+    last one added up, while one is on its way. With one rank the result is the vector itself.
+
+    Attributes:
+        layout: how vectors are cut.
+        shard: the elements of the vector that are this rank's chunk.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        n: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        average: bool = True,
+        worker_residual: bool = False,
+        pieces: int | None = None,
+    ) -> None:
+        """Prepares for vectors of a size.
+
+        Args:
+            codec: how chunks are encoded; equal on all ranks.
+            communicator: the ranks that take part.
+            n: elements of the vector.
+            dtype: of the vector, float32, float16 or bfloat16.
+            average: whether to divide the sum by the number of ranks.
+            worker_residual: whether each rank keeps what its payloads lack.
+            pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
+
+        Raises:
+            TypeError: the codec or the dtype is none.
+            ValueError: a number is too small, or the codec allows no residuals.
+        """
+        check_configuration(codec, dtype, n=n)
+        self.codec, self.communicator, self.n, self.dtype = codec, communicator, n, dtype
+        self.layout = Layout.cut(codec, n, communicator.size, pieces)
+        self.shard = self.layout.shard(communicator.rank)
+        self._scale = 1.0 / communicator.size if average else 1.0
+        self._scatter = None
+        if communicator.size > 1:
+            self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, seed: int = 0) -> torch.Tensor:
+        """Reduces a vector.
+
+        Args:
+            x: shape (n,), contiguous, on the communicator's device; left as it is.
+            out: shape (elements of `shard`,), contiguous, float32, float16 or bfloat16, not a part of `x` other than the shard
+                itself; made in float32 if None.
+            seed: tells this message from all others, equal on all ranks.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape or device does not fit.
+            CommunicationError: a rank was lost or did not take part in time.
+        """
+        communicator, rank = self.communicator, self.communicator.rank
+        check_vector("x", x, self.n, self.dtype, communicator)
+        if out is None:
+            out = torch.empty(length(self.shard), device=x.device)
+        check_configuration(self.codec, out.dtype)
+        check_vector("out", out, length(self.shard), out.dtype, communicator)
+        if self._scatter is None:
+            return out.copy_(x)
+        scatter, shard = self._scatter, out
+
+        def add_up(piece: int) -> None:
+            payloads, begin = scatter.finish(piece), piece * self.layout.piece
+            part = shard[begin : begin + length(self.layout.part(piece, rank))]
+            if part.numel():
+                self.codec.decode_sum(payloads, part, self._scale)
+
+        pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, seed), add_up)
+        return out
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The residual, if one is kept: "worker", float32, shape (n,)."""
+        return save({"worker": self._scatter.residuals if self._scatter else None})
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes the residual of `state_dict`, or starts at zero again; ValueError if it has another size."""
+        restore({"worker": self._scatter.residuals if self._scatter else None}, state)
+
+
+class CompressedAllGather:
+    """Gives all ranks the vector of which each has a chunk, with the same bits on all of them; one rounding.
+
+    1. Each rank encodes its chunk.
+    2. All-gather: everyone receives all payloads.
+    3. Everyone decodes the same bytes, each rank its own chunk too.
+
+    A rank sends its chunk's payload to every other. Chunks are those of `CompressedReduceScatter`, and go in pieces as there.
+    With one rank the result is the vector itself.
+
+    Attributes:
+        layout: how vectors are cut.
+        shard: the elements of the vector that are this rank's chunk.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        n: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        owner_residual: bool = False,
+        pieces: int | None = None,
+    ) -> None:
+        """Prepares for vectors of a size.
+
+        Args:
+            codec: how chunks are encoded; equal on all ranks.
+            communicator: the ranks that take part.
+            n: elements of the whole vector.
+            dtype: of the chunk, float32, float16 or bfloat16.
+            owner_residual: whether each rank keeps what its payloads lack.
+            pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
+
+        Raises:
+            TypeError: the codec or the dtype is none.
+            ValueError: a number is too small, or the codec allows no residuals.
+        """
+        check_configuration(codec, dtype, n=n)
+        self.codec, self.communicator, self.n, self.dtype = codec, communicator, n, dtype
+        self.layout = Layout.cut(codec, n, communicator.size, pieces)
+        self.shard = self.layout.shard(communicator.rank)
+        self._gather = None
+        if communicator.size > 1:
+            self._gather = Gather(codec, communicator, self.layout, owner_residual)
+
+    @torch.no_grad()
+    def __call__(self, shard: torch.Tensor, out: torch.Tensor | None = None, *, seed: int = 0) -> torch.Tensor:
+        """Gathers a vector.
+
+        Args:
+            shard: this rank's chunk, shape (elements of `self.shard`,), contiguous, on the communicator's device.
+            out: shape (n,), contiguous, float32, float16 or bfloat16; made in the dtype of `shard` if None. `shard` may be its
+                place in `out`, and is then replaced by what everyone decodes.
+            seed: tells this message from all others, equal on all ranks.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape or device does not fit.
+            CommunicationError: a rank was lost or did not take part in time.
+        """
+        check_vector("shard", shard, length(self.shard), self.dtype, self.communicator)
+        if out is None:
+            out = torch.empty(self.n, dtype=self.dtype, device=shard.device)
+        check_configuration(self.codec, out.dtype)
+        check_vector("out", out, self.n, out.dtype, self.communicator)
+        if self._gather is None:
+            return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
+        gather, whole, nothing = self._gather, out, shard[:0]
+        pipeline(
+            self.layout.pieces,
+            lambda piece: gather.start(piece, shard, seed),
+            lambda piece: gather.finish(piece, whole, nothing),
+        )
+        return out
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The residual, if one is kept: "owner", float32, of the shape of this rank's chunk."""
+        return save({"owner": self._gather.residuals if self._gather else None})
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes the residual of `state_dict`, or starts at zero again; ValueError if it has another size."""
+        restore({"owner": self._gather.residuals if self._gather else None}, state)

@@ -1,0 +1,83 @@
+"""What the payloads of one pass lacked, as one vector that outlives any cutting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from bagua_kernels.compression import Codec, ErrorFeedback
+
+
+class Residuals:
+    """Error feedback on the parts of a vector, each encoded by itself (Karimireddy et al., ICML 2019, algorithm 2).
+
+    Args:
+        codec: what encodes; an unbiased one is scaled by 1 / (1 + omega), see `ErrorFeedback`.
+        parts: number and length of each part, in the order of their elements.
+        device: where the vectors are.
+
+    Raises:
+        ValueError: the codec allows no error feedback.
+    """
+
+    def __init__(self, codec: Codec, parts: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._feedback = ErrorFeedback(codec)
+        self._parts = [(str(number), length) for number, length in parts if length]
+        self._device = device
+        self.reset()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(length for _, length in self._parts)
+
+    def reset(self) -> None:
+        """Sets all to zero."""
+        self.load(torch.zeros(self.numel))
+
+    def encode(self, number: int, x: torch.Tensor, *, seed: int, out: torch.Tensor) -> None:
+        """Encodes a part and its residual into `out`, and keeps what that lacks; errors as in `Codec.encode`."""
+        self._feedback.encode(str(number), x, seed=seed, out=out)
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm, a scalar tensor."""
+        return self._feedback.norm()
+
+    def state(self) -> torch.Tensor:
+        """A copy, shape (n,), float32, in the order of the vector's elements."""
+        named = self._feedback.state_dict()["residuals"]
+        return torch.cat([torch.empty(0, device=self._device), *(named[name] for name, _ in self._parts)])
+
+    def load(self, state: torch.Tensor) -> None:
+        """Takes what `state` gave, of whatever cutting.
+
+        Raises:
+            ValueError: it has another number of elements.
+        """
+        if state.shape != (self.numel,):
+            raise ValueError(
+                f"the residual has shape {tuple(state.shape)}, expected {(self.numel,)}: it belongs to a vector of another "
+                "size, or, on the owner's side, to another number of ranks"
+            )
+        parts = state.to(self._device, torch.float32).split([length for _, length in self._parts] or [0])
+        named = {name: part for (name, _), part in zip(self._parts, parts, strict=False)}
+        self._feedback.load_state_dict({"residuals": named})
+        for name, part in named.items():
+            self._feedback.residual(name, part)
+
+
+def save(named: Mapping[str, Residuals | None]) -> dict[str, torch.Tensor]:
+    """The states of those residuals that there are."""
+    return {name: residuals.state() for name, residuals in named.items() if residuals is not None}
+
+
+def restore(named: Mapping[str, Residuals | None], state: Mapping[str, torch.Tensor]) -> None:
+    """Loads what `save` gave; what it lacks starts at zero again, and what there is no use for is dropped."""
+    for name, residuals in named.items():
+        if residuals is None:
+            continue
+        if name in state:
+            residuals.load(state[name])
+        else:
+            residuals.reset()

@@ -1,0 +1,86 @@
+"""All-reduce of sparse payloads: everyone receives everyone's."""
+
+from __future__ import annotations
+
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.compressed.contract import AllReduce
+from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
+from bagua_kernels.comm.compressed.passes import Messages
+from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.compression import Codec
+
+
+class SparseAllReduce(AllReduce):
+    """Averages vectors of which each rank sends a few elements (as Deep Gradient Compression, Lin et al., ICLR 2018, does).
+
+    1. Each rank encodes its vector.
+    2. All-gather: everyone receives all payloads, and with them every rank's exact part.
+    3. Everyone decodes the same bytes and adds them up in float32, in the order of the ranks (`Codec.decode_sum`).
+
+    A rank sends its payload to every other, so that the bytes grow with the number of ranks; the mean is not encoded again,
+    since the elements of many ranks' choices are more than fit in one payload. The size of a payload depends on `n` alone, also
+    for codecs that choose how many elements they keep, so that messages need no lengths.
+
+    By default the vector is one piece: the largest elements of a piece are not the largest of the whole. With more pieces,
+    of each of which the codec keeps its part, the next is encoded and the last added up while one is on its way.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        n: int,
+        exact: int = 0,
+        dtype: torch.dtype = torch.float32,
+        *,
+        worker_residual: bool = False,
+        pieces: int | None = None,
+        plain_below: int = 0,
+    ) -> None:
+        """Prepares for vectors of a size; works with dense codecs too.
+
+        Args:
+            codec: as for `AllReduce`.
+            communicator: as for `AllReduce`.
+            n: as for `AllReduce`.
+            exact: as for `AllReduce`.
+            dtype: as for `AllReduce`.
+            worker_residual: whether each rank keeps what its payloads lack.
+            pieces: number of pieces of the vector, equal on all ranks; 1 if None.
+            plain_below: as for `AllReduce`.
+
+        Raises:
+            TypeError: as for `AllReduce`.
+            ValueError: as for `AllReduce` and `ErrorFeedback`, or `pieces` is less than one.
+        """
+        super().__init__(codec, communicator, n, exact, dtype, plain_below)
+        self.layout = layout = Layout.cut(codec, n, 1, 1 if pieces is None else pieces)
+        if self.plain:
+            return
+        widths = [layout.part(piece, 0) for piece in range(layout.pieces)]
+        lengths = [part.stop - part.start for part in widths]
+        self._messages = Messages(communicator, [codec.payload_size(length) for length in lengths], exact, dtype)
+        self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
+
+    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
+        rank, scale = self.communicator.rank, 1.0 / self.communicator.size
+
+        def encode(piece: int) -> None:
+            part, out = x[self.layout.part(piece, 0)], self._messages.own(piece)
+            own = first_seed(self.codec, seed, rank, piece)
+            if self._worker is None:
+                self.codec.encode(part, seed=own, out=out)
+            elif part.numel():
+                self._worker.encode(piece, part, seed=own, out=out)
+            self._messages.start(piece, exact)
+
+        def add_up(piece: int) -> None:
+            payloads = self._messages.finish(piece, exact)
+            self.codec.decode_sum(payloads.contiguous(), x[self.layout.part(piece, 0)], scale)
+
+        pipeline(self.layout.pieces, encode, add_up)
+
+    def _residuals(self) -> dict[str, Residuals | None]:
+        return {} if self.plain else {"worker": self._worker}
