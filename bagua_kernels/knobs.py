@@ -80,7 +80,7 @@ def _flag(text: str) -> bool:
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise ValueError("expected a whole number, 0 or more")
+        raise ValueError("expected a whole number >= 0")
     return value
 
 
@@ -147,8 +147,23 @@ GLOO_SOCKET_IFNAME: Knob[str] = Knob(
     str,
     "Gloo's variable: the network interface that ranks on CPUs use (the first one of a list).",
 )
+NODE: Knob[str] = Knob(
+    "BAGUA_KERNELS_NODE",
+    "",
+    str,
+    "Any name of the node on which a process runs, above what torchrun and the host say; set it on all ranks or on none.",
+)
+GROUP_RANK: Knob[int | None] = Knob(
+    "GROUP_RANK", None, _count, "torchrun's variable: the number of the node on which a process runs."
+)
+NODE_RANK: Knob[int | None] = Knob(
+    "NODE_RANK", None, _count, "Other launchers' variable for the same as GROUP_RANK, which counts where both are."
+)
+LOCAL_WORLD_SIZE: Knob[int | None] = Knob(
+    "LOCAL_WORLD_SIZE", None, _count, "torchrun's variable: how many processes it has started on the node."
+)
 
-ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int], ...] = (
+ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], ...] = (
     BACKEND,
     TIMEOUT,
     HEARTBEAT,
@@ -158,4 +173,8 @@ ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int], ...] = (
     CUDA_SIMULATOR,
     MASTER_ADDR,
     GLOO_SOCKET_IFNAME,
+    NODE,
+    GROUP_RANK,
+    NODE_RANK,
+    LOCAL_WORLD_SIZE,
 )

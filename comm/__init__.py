@@ -12,8 +12,10 @@ if __name__ != "bagua_kernels.comm":
     )
 
 from bagua_kernels.comm.communicator import Communicator as Communicator
+from bagua_kernels.comm.hierarchical import HierarchicalAllReduce as HierarchicalAllReduce
 from bagua_kernels.comm.local import LocalCommunicator as LocalCommunicator
 from bagua_kernels.comm.local import run_ranks as run_ranks
+from bagua_kernels.comm.nodes import Nodes as Nodes
 from bagua_kernels.comm.reduction import ReduceOp as ReduceOp
 from bagua_kernels.comm.rendezvous import device as device
 from bagua_kernels.comm.rendezvous import init as init
@@ -30,7 +32,9 @@ from bagua_kernels.comm.work import Work as Work
 
 __all__ = [
     "Communicator",
+    "HierarchicalAllReduce",
     "LocalCommunicator",
+    "Nodes",
     "ReduceOp",
     "StripedCommunicator",
     "TorchCommunicator",
