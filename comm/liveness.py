@@ -167,7 +167,14 @@ class Liveness:
         return next((report for report in list(self._reports) if report.concerns(communicator, members)), None)
 
     def diagnose(
-        self, communicator: str, members: Sequence[int], number: int | None, operation: str, *, timed_out: bool
+        self,
+        communicator: str,
+        members: Sequence[int],
+        number: int | None,
+        operation: str,
+        *,
+        timed_out: bool,
+        beyond: Sequence[int] = (),
     ) -> Verdict:
         """Finds out why an operation failed; takes up to about seven heartbeats, never more than fourteen.
 
@@ -177,6 +184,7 @@ class Liveness:
             number: which operation of it failed; None for one that has no number (send and receive).
             operation: its name.
             timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
+            beyond: ranks that take no part, but may be what a member waits for.
 
         Returns:
             The verdict, which has been reported to the other ranks unless it is "unknown".
@@ -185,7 +193,7 @@ class Liveness:
         self._wake.set()
         while True:
             self.observe()
-            verdict = self.judge(communicator, members, number, operation, since, timed_out)
+            verdict = self.judge(communicator, members, number, operation, since, timed_out, beyond)
             if verdict is not None:
                 break
             with self._changed:
@@ -208,6 +216,7 @@ class Liveness:
         operation: str,
         since: float,
         timed_out: bool,
+        beyond: Sequence[int] = (),
     ) -> Verdict | None:
         """Returns the verdict on an operation that failed at time `since`, or None while the signs do not suffice."""
         report = self.reported(communicator, members)
@@ -220,7 +229,7 @@ class Liveness:
             return Verdict(kind, tuple(rank for rank in found if rank >= 0), text, communicator, self.rank)
 
         if how := self._store_trouble(since):
-            if HOST in members and self.rank != HOST:
+            if self.rank != HOST and (HOST in members or (timed_out and HOST in beyond)):
                 return verdict("lost", {HOST: f"rank {HOST} holds the liveness store, which cannot be reached: {how}"})
             return verdict("unknown", {-1: f"the liveness store on rank {HOST} cannot be reached: {how}"})
 
@@ -230,7 +239,9 @@ class Liveness:
         signs = {rank: self._signs[rank] for rank in others}
         left = {rank: f"rank {rank} left: {sign.data['left']}" for rank, sign in signs.items() if sign.data["left"]}
         if left:
-            return verdict("lost", left)
+            # A rank that leaves because others were lost is not the one to blame.
+            causes = (report for report in list(self._reports) if report.kind == "lost" and report.by in left)
+            return next(causes, None) or verdict("lost", left)
         doing = {rank: sign.data["doing"].get(communicator) for rank, sign in signs.items()}
         closed = {
             rank: f"rank {rank} has closed this communicator"
@@ -239,14 +250,16 @@ class Liveness:
         }
         if closed:
             return verdict("closed", closed)
-        silent = {
-            rank: f"rank {rank} gave no sign of life for {now - sign.changed:.1f} s; at the last one it was "
-            f"{_describe(doing[rank])}"
-            for rank, sign in signs.items()
-            if now - sign.changed > silence
-        }
-        if silent:
-            return verdict("lost", silent)
+        # Whoever waits in vain for a rank that answers may be waiting for what that one waits for.
+        for watched in (others, [rank for rank in beyond if timed_out and rank in self._signs]):
+            silent = {
+                rank: f"rank {rank} gave no sign of life for {now - self._signs[rank].changed:.1f} s; at the last one "
+                f"it was {_describe(self._signs[rank].data['doing'].get(communicator))}"
+                for rank in watched
+                if now - self._signs[rank].changed > silence
+            }
+            if silent:
+                return verdict("lost", silent)
         # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
         proof = since - 2 * self.heartbeat if timed_out else since + 1.5 * self.heartbeat
         if not all(sign.moved and sign.changed > proof for sign in signs.values()):
@@ -288,12 +301,13 @@ class Liveness:
         self._in_call_since = self._clock()
         sign = {"beat": self._beats, "left": self._left, "doing": dict(self._progress)}
         self._store.set(f"beat/{self.rank}", json.dumps(sign))
+        # Signs before reports: whoever is seen to have left has written its report before that.
+        if self._clock() < self._observe_until:
+            self._read_signs()
         self._read_reports()
         while self._outgoing:
             self._report(self._outgoing[0])
             del self._outgoing[0]
-        if self._clock() < self._observe_until:
-            self._read_signs()
         self._in_call_since = None
         with self._changed:
             self._changed.notify_all()

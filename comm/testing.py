@@ -77,7 +77,7 @@ class Processes:
     ) -> None:
         self._files: list[tuple[IO[bytes], IO[bytes]]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = _command(target, args)
+        command = process_command(target, args)
         port = str(free_port())
         try:
             for rank in range(size):
@@ -176,7 +176,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _command(target: Target, args: Sequence[Any]) -> list[str]:
+def process_command(target: Target, args: Sequence[Any]) -> list[str]:
+    """Returns the command that runs a function at the top level of a file, or a script, in a process of its own."""
     if isinstance(target, (str, Path)):
         return [sys.executable, str(target), *map(str, args)]
     if "." in target.__qualname__:

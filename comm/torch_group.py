@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from bagua_kernels import knobs
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 
@@ -138,5 +139,14 @@ def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: floa
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+    options._devices = [_device(host)]
     return gloo(prefixed, rank, size, options)
+
+
+def _device(host: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    if host:
+        return gloo.create_device(hostname=host)
+    # Torch reads the variable for its own groups only.
+    interface = knobs.GLOO_SOCKET_IFNAME.get().split(",")[0]
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()

@@ -76,6 +76,11 @@ class Session:
             self.liveness.gave_up(self.name, reason)
         self.ended = self.ended or reason
 
+    def patience(self) -> float:
+        """Seconds to wait, such that the verdict on who is at fault is there when the timeout is over."""
+        beat = 0.0 if self.liveness is None else self.liveness.heartbeat
+        return self.timeout - min(2 * beat, self.timeout / 4)
+
     def guard(self, operation: str, call: Callable[[], T], number: int | None = None, peer: int | None = None) -> T:
         """Returns what `call` returns; turns torch's errors into this package's."""
         try:
@@ -112,7 +117,10 @@ class Session:
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
             verdict = None
             if self.liveness is not None:
-                verdict = self.liveness.diagnose(self.name, others, number, operation, timed_out=timed_out)
+                beyond = [rank for rank in self.members if rank not in others]
+                verdict = self.liveness.diagnose(
+                    self.name, others, number, operation, timed_out=timed_out, beyond=beyond
+                )
             said = "" if error is None else f" [torch: {_told(error)}]"
             self._failure = self._describe(what, verdict, peer, timed_out, said)
             self.ended = self.ended or f"{self._failure}"
@@ -186,7 +194,7 @@ class TorchWork(Pending):
 
     def _wait_on_host(self) -> None:
         session = self._session
-        deadline = time.monotonic() + session.timeout
+        deadline = time.monotonic() + session.patience()
         while True:
             left = deadline - time.monotonic()
             try:
