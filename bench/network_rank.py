@@ -1,0 +1,83 @@
+"""One rank of a network benchmark: tunes, runs the cases it is told with rivals in turns, and prints seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from bagua_kernels import comm
+from bagua_kernels.comm.compressed import CompressedAllReduce
+from bagua_kernels.compression import from_spec
+
+Call = Callable[[], object]
+
+
+def rivals(c: comm.Communicator, operation: str, nbytes: int, names: list[str]) -> dict[str, Call]:
+    """The ways to carry out an operation on `nbytes` bytes of float32 a rank (of the whole vector for an all-reduce)."""
+    n, size = max(1, nbytes // 4), c.size
+    x, wide = torch.ones(n), torch.ones(n * size) if operation not in ("all_reduce", "broadcast") else torch.ones(0)
+    out = torch.empty_like(wide)
+    gloo: dict[str, Call] = {
+        "all_reduce": lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(out, x),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, wide, dist.ReduceOp.MAX),
+        "all_to_all": lambda: dist.all_to_all_single(out, wide),
+    }
+    ours: dict[str, Call] = {
+        "all_reduce": lambda: c.all_reduce(x, comm.ReduceOp.MAX).wait(),
+        "broadcast": lambda: c.broadcast(x, 0).wait(),
+        "all_gather": lambda: c.all_gather(out, x).wait(),
+        "reduce_scatter": lambda: c.reduce_scatter(x, wide, comm.ReduceOp.MAX).wait(),
+        "all_to_all": lambda: c.all_to_all(out, wide).wait(),
+    }
+    calls: dict[str, Call] = {}
+    for name in names:
+        if name in ("gloo", "ours"):
+            calls[name] = (gloo if name == "gloo" else ours)[operation]
+        else:
+            compressed = CompressedAllReduce(from_spec(name), c, n)
+            calls[name] = lambda compressed=compressed: compressed(x)  # type: ignore[misc]
+    return calls
+
+
+def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: random.Random) -> dict[str, float]:
+    """Medians over rounds of the slowest rank's seconds; the order in a round is random, and the same on all ranks."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name in order.sample(sorted(calls), len(calls)):
+            c.barrier().wait()
+            c.barrier().wait()
+            started = time.perf_counter()
+            calls[name]()
+            if number:
+                taken[name].append(time.perf_counter() - started)
+    everyone = c.all_gather_object(taken)
+    return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore", FutureWarning)
+    c = comm.init(timeout=300)
+    tuning = comm.tune(budget=settings["budget"]) if settings["budget"] and c.size > 1 else None
+    order, rows = random.Random(7), []
+    for case in settings["cases"]:
+        calls = rivals(c, case["operation"], case["bytes"], case["rivals"])
+        rows.append({**case, "seconds": measure(c, calls, case["rounds"], order)})
+    if c.rank == 0:
+        chosen = json.loads(tuning.to_json()) if tuning else None
+        print("RESULT", json.dumps({"rows": rows, "tuning": chosen}), flush=True)
+    comm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
