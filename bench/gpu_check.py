@@ -47,7 +47,7 @@ from bagua_kernels.jit import op
 from bench import optimizers, speed, workloads
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/compression", "tests/launchers", "tests/optim/test_cuda.py")
+TESTS = ("tests/compression", "tests/launchers", "tests/optim/test_cuda.py", "tests/comm/test_nccl_cuda.py")
 # What the repository's pytest settings name, and an image with a PyTorch of its own may lack.
 PLUGINS = ("pytest_timeout", "pytest_benchmark")
 

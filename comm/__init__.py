@@ -15,6 +15,7 @@ from bagua_kernels.comm.communicator import Communicator as Communicator
 from bagua_kernels.comm.hierarchical import HierarchicalAllReduce as HierarchicalAllReduce
 from bagua_kernels.comm.local import LocalCommunicator as LocalCommunicator
 from bagua_kernels.comm.local import run_ranks as run_ranks
+from bagua_kernels.comm.nccl import NcclCommunicator as NcclCommunicator
 from bagua_kernels.comm.nodes import Nodes as Nodes
 from bagua_kernels.comm.reduction import ReduceOp as ReduceOp
 from bagua_kernels.comm.rendezvous import device as device
@@ -34,6 +35,7 @@ __all__ = [
     "Communicator",
     "HierarchicalAllReduce",
     "LocalCommunicator",
+    "NcclCommunicator",
     "Nodes",
     "ReduceOp",
     "StripedCommunicator",

@@ -14,7 +14,7 @@ LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
 FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
 
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
-MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/nccl.py")
+MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/nccl_binding.py")
 MAY_READ_THE_ENVIRONMENT = (
     "bagua_kernels/knobs.py",
     "comm/interfaces.py",  # what other tools' variables say, to report it
