@@ -44,12 +44,13 @@ def limit(nbytes: int, hosts: int, rate: float | None) -> float | None:
     return None if rate is None else 2 * (hosts - 1) / hosts * nbytes * 8 / (rate * 1e6 * _PAYLOAD)
 
 
-def labelled(rows: list[dict[str, Any]], hosts: int, rate: float | None, delay: float) -> list[dict[str, Any]]:
-    """Adds where the rows were measured."""
-    place = {"hosts": hosts, "rate_mbit": rate, "delay_ms": delay}
+def labelled(told: dict[str, Any], hosts: int, rate: float | None, delay: float) -> list[dict[str, Any]]:
+    """Adds to rows where they were measured, and what the tuning had chosen there."""
+    chosen = {name: way for name, way in told["tuning"].items() if name != "measured"}
+    place = {"hosts": hosts, "rate_mbit": rate, "delay_ms": delay, "tuning": chosen}
     return [
         {**place, **row, "limit": limit(row["bytes"], hosts, rate) if row["operation"] == "all_reduce" else None}
-        for row in rows
+        for row in told["rows"]
     ]
 
 
@@ -68,7 +69,7 @@ def large() -> list[dict[str, Any]]:
                 case("all_gather", 4 * _MEGA, 7),
                 case("broadcast", 16 * _MEGA, 7),
             ]
-            rows += labelled(run(lab, cases, 4.0)["rows"], 4, rate, 0)
+            rows += labelled(run(lab, cases, 4.0), 4, rate, 0)
     return rows
 
 
@@ -79,7 +80,7 @@ def delayed() -> list[dict[str, Any]]:
         with netlab.Lab(hosts, 1000.0, 5.0) as lab:
             cases = [case("all_reduce", 4000, 21), case("all_reduce", _MEGA, 15)]
             cases += [case(name, nbytes, 11) for name in ("reduce_scatter", "all_gather") for nbytes in (4000, _MEGA)]
-            rows += labelled(run(lab, cases, 4.0)["rows"], hosts, 1000.0, 5.0)
+            rows += labelled(run(lab, cases, 4.0), hosts, 1000.0, 5.0)
     return rows
 
 
@@ -95,7 +96,7 @@ def grid() -> list[dict[str, Any]]:
                         whole = operation in ("all_reduce", "broadcast")
                         slow = rate == 100.0 and nbytes > _MEGA
                         cases.append(case(operation, nbytes if whole else nbytes // hosts, 3 if slow else 11))
-                rows += labelled(run(lab, cases, 4.0)["rows"], hosts, rate, delay or 0)
+                rows += labelled(run(lab, cases, 4.0), hosts, rate, delay or 0)
     return rows
 
 

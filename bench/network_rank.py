@@ -49,17 +49,27 @@ def rivals(c: comm.Communicator, operation: str, nbytes: int, names: list[str]) 
     return calls
 
 
+def together(c: comm.Communicator) -> float:
+    """Waits for a moment that all ranks have agreed on; the hosts are emulated, so they have one clock.
+
+    After a barrier alone, ranks would start up to a one-way delay apart, and every time would contain that.
+    """
+    moment = torch.tensor([time.monotonic()], dtype=torch.float64)
+    c.all_reduce(moment, comm.ReduceOp.MAX).wait()
+    start = moment.item() + 0.05
+    time.sleep(max(0.0, start - time.monotonic()))
+    return start
+
+
 def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: random.Random) -> dict[str, float]:
-    """Medians over rounds of the slowest rank's seconds; the order in a round is random, and the same on all ranks."""
+    """Medians over rounds of the seconds until the last rank is done; the order in a round is random, the same everywhere."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name in order.sample(sorted(calls), len(calls)):
-            c.barrier().wait()
-            c.barrier().wait()
-            started = time.perf_counter()
+            started = together(c)
             calls[name]()
             if number:
-                taken[name].append(time.perf_counter() - started)
+                taken[name].append(time.monotonic() - started)
     everyone = c.all_gather_object(taken)
     return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
 

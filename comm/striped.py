@@ -191,31 +191,37 @@ class StripedCommunicator(Communicator):
         return self._start("all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        if self.tuning.way("all_gather", input.nbytes) == "base":
+        way = self.tuning.way("all_gather", input.nbytes)
+        if way == "base":
             return self._beneath(lambda: self.base._all_gather(output, input))
-        rows = output.view(self.size, -1).unbind(0)
-        lanes = (
-            schedules.all_to_all(self._ranks, outputs, [mine] * self.size)
-            for mine, *outputs in self._pieces(input, *rows)
-        )
-        return self._start("all_gather", signature("all_gather", input.dtype, input.numel()), lanes)
+        code = signature("all_gather", input.dtype, input.numel(), way)
+        pieces = self._pieces(input, *output.view(self.size, -1).unbind(0))
+        if way == "ring":
+            lanes = (schedules.ring_all_gather(self._ranks, outputs, mine) for mine, *outputs in pieces)
+        else:
+            lanes = (schedules.all_to_all(self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces)
+        return self._start("all_gather", code, lanes)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
-        if self.tuning.way("reduce_scatter", output.nbytes) == "base":
+        way = self.tuning.way("reduce_scatter", output.nbytes)
+        if way == "base":
             return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
-        rows = input.view(self.size, -1).unbind(0)
-        lanes = (schedules.reduce_scatter(self._ranks, into, parts, op) for into, *parts in self._pieces(output, *rows))
-        return self._start("reduce_scatter", signature("reduce_scatter", input.dtype, input.numel(), op), lanes)
+        code = signature("reduce_scatter", input.dtype, input.numel(), op, way)
+        make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
+        pieces = self._pieces(output, *input.view(self.size, -1).unbind(0))
+        return self._start("reduce_scatter", code, (make(self._ranks, into, parts, op) for into, *parts in pieces))
 
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> Work:
         even = len({*output_splits, *input_splits}) == 1
-        if even and self.tuning.way("all_to_all", input.nbytes // self.size) == "base":
+        # Uneven parts differ among ranks, so that they could not agree on a way by size.
+        way = self.tuning.way("all_to_all", input.nbytes // self.size) if even else "direct"
+        if way == "base":
             return self._beneath(lambda: self.base._all_to_all(output, input, output_splits, input_splits))
+        make = schedules.pairwise_exchange if way == "pairwise" else schedules.all_to_all
         outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
-        lanes = [schedules.all_to_all(self._ranks, outputs, inputs)]
-        return self._start("all_to_all", signature("all_to_all", input.dtype), lanes)
+        return self._start("all_to_all", signature("all_to_all", input.dtype), [make(self._ranks, outputs, inputs)])
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         way = self.tuning.way("broadcast", tensor.nbytes)

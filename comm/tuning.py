@@ -6,8 +6,16 @@ import json
 from dataclasses import asdict, dataclass, field
 
 ALL_REDUCE = ("exchange", "doubling", "direct", "halving", "ring", "base")
-OTHERS = ("sockets", "base")
+REDUCE_SCATTER = ALL_GATHER = ("direct", "ring", "base")
+ALL_TO_ALL = ("direct", "pairwise", "base")
 BROADCAST = ("star", "chain", "base")
+WAYS = {
+    "all_reduce": ALL_REDUCE,
+    "all_gather": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "all_to_all": ALL_TO_ALL,
+    "broadcast": BROADCAST,
+}
 
 Choice = tuple[tuple[float, str], ...]
 EVER = float("inf")
@@ -31,10 +39,10 @@ class Tuning:
         split: bytes from which on a message is cut over these sockets.
     """
 
-    all_reduce: Choice = ((16 << 10, "exchange"), (EVER, "direct"))
-    all_gather: Choice = ((EVER, "sockets"),)
-    reduce_scatter: Choice = ((EVER, "sockets"),)
-    all_to_all: Choice = ((EVER, "sockets"),)
+    all_reduce: Choice = ((16 << 10, "exchange"), (4 << 20, "direct"), (EVER, "ring"))
+    all_gather: Choice = ((1 << 20, "direct"), (EVER, "ring"))
+    reduce_scatter: Choice = ((1 << 20, "direct"), (EVER, "ring"))
+    all_to_all: Choice = ((1 << 20, "direct"), (EVER, "pairwise"))
     broadcast: Choice = ((256 << 10, "star"), (EVER, "chain"))
     piece: int = 4 << 20
     window: int = 4
@@ -44,15 +52,14 @@ class Tuning:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for what cannot be followed."""
-        known = {"all_reduce": ALL_REDUCE, "broadcast": BROADCAST}
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        for name, ways in WAYS.items():
             choice: Choice = getattr(self, name)
             limits = [limit for limit, _ in choice]
             if not choice or limits != sorted(limits) or limits[-1] != EVER:
                 raise ValueError(f"expected {name} to be (bytes, way) pairs up to infinity, ascending, got {choice}")
             for _, way in choice:
-                if way not in known.get(name, OTHERS):
-                    raise ValueError(f"{name} knows {', '.join(known.get(name, OTHERS))}, got {way!r}")
+                if way not in ways:
+                    raise ValueError(f"{name} knows {', '.join(ways)}, got {way!r}")
         for name in ("piece", "window", "stripes", "split"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")

@@ -16,28 +16,23 @@ from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.striped import StripedCommunicator
-from bagua_kernels.comm.tuning import ALL_REDUCE, BROADCAST, EVER, OTHERS, Choice, Tuning
+from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Tuning
 
 _SIZES = tuple(1 << shift for shift in range(10, 26, 3))  # bytes
 _AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was fastest there is used
 _ROUNDS, _FEWEST = 7, 2
+_IN_A_ROW = 4
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
-_OPERATIONS = {
-    "all_reduce": (ALL_REDUCE, 0.5),
-    "reduce_scatter": (OTHERS, 0.15),
-    "all_gather": (OTHERS, 0.15),
-    "all_to_all": (OTHERS, 0.1),
-    "broadcast": (BROADCAST, 0.1),
-}  # and their share of the budget
+_SHARES = {"all_reduce": 0.4, "reduce_scatter": 0.2, "all_gather": 0.2, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling")  # send more than they must: never beyond what was measured
 
 
 def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply: bool = True) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
 
-    1. For each size, every way takes turns with the others; a way's time is the median over rounds of the slowest
-       rank's time. All ranks learn all times, so that all decide alike.
+    1. For each size, every way takes turns with the others, small messages a few times in a row; a way's time is the
+       median over rounds of the slowest rank's time. All ranks learn all times, so that all decide alike.
     2. Between two sizes whose fastest ways differ, the border is their geometric mean.
     3. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
     4. At the last size, more than one socket between two ranks is tried, if the communicator has them.
@@ -73,8 +68,8 @@ def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply
 def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
     tuning = Tuning()
     measured: dict[str, list[tuple[int, dict[str, float]]]] = {}
-    for operation, (ways, share) in _OPERATIONS.items():
-        rows = _sizes(communicator, operation, ways, budget * share)
+    for operation, share in _SHARES.items():
+        rows = _sizes(communicator, operation, WAYS[operation], budget * share)
         measured[operation] = rows
         chosen: dict[str, Any] = {operation: borders(rows)}
         tuning = replace(tuning, **chosen)
@@ -103,13 +98,15 @@ def _sizes(
             way: _call(communicator, operation, nbytes, Tuning(**{operation: ((EVER, way),)}))  # type: ignore[arg-type]
             for way in left
         }
-        times = _race(communicator, calls, rounds)
+        # After a barrier ranks start up to a one-way delay apart; in a row, that counts once.
+        row = 1 if operation == "broadcast" or nbytes >= _AT_LEAST else _IN_A_ROW
+        times = _race(communicator, calls, rounds, row)
         rows.append((nbytes, times))
         best = min(times.values())
         # Gloo stays in, as what none of the others may be slower than.
         left = [way for way in left if way == "base" or times[way] < _HOPELESS * best]
         spent = communicator.all_gather_object(time.perf_counter() - started)
-        turn = sum(times[way] for way in left) * 8
+        turn = sum(times[way] for way in left) * 8 * row
         rounds = int(min(_ROUNDS, max(_FEWEST, (budget - max(spent)) / turn - 1)))
         if nbytes >= _AT_LEAST and max(spent) + turn * (rounds + 1) > budget:
             break
@@ -138,16 +135,19 @@ def _call(communicator: StripedCommunicator, operation: str, nbytes: int, tuning
     return call
 
 
-def _race(communicator: Communicator, calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Lets the calls take turns; returns the median over rounds of the slowest rank's seconds, for each."""
+def _race(
+    communicator: Communicator, calls: dict[str, Callable[[], None]], rounds: int, row: int = 1
+) -> dict[str, float]:
+    """Lets the calls take turns; returns the median over rounds of the slowest rank's seconds a call, for each."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             communicator.barrier().wait()
             started = time.perf_counter()
-            call()
+            for _ in range(row):
+                call()
             if number:  # the first round touches memory and opens congestion windows
-                taken[name].append(time.perf_counter() - started)
+                taken[name].append((time.perf_counter() - started) / row)
     everyone = communicator.all_gather_object(taken)
     return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
 

@@ -201,6 +201,69 @@ def reduce_scatter(
     return steps
 
 
+def ring_reduce_scatter(
+    ranks: Ranks, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
+) -> Callable[[Lane], Steps]:
+    """Part r travels around the ring from rank r + 1 to rank r, and everyone on its way adds its own."""
+
+    def steps(lane: Lane) -> Steps:
+        rank, size, n = ranks.rank, ranks.size, output.numel()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        half = op is ReduceOp.AVG and output.dtype in HALF
+        # A rank hears from one other only, so that no link ever carries more than it can.
+        current = parts[(rank - 1) % size]
+        if half:
+            current = current / size
+        for step in range(size - 1):
+            part = ranks.scratch.take(n, output.dtype)
+            yield [lane.receive(left, part), lane.send(right, current)]
+            own = parts[(rank - 2 - step) % size]
+            combine(op)(part, own / size if half else own, out=part)
+            if step:
+                ranks.scratch.give(current)
+            current = part
+        output.copy_(current)
+        if size > 1:
+            ranks.scratch.give(current)
+        divide_last(output, op, size)
+
+    return steps
+
+
+def ring_all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor) -> Callable[[Lane], Steps]:
+    """Everyone's input travels around the ring."""
+
+    def steps(lane: Lane) -> Steps:
+        rank, size = ranks.rank, ranks.size
+        right, left = (rank + 1) % size, (rank - 1) % size
+        if outputs[rank].data_ptr() != mine.data_ptr():
+            outputs[rank].copy_(mine)
+        for step in range(size - 1):
+            yield [
+                lane.receive(left, outputs[(rank - step - 1) % size]),
+                lane.send(right, outputs[(rank - step) % size]),
+            ]
+
+    return steps
+
+
+def pairwise_exchange(
+    ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Callable[[Lane], Steps]:
+    """All-to-all in rounds: in round s everyone sends to the s-th rank after it and hears from the s-th before it."""
+
+    def steps(lane: Lane) -> Steps:
+        rank, size = ranks.rank, ranks.size
+        own, mine = outputs[rank], inputs[rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
+        for step in range(1, size):
+            after, before = (rank + step) % size, (rank - step) % size
+            yield [lane.receive(before, outputs[before]), lane.send(after, inputs[after])]
+
+    return steps
+
+
 def all_to_all(
     ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Callable[[Lane], Steps]:
