@@ -69,6 +69,12 @@ def _backend(text: str) -> str:
     return text
 
 
+def _binding(text: str) -> str:
+    if text not in ("torch", "cupy"):
+        raise ValueError("expected torch or cupy")
+    return text
+
+
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True
@@ -108,6 +114,12 @@ HEARTBEAT: Knob[float] = Knob(
     0.5,
     _seconds,
     "Seconds between two signs of life of a rank; a rank silent for six of them counts as lost once a collective fails.",
+)
+NCCL: Knob[str] = Knob(
+    "BAGUA_KERNELS_NCCL",
+    "torch",
+    _binding,
+    "What `init` drives NCCL through on GPUs: torch, or cupy for a stream of its own, errors that name ranks, and graphs.",
 )
 SOCKETS: Knob[int] = Knob(
     "BAGUA_KERNELS_SOCKETS",
@@ -167,6 +179,7 @@ ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], 
     BACKEND,
     TIMEOUT,
     HEARTBEAT,
+    NCCL,
     SOCKETS,
     TUNING,
     TRITON_INTERPRET,

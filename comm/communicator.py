@@ -227,12 +227,35 @@ class Communicator(abc.ABC):
         return self._split(tuple(range(self.size)))
 
     @abc.abstractmethod
-    def abort(self) -> None:
-        """Gives up: pending work and every later call raise `CommunicationError` here; others see it left."""
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.
+
+        Any thread may call it.
+
+        Args:
+            reason: what the errors say, here and on the other ranks.
+        """
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`."""
+    def close(self, limit: float | None = None) -> None:
+        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
+
+        Closing again is harmless.
+
+        Args:
+            limit: seconds to wait for them, if less than the timeout.
+        """
+
+    def close_relatives(self) -> None:  # noqa: B027
+        """Frees the connections of every open communicator split from this one or from which it was split.
+
+        For the end of a job, when all ranks are known to have finished; a backend whose connections need no care does
+        nothing.
+        """
+
+    def is_ended(self) -> bool:
+        """Returns whether it was closed or aborted, or has failed."""
+        return bool(self._unusable())
 
     def __enter__(self) -> Communicator:
         """Returns itself."""

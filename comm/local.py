@@ -41,12 +41,12 @@ class LocalCommunicator(Communicator):
         self._splits: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int, int], int] = {}
 
-    def abort(self) -> None:
-        """Gives up: pending work and every later call raise `CommunicationError` here; others see it left."""
-        self._leave("it was aborted")
+    def abort(self, reason: str = "it was aborted") -> None:
+        """See `Communicator.abort`."""
+        self._leave(reason)
 
-    def close(self) -> None:
-        """Waits for the other ranks to close too; later calls raise `CommunicationError`."""
+    def close(self, limit: float | None = None) -> None:
+        """See `Communicator.close`; `limit` is not needed, for threads of one process do not hang unseen."""
         if not self._unusable():
             self.barrier().wait()
             self._leave("it was closed")

@@ -177,25 +177,13 @@ class NcclCommunicator(Communicator):
         return self._session.guard("init", connect)
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.
-
-        Any thread may call it.
-
-        Args:
-            reason: what the errors say, here and on the other ranks.
-        """
+        """See `Communicator.abort`."""
         self._session.abort(reason)
         self._abandon()
         self._release(reason)
 
     def close(self, limit: float | None = None) -> None:
-        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
-
-        At the end of the process it runs by itself, unless an exception ended it.
-
-        Args:
-            limit: seconds to wait for them, if less than the timeout.
-        """
+        """See `Communicator.close`; at the end of the process it runs by itself, unless an exception ended it."""
         if self._session.ended:
             self._release(self._session.ended)
             return

@@ -25,6 +25,7 @@ from bagua_kernels.comm.attempt import agree
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.local import LocalCommunicator
 from bagua_kernels.comm.meeting import LocalWorld
+from bagua_kernels.comm.nccl import NcclCommunicator
 from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.torch_backend import TorchCommunicator
 from bagua_kernels.comm.tuning import Tuning
@@ -104,7 +105,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     package's own without.
 
     Ranks on CPUs are joined by sockets of their own beside Gloo's (`StripedCommunicator`), unless
-    `BAGUA_KERNELS_SOCKETS` is 0; what `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
+    `BAGUA_KERNELS_SOCKETS` is 0. On GPUs NCCL is driven through torch, or through CuPy (`NcclCommunicator`) where
+    `BAGUA_KERNELS_NCCL` says cupy. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
 
     Args:
         timeout: seconds after which an operation that does not finish raises an error; by default
@@ -220,6 +222,8 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout),
         )
+    if place.type == "cuda" and knobs.NCCL.get() == "cupy":
+        return NcclCommunicator(timeout=timeout, device=place)
     return _with_sockets(TorchCommunicator(timeout=timeout, device=place, host=host), host)
 
 
@@ -271,9 +275,6 @@ def _shutdown(limit: float | None, failure: str) -> None:
     communicator, made_group = _current.communicator, _current.made_group
     _current = None
     atexit.unregister(_shutdown_at_exit)
-    if not isinstance(communicator, (TorchCommunicator, StripedCommunicator)):
-        communicator.close()
-        return
     healthy = not failure and not communicator.is_ended()
     if healthy:
         try:

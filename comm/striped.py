@@ -88,24 +88,13 @@ class StripedCommunicator(Communicator):
             self._loop.use(tuning.stripes, tuning.split)
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.
-
-        Args:
-            reason: what the errors say, here and on the other ranks.
-        """
+        """See `Communicator.abort`."""
         self._session.abort(reason)
         self._stop(reason)
-        if isinstance(self.base, TorchCommunicator):
-            self.base.abort(reason)
-        else:
-            self.base.abort()
+        self.base.abort(reason)
 
     def close(self, limit: float | None = None) -> None:
-        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
-
-        Args:
-            limit: seconds to wait for them, if less than the timeout.
-        """
+        """See `Communicator.close`."""
         if self._session.ended:
             return
         if limit is not None:
@@ -113,25 +102,17 @@ class StripedCommunicator(Communicator):
         if self.size > 1:
             self.barrier().wait()
         self._session.close()
-        if isinstance(self.base, TorchCommunicator):
-            self.base.close(limit)
-        else:
-            self.base.close()
+        self.base.close(limit)
         # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
         self._stop("it was closed")
 
     def close_relatives(self) -> None:
-        """Frees the connections of every open communicator split from this one, and of their bases."""
-        if isinstance(self.base, TorchCommunicator):
-            for communicator in list(_open):
-                if communicator._session.liveness is self._session.liveness:
-                    communicator._session.close()
-                    communicator._stop("its relatives were closed")
-            self.base.close_relatives()
-
-    def is_ended(self) -> bool:
-        """Returns whether it was closed or aborted, or has failed."""
-        return bool(self._session.ended)
+        """See `Communicator.close_relatives`."""
+        for communicator in list(_open):
+            if self._session.liveness is not None and communicator._session.liveness is self._session.liveness:
+                communicator._session.close()
+                communicator._stop("its relatives were closed")
+        self.base.close_relatives()
 
     def _abandon(self) -> None:
         self._stop("an operation has failed")

@@ -107,22 +107,14 @@ class TorchCommunicator(Communicator):
         _open.add(self)
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.
-
-        Args:
-            reason: what the errors say, here and on the other ranks.
-        """
+        """See `Communicator.abort`."""
         self._session.abort(reason)
         self._group.abandon()
         if self._owned_liveness is not None:
             self._owned_liveness.stop(reason)
 
     def close(self, limit: float | None = None) -> None:
-        """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
-
-        Args:
-            limit: seconds to wait for them, if less than the timeout.
-        """
+        """See `Communicator.close`."""
         if self._session.ended:
             return
         if limit is not None:
@@ -136,9 +128,9 @@ class TorchCommunicator(Communicator):
             self._owned_liveness.stop("it closed its communicator")
 
     def close_relatives(self) -> None:
-        """Frees the connections of every open communicator split from this one or from which it was split.
+        """See `Communicator.close_relatives`.
 
-        For the end of a job, when all ranks are known to have finished. Gloo's threads may still hold tensors a moment after
+        Gloo's threads may still hold tensors a moment after
         an operation; freeing the connections waits for them, and one that let go of a tensor after the interpreter had
         ended would end the process with an abort.
         """
@@ -146,10 +138,6 @@ class TorchCommunicator(Communicator):
             if communicator._session.liveness is self._session.liveness and not communicator._session.ended:
                 communicator._session.close()
                 communicator._group.close()
-
-    def is_ended(self) -> bool:
-        """Returns whether it was closed or aborted, or has failed."""
-        return bool(self._session.ended)
 
     def _unusable(self) -> str:
         return self._session.ended
