@@ -324,8 +324,8 @@ class Communicator(abc.ABC):
         self._check_rank(name, rank)
         if rank == self.rank:
             raise ValueError(f"expected {name} to be another rank, got this rank {rank}: copy the tensor instead")
-        if not isinstance(tag, int) or tag < 0:
-            raise ValueError(f"expected tag to be an int >= 0, got {tag!r}")
+        if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
+            raise ValueError(f"expected tag to be an int from 0 to 2^31 - 1, got {tag!r}")
 
     def _identity(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         # An output may be the input itself.

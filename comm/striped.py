@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import select
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from bagua_kernels.comm.torch_backend import TorchCommunicator
 from bagua_kernels.comm.torch_work import Session, TorchWork
 from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.comm.work import Work
+from bagua_kernels.errors import CommunicationError
 
 _MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
 
@@ -51,6 +52,8 @@ class StripedCommunicator(Communicator):
     def __init__(self, base: Communicator, *, stripes: int = 1, tuning: Tuning | None = None, host: str = "") -> None:
         if base.device.type != "cpu":
             raise ValueError(f"StripedCommunicator expects a communicator on the CPU, got one on {base.device}")
+        if isinstance(base, StripedCommunicator):
+            raise ValueError("StripedCommunicator expects a communicator without sockets of its own: pass its base")
         if not hasattr(select, "epoll"):
             raise ValueError("StripedCommunicator needs epoll, which only Linux has: use its base")
         if stripes < 1:
@@ -77,8 +80,11 @@ class StripedCommunicator(Communicator):
         self.tuning = tuning or Tuning()
         if self.size > 1:
             links = mesh.connect(self.rank, self.size, stripes, base.all_gather_object, base.timeout, host)
-            self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, self._count)
+            # The thread must not keep a communicator alive that nobody uses any more.
+            counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
+            self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
             self._loop.use(self.tuning.stripes, self.tuning.split)
+            weakref.finalize(self, self._loop.stop, "it was forgotten, or its process exits")
             _open.add(self)
 
     def retune(self, tuning: Tuning) -> None:
@@ -132,7 +138,11 @@ class StripedCommunicator(Communicator):
 
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
         base = self.base._split(ranks)
-        return StripedCommunicator(base, stripes=self.stripes, tuning=self.tuning, host=self._host)
+        try:
+            return StripedCommunicator(base, stripes=self.stripes, tuning=self.tuning, host=self._host)
+        except CommunicationError as error:
+            base.abort(str(error))
+            raise
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
@@ -152,23 +162,25 @@ class StripedCommunicator(Communicator):
         number = next(self._numbers) if number is None else number
         if collective:
             self._session.entered(number, name)
-        operation = Operation(name, number, code, iter(lanes), self.tuning.window)
+        operation = Operation(name, number, code, iter(lanes), self.tuning.window, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
         return TorchWork(self._session, operation, name, number if collective else None, peer, finish, on_stream=False)
 
-    def _pieces(self, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-        """Cuts flat tensors of one length at the same places."""
+    def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+        """Cuts flat tensors of one length at the same places, `size` bytes apart."""
         flat = [tensor.view(-1) for tensor in tensors]
-        size = max(1, self.tuning.piece // flat[0].itemsize)
-        return (tuple(tensor[part] for tensor in flat) for part in cut(flat[0].numel(), size))
+        parts = cut(flat[0].numel(), max(1, size // flat[0].itemsize))
+        return (tuple(tensor[part] for tensor in flat) for part in parts)
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
         way = self.tuning.way("all_reduce", tensor.nbytes)
         if way == "base":
             return self._beneath(lambda: self.base._all_reduce(tensor, op))
         make = _ALL_REDUCE[way]
-        lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(tensor))
+        # Around a ring, a piece travels as one chunk a rank.
+        size = self.tuning.link * self.size if way == "ring" else self.tuning.piece
+        lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
         return self._start("all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -176,7 +188,8 @@ class StripedCommunicator(Communicator):
         if way == "base":
             return self._beneath(lambda: self.base._all_gather(output, input))
         code = signature("all_gather", input.dtype, input.numel(), way)
-        pieces = self._pieces(input, *output.view(self.size, -1).unbind(0))
+        size = self.tuning.link if way == "ring" else self.tuning.piece
+        pieces = self._pieces(size, input, *output.view(self.size, -1).unbind(0))
         if way == "ring":
             lanes = (schedules.ring_all_gather(self._ranks, outputs, mine) for mine, *outputs in pieces)
         else:
@@ -189,20 +202,25 @@ class StripedCommunicator(Communicator):
             return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
         code = signature("reduce_scatter", input.dtype, input.numel(), op, way)
         make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
-        pieces = self._pieces(output, *input.view(self.size, -1).unbind(0))
+        size = self.tuning.link if way == "ring" else self.tuning.piece
+        pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
         return self._start("reduce_scatter", code, (make(self._ranks, into, parts, op) for into, *parts in pieces))
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """See `Communicator.all_to_all`."""
+        # Decided here, for all_to_all_v must not ask: parts that are even on one rank may be uneven on another.
+        if self.size > 1 and isinstance(input, torch.Tensor):
+            self._check_usable()
+            if self.tuning.way("all_to_all", input.nbytes // self.size) == "base":
+                return self._beneath(lambda: self.base.all_to_all(output, input))
+        return super().all_to_all(output, input)
 
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> Work:
-        even = len({*output_splits, *input_splits}) == 1
-        # Uneven parts differ among ranks, so that they could not agree on a way by size.
-        way = self.tuning.way("all_to_all", input.nbytes // self.size) if even else "direct"
-        if way == "base":
-            return self._beneath(lambda: self.base._all_to_all(output, input, output_splits, input_splits))
-        make = schedules.pairwise_exchange if way == "pairwise" else schedules.all_to_all
         outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
-        return self._start("all_to_all", signature("all_to_all", input.dtype), [make(self._ranks, outputs, inputs)])
+        lane = schedules.all_to_all(self._ranks, outputs, inputs)
+        return self._start("all_to_all", signature("all_to_all", input.dtype), [lane])
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         way = self.tuning.way("broadcast", tensor.nbytes)
@@ -213,11 +231,13 @@ class StripedCommunicator(Communicator):
             flat = tensor.view(-1)
             star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
             return self._start("broadcast", code, [star])
-        lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(tensor))
+        lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor))
         return self._start("broadcast", code, lanes)
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
-        lanes = (schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(tensor))
+        lanes = (
+            schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(self.tuning.piece, tensor)
+        )
         return self._start("reduce", signature("reduce", tensor.dtype, tensor.numel(), dst, op), lanes)
 
     def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
@@ -270,8 +290,7 @@ _ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane]
 _open: weakref.WeakSet[StripedCommunicator] = weakref.WeakSet()
 
 
-@atexit.register
-def _stop_open() -> None:
-    """Ends the threads before the interpreter does."""
-    for communicator in list(_open):
-        communicator._stop("its process exits")
+def _tell(count: weakref.WeakMethod[Any], nbytes: int) -> None:
+    method = count()
+    if method is not None:
+        method(nbytes)

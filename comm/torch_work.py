@@ -121,7 +121,7 @@ class Session:
                 verdict = self.liveness.diagnose(
                     self.name, others, number, operation, timed_out=timed_out, beyond=beyond
                 )
-            said = "" if error is None else f" [torch: {_told(error)}]"
+            said = "" if error is None else f" [cause: {_told(error)}]"
             self._failure = self._describe(what, verdict, peer, timed_out, said)
             self.ended = self.ended or f"{self._failure}"
             if self.abandon is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 ALL_REDUCE = ("exchange", "doubling", "direct", "halving", "ring", "base")
 REDUCE_SCATTER = ALL_GATHER = ("direct", "ring", "base")
-ALL_TO_ALL = ("direct", "pairwise", "base")
+ALL_TO_ALL = ("direct", "base")
 BROADCAST = ("star", "chain", "base")
 WAYS = {
     "all_reduce": ALL_REDUCE,
@@ -33,7 +33,8 @@ class Tuning:
         reduce_scatter: by the bytes of a rank's output.
         all_to_all: by the bytes for one rank.
         broadcast: by the bytes of the tensor.
-        piece: bytes of a large tensor that are under way as one.
+        piece: bytes of a large tensor that are under way as one, where ranks send to all others.
+        link: the same where each rank sends to one other, and small pieces let the next one start early.
         window: how many such pieces are under way at once.
         stripes: sockets between two ranks that are used.
         split: bytes from which on a message is cut over these sockets.
@@ -42,10 +43,11 @@ class Tuning:
     all_reduce: Choice = ((16 << 10, "exchange"), (4 << 20, "direct"), (EVER, "ring"))
     all_gather: Choice = ((1 << 20, "direct"), (EVER, "ring"))
     reduce_scatter: Choice = ((1 << 20, "direct"), (EVER, "ring"))
-    all_to_all: Choice = ((1 << 20, "direct"), (EVER, "pairwise"))
+    all_to_all: Choice = ((EVER, "direct"),)
     broadcast: Choice = ((256 << 10, "star"), (EVER, "chain"))
     piece: int = 4 << 20
-    window: int = 4
+    link: int = 512 << 10
+    window: int = 8
     stripes: int = 1
     split: int = 256 << 10
     measured: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict, compare=False, hash=False)
@@ -60,9 +62,10 @@ class Tuning:
             for _, way in choice:
                 if way not in ways:
                     raise ValueError(f"{name} knows {', '.join(ways)}, got {way!r}")
-        for name in ("piece", "window", "stripes", "split"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
+        for name in ("piece", "link", "window", "stripes", "split"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"expected {name} to be a whole number, 1 or more, got {value!r}")
 
     def way(self, operation: str, nbytes: int) -> str:
         """Returns the way for a size."""
@@ -83,7 +86,7 @@ class Tuning:
         try:
             fields = json.loads(text)
             for name, value in fields.items():
-                if name not in ("measured", "piece", "window", "stripes", "split"):
+                if name not in ("measured", "piece", "link", "window", "stripes", "split"):
                     fields[name] = tuple((float(limit), str(way)) for limit, way in value)
             return cls(**fields)
         except (TypeError, AttributeError) as error:

@@ -25,7 +25,8 @@ _IN_A_ROW = 4
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
 _SHARES = {"all_reduce": 0.4, "reduce_scatter": 0.2, "all_gather": 0.2, "all_to_all": 0.1, "broadcast": 0.1}
-_WASTEFUL = ("exchange", "doubling")  # send more than they must: never beyond what was measured
+_WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
+_EASE = {"all_gather": ("direct", 1.12)}  # overlaps with what else is under way, which is worth losing so much alone
 
 
 def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply: bool = True) -> Tuning:
@@ -71,7 +72,7 @@ def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
     for operation, share in _SHARES.items():
         rows = _sizes(communicator, operation, WAYS[operation], budget * share)
         measured[operation] = rows
-        chosen: dict[str, Any] = {operation: borders(rows)}
+        chosen: dict[str, Any] = {operation: borders(rows, *_EASE.get(operation, ()))}
         tuning = replace(tuning, **chosen)
     largest = measured["all_reduce"][-1][0]
     counts = [count for count in (1, 2, 4, 8) if count <= communicator.stripes]
@@ -103,8 +104,12 @@ def _sizes(
         times = _race(communicator, calls, rounds, row)
         rows.append((nbytes, times))
         best = min(times.values())
-        # Gloo stays in, as what none of the others may be slower than.
-        left = [way for way in left if way == "base" or times[way] < _HOPELESS * best]
+        # Gloo stays in, as what none of the others may be slower than, and small sizes say nothing about large ones.
+        left = [
+            way
+            for way in left
+            if way == "base" or times[way] < _HOPELESS * best or (nbytes < _AT_LEAST and way not in _WASTEFUL)
+        ]
         spent = communicator.all_gather_object(time.perf_counter() - started)
         turn = sum(times[way] for way in left) * 8 * row
         rounds = int(min(_ROUNDS, max(_FEWEST, (budget - max(spent)) / turn - 1)))
@@ -152,16 +157,25 @@ def _race(
     return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
 
 
-def borders(rows: Sequence[tuple[int, dict[str, float]]]) -> Choice:
+def borders(rows: Sequence[tuple[int, dict[str, float]]], favoured: str = "", favour: float = 1.0) -> Choice:
     """Turns times by size into sizes up to which each way is the fastest.
 
     Args:
         rows: (bytes, {way: seconds}), ascending.
+        favoured: a way that is taken where it is faster than the base and not much slower than the best.
+        favour: how many times as long as the best it may take.
     """
-    fastest = [(nbytes, min(times, key=lambda way: times[way])) for nbytes, times in rows]
-    choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(fastest) if way != next_way]
+
+    def fastest(times: dict[str, float]) -> str:
+        best = min(times, key=lambda way: times[way])
+        if favoured in times and times[favoured] <= min(favour * times[best], times.get("base", math.inf)):
+            return favoured
+        return best
+
+    chosen = [(nbytes, fastest(times)) for nbytes, times in rows]
+    choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(chosen) if way != next_way]
     nbytes, times = rows[-1]
-    lasting = min((way for way in times if way not in _WASTEFUL), key=lambda way: times[way])
-    if lasting != fastest[-1][1]:
-        choice.append((float(nbytes), fastest[-1][1]))
+    lasting = fastest({way: seconds for way, seconds in times.items() if way not in _WASTEFUL})
+    if lasting != chosen[-1][1]:
+        choice.append((float(nbytes), chosen[-1][1]))
     return (*choice, (EVER, lasting))

@@ -11,12 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch
 
 # number and code of the operation, tag of the message, offset and length of the part, length of the message
 _HEADER = struct.Struct("<QIIQQQ")
 _STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
-_AHEAD = 64 << 20  # bytes from one rank that are kept before this rank has asked for them; more stay in the network
+_AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
 _Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
 
@@ -83,6 +85,7 @@ class Loop:
         self._posted: dict[_Key, Transfer] = {}
         self._arrivals: dict[_Key, Arrival] = {}
         self._ahead = dict.fromkeys(self._links, 0)
+        self._wanted = dict.fromkeys(self._links, 0)
         self._running: dict[Operation, set[Transfer]] = {}
         self._ready: deque[Lane] = deque()
         self._lost: dict[int, BaseException] = {}
@@ -153,35 +156,43 @@ class Loop:
         arrival = self._arrivals.get(key)
         if arrival is not None:
             self._check(arrival.code, len(arrival.data), transfer)
+        if peer in self._lost and (arrival is None or arrival.left):
+            raise self._lost[peer]
+        self._wanted[peer] += 1
+        if arrival is None:
+            self._posted[key] = transfer
+        else:
             arrival.transfer = transfer
             if not arrival.left:
                 self._arrived(arrival)
-        elif peer in self._lost:
-            raise self._lost[peer]
-        else:
-            self._posted[key] = transfer
-            self._unpark(key)
+        self._unpark(peer)
         return transfer
 
+    @torch.inference_mode()  # without it, tensors that were made in that mode could not be written
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                for fd, event in self._epoll.poll():
-                    if fd == self._wake:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._wake, 4096)
-                        continue
-                    channel = self._channels.get(fd)
-                    if channel is not None and event & ~select.EPOLLOUT:
-                        self._guarded(channel, self._read)
-                    if fd in self._channels and event & select.EPOLLOUT:
-                        self._guarded(self._channels[fd], self._write)
-                    self._advance()
-                while self._submitted:
-                    self._start(self._submitted.popleft())
-                self._advance()
+            self._turn()
+        except BaseException as error:  # whatever it is, those who wait have to hear of it
+            self._stopping = self._stopping or f"its thread has ended: {error!r}"
         finally:
             self._end()
+
+    def _turn(self) -> None:
+        while not self._stopping:
+            for fd, event in self._epoll.poll():
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    continue
+                channel = self._channels.get(fd)
+                if channel is not None and event & ~select.EPOLLOUT:
+                    self._guarded(channel, self._read if channel.parked is None else self._hang_up)
+                if fd in self._channels and event & select.EPOLLOUT:
+                    self._guarded(self._channels[fd], self._write)
+                self._advance()
+            while self._submitted:
+                self._start(self._submitted.popleft())
+            self._advance()
 
     def _end(self) -> None:
         with self._lock:
@@ -189,12 +200,12 @@ class Loop:
         error = ConnectionAbortedError(self._stopping)
         for operation in [*self._running, *self._submitted]:
             operation.end(error)
-        self._running.clear()
-        self._posted.clear()
-        self._arrivals.clear()
         for channel in self._channels.values():
             channel.sock.close()
-        self._channels.clear()
+        for kept in (self._running, self._posted, self._arrivals, self._channels, self._links):
+            kept.clear()
+        self._ready.clear()
+        self._submitted.clear()
         self._epoll.close()
         with self._lock:
             os.close(self._wake)
@@ -274,7 +285,9 @@ class Loop:
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
         transfers = self._running.pop(operation, set())
-        self._posted = {key: transfer for key, transfer in self._posted.items() if transfer not in transfers}
+        for key in [key for key, transfer in self._posted.items() if transfer in transfers]:
+            del self._posted[key]
+            self._wanted[key[0]] -= 1
         operation.end(error)
 
     def _write(self, channel: Channel) -> None:
@@ -337,7 +350,8 @@ class Loop:
         channel.rest = channel.rest[count:]
         arrival.left -= count
         if not len(channel.rest):
-            channel.arrival = None
+            # Even an empty view would keep the tensor's memory.
+            channel.rest, channel.arrival = memoryview(b""), None
             if not arrival.left:
                 self._arrived(arrival)
 
@@ -380,7 +394,8 @@ class Loop:
         peer = key[0]
         if transfer is not None:
             arrival = Arrival(key, code, transfer.data, transfer)
-        elif self._ahead[peer] and self._ahead[peer] + total > _AHEAD:
+        elif not self._wanted[peer] and self._ahead[peer] + total > _AHEAD:
+            # Where something is wanted it may lie behind this in the same socket.
             return None
         else:
             self._ahead[peer] += total
@@ -394,17 +409,21 @@ class Loop:
         if transfer is None:
             return
         del self._arrivals[arrival.key]
+        self._wanted[transfer.peer] -= 1
         if arrival.data is not transfer.data:
             transfer.data[:] = arrival.data
             self._ahead[transfer.peer] -= len(arrival.data)
         self._done(transfer)
 
-    def _unpark(self, key: _Key) -> None:
-        for channel in self._links[key[0]]:
-            if channel.parked == key and channel.fd in self._channels:
+    def _unpark(self, peer: int) -> None:
+        for channel in self._links[peer]:
+            if channel.parked is not None and channel.fd in self._channels:
                 channel.parked = None
                 self._register(channel)
                 self._parse(channel)
+
+    def _hang_up(self, channel: Channel) -> None:
+        raise ConnectionResetError("it broke while nothing was asked of it")
 
     def _check(self, code: int, total: int, transfer: Transfer) -> None:
         ours = transfer.lane.operation.code

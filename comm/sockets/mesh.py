@@ -43,34 +43,38 @@ def connect(
     Raises:
         CommunicationError: if a connection could not be made; on all ranks, naming the ranks concerned.
     """
-    deadline = time.monotonic() + timeout
+    # Whoever fails waits for the others to tell them, and their wait has to end before its own does.
+    deadline = time.monotonic() + 0.8 * timeout
     found: dict[int, list[socket.socket]] = {}
     problem, token = "", secrets.token_bytes(16)
-    with contextlib.ExitStack() as stack:
-        listener = None
-        try:
-            listener = stack.enter_context(_listen(host or own_address(), size * stripes))
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        offers = exchange((listener.getsockname()[:2] if listener else problem, token))
-        token = offers[0][1]
-        silent = {peer: where for peer, (where, _) in enumerate(offers) if isinstance(where, str)}
-        if listener is not None and not silent:
+    with contextlib.ExitStack() as unfinished:
+        with contextlib.ExitStack() as stack:
+            listener = None
             try:
-                for peer in range(rank):
-                    found[peer] = [_call(offers[peer][0], token, rank, i, deadline) for i in range(stripes)]
-                found.update(_accept(listener, token, range(rank + 1, size), stripes, deadline))
-            except OSError as error:
-                problem = str(error) or type(error).__name__
-    problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
-    if problems:
-        for sock in [sock for socks in found.values() for sock in socks]:
-            sock.close()
-        told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
-        raise CommunicationError(
-            f"the ranks could not connect to one another: {told}; set GLOO_SOCKET_IFNAME to the network interface that "
-            "the ranks share, and see that no firewall closes its ports"
-        )
+                listener = stack.enter_context(_listen(host or own_address(), size * stripes))
+            except (OSError, ValueError) as error:
+                problem = str(error)
+            offers = exchange((listener.getsockname()[:2] if listener else problem, token))
+            token = offers[0][1]
+            if listener is not None and not any(isinstance(where, str) for where, _ in offers):
+                try:
+                    for peer in range(rank):
+                        found[peer] = []
+                        for number in range(stripes):
+                            sock = _call(offers[peer][0], token, rank, number, deadline)
+                            found[peer].append(unfinished.enter_context(sock))
+                    for peer, socks in _accept(listener, token, range(rank + 1, size), stripes, deadline).items():
+                        found[peer] = [unfinished.enter_context(sock) for sock in socks]
+                except OSError as error:
+                    problem = str(error) or type(error).__name__
+        problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
+        if problems:
+            told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
+            raise CommunicationError(
+                f"the ranks could not connect to one another: {told}; set GLOO_SOCKET_IFNAME to the network interface "
+                "that the ranks share, and see that no firewall closes its ports"
+            )
+        unfinished.pop_all()
     return found
 
 
@@ -82,15 +86,19 @@ def own_address() -> str:
     master = knobs.MASTER_ADDR.get()
     if master in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"
-    for name in filter(None, (master, socket.gethostname())):
+    # The last one is an address that nobody has: on its way there lies the interface to the world.
+    for name in filter(None, (master, socket.gethostname(), "192.0.2.1")):
         try:
             family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 # No packet is sent: connecting a datagram socket only chooses the route, and with it the address.
                 probe.connect(address)
-                return str(probe.getsockname()[0])
+                found = str(probe.getsockname()[0])
         except OSError:
             continue
+        # A host's own name often stands for its loopback, where other hosts cannot reach it.
+        if not ipaddress.ip_address(found.split("%")[0]).is_loopback:
+            return found
     return "127.0.0.1"
 
 
@@ -141,8 +149,12 @@ def _call(address: tuple[str, int], token: bytes, rank: int, number: int, deadli
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(_HELLO.pack(token, rank, number))
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(_HELLO.pack(token, rank, number))
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 
@@ -159,19 +171,25 @@ def _accept(
         try:
             while len(found) < len(wanted):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
+                if not ready or time.monotonic() > deadline:
                     missing = sorted({peer for peer, number in wanted - found.keys()})
                     raise TimeoutError(f"ranks {missing} did not connect in time")
                 for key, _ in ready:
                     sock = key.fileobj
                     assert isinstance(sock, socket.socket)
                     if sock is listener:
-                        caller, _ = listener.accept()
+                        try:
+                            caller, _ = listener.accept()
+                        except OSError:
+                            continue  # it has hung up already
                         caller.setblocking(False)
                         heard[caller] = b""
                         selector.register(caller, selectors.EVENT_READ)
                         continue
-                    data = sock.recv(_HELLO.size - len(heard[sock]))
+                    try:
+                        data = sock.recv(_HELLO.size - len(heard[sock]))
+                    except OSError:
+                        data = b""  # a stranger that hung up is none of this rank's business
                     heard[sock] += data
                     if data and len(heard[sock]) < _HELLO.size:
                         continue

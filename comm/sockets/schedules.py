@@ -17,6 +17,7 @@ rank, or by all in one order.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import pairwise
 
@@ -27,25 +28,41 @@ from bagua_kernels.comm.sockets.transfer import Lane, Steps, Transfer
 
 
 class Scratch:
-    """Memory for what arrives, kept from one lane to the next: fresh pages cost more than the sum over them."""
+    """Memory for what arrives, kept from one lane to the next: fresh pages cost more than the sum over them.
 
-    def __init__(self, limit: int = 16) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._limit = limit
+    Args:
+        limit: bytes that are kept; what was used the longest ago goes first.
+        most: tensors that are kept.
+    """
+
+    def __init__(self, limit: int = 64 << 20, most: int = 128) -> None:
+        self._free: OrderedDict[tuple[int, torch.dtype], list[torch.Tensor]] = OrderedDict()
+        self._limit, self._most = limit, most
+        self._kept = self._count = 0
 
     def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns `n` elements."""
         free = self._free.get((n, dtype))
-        return free.pop() if free else torch.empty(n, dtype=dtype)
+        if not free:
+            return torch.empty(n, dtype=dtype)
+        tensor = free.pop()
+        self._kept -= tensor.nbytes
+        self._count -= 1
+        return tensor
 
     def give(self, tensor: torch.Tensor) -> None:
         """Takes memory back that nothing refers to any more."""
         key = (tensor.numel(), tensor.dtype)
-        free = self._free.setdefault(key, [])
-        if len(free) < self._limit:
-            free.append(tensor)
-        while len(self._free) > self._limit:
-            del self._free[next(iter(self._free))]
+        self._free.setdefault(key, []).append(tensor)
+        self._free.move_to_end(key)
+        self._kept += tensor.nbytes
+        self._count += 1
+        while self._kept > self._limit or self._count > self._most:
+            n, kind = next(iter(self._free))
+            if self._free[n, kind]:
+                self.take(n, kind)
+            else:
+                del self._free[n, kind]
 
 
 class Ranks:
@@ -243,23 +260,6 @@ def ring_all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.T
                 lane.receive(left, outputs[(rank - step - 1) % size]),
                 lane.send(right, outputs[(rank - step) % size]),
             ]
-
-    return steps
-
-
-def pairwise_exchange(
-    ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Callable[[Lane], Steps]:
-    """All-to-all in rounds: in round s everyone sends to the s-th rank after it and hears from the s-th before it."""
-
-    def steps(lane: Lane) -> Steps:
-        rank, size = ranks.rank, ranks.size
-        own, mine = outputs[rank], inputs[rank]
-        if own.data_ptr() != mine.data_ptr():
-            own.copy_(mine)
-        for step in range(1, size):
-            after, before = (rank + step) % size, (rank - step) % size
-            yield [lane.receive(before, outputs[before]), lane.send(after, inputs[after])]
 
     return steps
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 Steps = Generator["list[Transfer]", None, None]
+_MESSAGES = 14  # bits of a tag that number a lane's messages to one rank; the others number the lane
 
 
 class Transfer:
@@ -55,7 +56,7 @@ class Lane:
     def __init__(self, operation: Operation, number: int, carrier: Carrier) -> None:
         self.operation = operation
         self.carrier = carrier
-        self.tag = number << 12
+        self.tag = number << _MESSAGES
         self.pending = 0
         self.steps: Steps | None = None
         self._sent: dict[int, int] = {}
@@ -94,10 +95,17 @@ class Operation:
         code: tells calls that do not fit together apart; see `signature`.
         lanes: the steps of each lane, which are started in this order, `window` at a time.
         window: how many lanes may be under way at once.
+        owner: kept alive until the operation has ended.
     """
 
     def __init__(
-        self, name: str, number: int, code: int, lanes: Iterator[Callable[[Lane], Steps]], window: int
+        self,
+        name: str,
+        number: int,
+        code: int,
+        lanes: Iterator[Callable[[Lane], Steps]],
+        window: int,
+        owner: object = None,
     ) -> None:
         self.name = name
         self.number = number
@@ -107,12 +115,15 @@ class Operation:
         self.active = 0
         self.started = 0
         self.error: BaseException | None = None
+        self._owner = owner
         self._ended = threading.Event()
 
     def end(self, error: BaseException | None = None) -> None:
         """Wakes who waits; only the first call counts."""
         if not self._ended.is_set():
             self.error = error
+            self._owner = None
+            self.lanes = iter(())
             self._ended.set()
 
     def is_completed(self) -> bool:

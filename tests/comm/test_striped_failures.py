@@ -1,0 +1,203 @@
+"""A communicator over sockets of its own: how it ends, how it fails, and what must not make it fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bagua_kernels import comm
+from bagua_kernels.comm import ReduceOp
+from bagua_kernels.comm.sockets import loop as loop_module
+from bagua_kernels.comm.striped import StripedCommunicator
+from bagua_kernels.comm.testing import run_processes
+from bagua_kernels.comm.tuning import Tuning
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from tests.comm import contract
+from tests.comm.sockets.common import TIGHT, by_way, leaving_nothing, striped
+
+LIGHT = [
+    contract.case_many_at_once,
+    contract.case_shapes_and_autograd,
+    contract.case_point_to_point,
+    contract.case_neighbour_exchange,
+    contract.case_all_to_all_v,
+    contract.case_average_of_halves_does_not_overflow,
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No test leaves a thread or a file descriptor."""
+    with leaving_nothing():
+        yield
+
+
+def test_close() -> None:
+    """Again is harmless; anything else says why it cannot be."""
+
+    def fn(c: StripedCommunicator) -> None:
+        other = c.duplicate()
+        assert not other.is_ended()
+        other.close()
+        other.close()
+        other.abort()
+        assert other.is_ended()
+        for call in (other.barrier, other.duplicate, lambda: other.all_reduce(torch.ones(1))):
+            with pytest.raises(CommunicationError, match="it was closed"):
+                call()
+        c.barrier().wait()
+
+    striped(3, fn)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_abort(thread: bool) -> None:
+    """What is under way ends, here and on the other ranks, long before the timeout; others are not concerned."""
+
+    def fn(c: StripedCommunicator) -> None:
+        pair = c.duplicate()
+        if c.rank == 0:
+            works = [pair.recv(torch.ones(1), 1), pair.barrier()]
+            timer = threading.Timer(0.1 if thread else 0, lambda: pair.abort("enough"))
+            timer.start() if thread else pair.abort("enough")
+            for work in works:
+                with pytest.raises(CommunicationError, match="enough"):
+                    work.wait()
+            with pytest.raises(CommunicationError, match="enough"):
+                pair.all_reduce(torch.ones(1))
+        else:
+            with pytest.raises(CommunicationError) as caught:
+                pair.recv(torch.ones(100), 0).wait()
+            assert not isinstance(caught.value, CollectiveTimeoutError)
+            assert pair.is_ended()
+        c.barrier().wait()
+
+    striped(3, fn)
+
+
+def test_different_operations() -> None:
+    """Every rank gets an error, and who can see it says what was called."""
+    told: list[str] = []
+
+    def fn(c: StripedCommunicator) -> None:
+        other = c.duplicate()
+        with pytest.raises(CommunicationError) as caught:
+            (other.all_reduce(torch.ones(2)) if c.rank else other.reduce(torch.ones(2))).wait()
+        assert not isinstance(caught.value, CollectiveTimeoutError)
+        told.append(str(caught.value))
+        c.barrier().wait()
+
+    striped(2, fn)
+    assert any("called reduce where this rank called all_reduce" in text for text in told) or any(
+        "called all_reduce where this rank called reduce" in text for text in told
+    )
+
+
+@pytest.mark.parametrize("way", ["direct", "ring", "doubling"])
+def test_ranks_that_run_ahead(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One starts everything and then waits, the other waits for each before it starts the next."""
+    monkeypatch.setattr(loop_module, "_AHEAD", 10_000)
+
+    def fn(c: StripedCommunicator) -> None:
+        x = [torch.full((6000,), float(i)) for i in range(8)]
+        if c.rank:
+            for work in [c.all_reduce(one) for one in x]:
+                work.wait()
+        else:
+            for one in x:
+                time.sleep(0.02)
+                c.all_reduce(one).wait()
+        assert [one.unique().tolist() for one in x] == [[2.0 * i] for i in range(8)]
+
+    striped(2, fn, by_way(way), timeout=3.0)
+
+
+def test_tensors_of_inference_mode() -> None:
+    """A validation loop averages its results."""
+
+    def fn(c: StripedCommunicator) -> None:
+        with torch.inference_mode():
+            for n in (10, 10_000):
+                x, wide, part = torch.ones(n), torch.zeros(2 * n), torch.zeros(n)
+                c.all_reduce(x, ReduceOp.AVG).wait()
+                c.all_gather(wide, x).wait()
+                c.reduce_scatter(part, wide).wait()
+                c.broadcast(x, 1).wait()
+                c.reduce(part, 0).wait()
+        assert wide.tolist() == [1.0] * 20_000
+
+    striped(2, fn, Tuning(), timeout=5.0)
+
+
+def test_tags_that_differ_in_high_bits() -> None:
+    """They are refused, or told apart."""
+
+    def fn(c: StripedCommunicator) -> None:
+        tags = (3, 3 + (1 << 31), 3 + (1 << 32))
+        peer = 1 - c.rank
+        try:
+            sends = [c.send(torch.full((4,), tag), peer, tag=tag) for tag in tags]
+        except ValueError:
+            sends, tags = [], ()
+        for tag in reversed(tags):
+            got = torch.zeros(4, dtype=torch.int64)
+            c.recv(got, peer, tag=tag).wait()
+            assert got.tolist() == [tag] * 4
+        for work in sends:
+            work.wait()
+
+    striped(2, fn, timeout=3.0)
+
+
+def over_gloo() -> None:
+    """Ranks as processes: some of the contract, an abort, and an end without a farewell."""
+    world = comm.init(timeout=60)
+    assert isinstance(world, StripedCommunicator)
+    world.retune(TIGHT)
+    for case in (*LIGHT, contract.case_large_all_reduce, contract.case_split):
+        case(world)
+    pair = world.duplicate()
+    if world.rank == 0:
+        threading.Timer(0.5, pair.abort).start()
+        with pytest.raises(CommunicationError, match="it was aborted"):
+            pair.all_reduce(torch.ones(1)).wait()
+        with pytest.raises(CommunicationError, match="it was aborted"):
+            pair.barrier()
+    else:
+        with pytest.raises(RankLostError, match="rank 0 gave up: it was aborted") as caught:
+            pair.recv(torch.ones(1), 0).wait()
+        assert caught.value.ranks == (0,)
+    world.barrier().wait()
+    print("FINE", flush=True)
+
+
+def test_processes_over_gloo() -> None:
+    """They find one another, fail as Gloo does, and end."""
+    for result in run_processes(over_gloo, 2, timeout=60):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+def dying() -> None:
+    """Rank 1 ends in the middle of everything."""
+    world = comm.init(timeout=60)
+    world.barrier().wait()
+    if world.rank == 1:
+        os._exit(3)
+    world.all_gather(torch.ones(20), torch.ones(10))
+    with pytest.raises(RankLostError) as caught:
+        world.all_reduce(torch.ones(100_000)).wait()
+    assert caught.value.ranks == (1,)
+    print("FINE", flush=True)
+    os._exit(0)
+
+
+def test_rank_that_dies_is_named() -> None:
+    """By the ranks that are left."""
+    results = run_processes(dying, 2, timeout=60)
+    assert (results[0].returncode, results[0].stdout) == (0, "FINE\n"), results[0].stderr
+    assert results[1].returncode == 3

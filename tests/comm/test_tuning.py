@@ -1,0 +1,251 @@
+"""Which way is used for which size: the table itself, and how it is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_kernels.comm import Communicator, ReduceOp, run_ranks, tuning_measure
+from bagua_kernels.comm.striped import StripedCommunicator
+from bagua_kernels.comm.tuning import EVER, WAYS, Tuning
+from bagua_kernels.comm.tuning_measure import borders, tune
+from tests.comm import contract
+from tests.comm.contract import check, oracle, values
+
+
+def test_way_at_the_borders() -> None:
+    """A limit belongs to the way before it."""
+    tuning = Tuning(all_reduce=((100, "exchange"), (1000.5, "halving"), (EVER, "base")))
+    ways = [tuning.way("all_reduce", n) for n in (0, 1, 100, 101, 1000, 1001, 1 << 50)]
+    assert ways == ["exchange"] * 3 + ["halving"] * 2 + ["base"] * 2
+    assert tuning.way("broadcast", 256 << 10) == "star"
+    assert tuning.way("broadcast", (256 << 10) + 1) == "chain"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"all_reduce": ()}, "expected all_reduce to be"),
+        ({"all_reduce": ((10, "direct"),)}, "up to infinity"),
+        ({"all_reduce": ((20, "direct"), (10, "ring"), (EVER, "ring"))}, "ascending"),
+        ({"all_reduce": ((EVER, "sockets"),)}, "all_reduce knows exchange, .*got 'sockets'"),
+        ({"all_gather": ((EVER, "halving"),)}, "all_gather knows direct, ring, base, got 'halving'"),
+        ({"all_to_all": ((EVER, "ring"),)}, "all_to_all knows direct, base, got 'ring'"),
+        ({"broadcast": ((EVER, "sockets"),)}, "broadcast knows star, chain, base"),
+        ({"piece": 0}, "piece to be a whole number, 1 or more, got 0"),
+        ({"window": 0}, "window to be a whole number, 1 or more"),
+        ({"stripes": -1}, "stripes to be a whole number, 1 or more"),
+        ({"split": 0}, "split to be a whole number, 1 or more"),
+    ],
+)
+def test_what_cannot_be_followed(fields: dict[str, Any], text: str) -> None:
+    """The error says what was expected and got."""
+    with pytest.raises(ValueError, match=text):
+        Tuning(**fields)
+
+
+def test_text_and_back() -> None:
+    """Infinity and what was measured included."""
+    tuning = Tuning(
+        all_reduce=((1.5, "doubling"), (4096, "ring"), (EVER, "halving")),
+        broadcast=((EVER, "base"),),
+        piece=12345,
+        window=9,
+        stripes=3,
+        split=77,
+        measured={"all_reduce": [(1024, {"ring": 0.5, "base": 0.25})]},
+    )
+    again = Tuning.from_json(tuning.to_json())
+    assert again == tuning
+    assert hash(again) == hash(tuning)
+    assert [again.way("all_reduce", n) for n in (1, 2, 5000)] == ["doubling", "ring", "halving"]
+    ((nbytes, times),) = again.measured["all_reduce"]
+    assert (nbytes, times) == (1024, {"ring": 0.5, "base": 0.25})
+    assert Tuning.from_json(Tuning().to_json()) == Tuning()
+    assert Tuning.from_json("{}") == Tuning()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7",
+        "[]",
+        "no json",
+        '{"unknown": [[1, "ring"]]}',
+        '{"all_reduce": 5}',
+        '{"all_reduce": [["x", "ring"]]}',
+        '{"all_reduce": [[1, "ring"]]}',
+        '{"all_reduce": [[1]]}',
+        '{"piece": "big"}',
+        '{"piece": 0}',
+        '{"piece": 1.5}',
+        '{"window": null}',
+    ],
+)
+def test_text_that_is_no_tuning(text: str) -> None:
+    """Always a ValueError."""
+    with pytest.raises(ValueError, match=r"."):
+        Tuning.from_json(text)
+
+
+def test_borders() -> None:
+    """Geometric means between sizes whose fastest ways differ; beyond the last size, no way that sends too much."""
+    rows = [
+        (1024, {"exchange": 1.0, "direct": 2.0, "base": 3.0}),
+        (4096, {"exchange": 1.0, "direct": 1.5, "base": 3.0}),
+        (65536, {"exchange": 9.0, "direct": 2.0, "base": 3.0}),
+        (1 << 20, {"direct": 7.0, "base": 3.0}),
+    ]
+    expected = ((math.sqrt(4096 * 65536), "exchange"), (math.sqrt(65536 * (1 << 20)), "direct"), (EVER, "base"))
+    assert borders(rows) == expected
+    assert borders(rows[:2]) == ((4096.0, "exchange"), (EVER, "direct"))
+    assert borders(rows[:1]) == ((1024.0, "exchange"), (EVER, "direct"))
+    assert borders([(1, {"direct": 2.0, "base": 1.0})]) == ((EVER, "base"),)
+    for n in range(1, 5):
+        Tuning(all_reduce=borders(rows[:n]))
+
+
+class Modelled:
+    """A communicator on a network of one's own making, where each way takes the time that its table says.
+
+    Args:
+        size: the number of ranks.
+        delay: seconds one way.
+        rate: bytes a second of a link.
+    """
+
+    def __init__(self, size: int, delay: float, rate: float) -> None:
+        self.size = size
+        self.delay = delay
+        self.rate = rate
+        self.stripes = 1
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def seconds(self, operation: str, way: str, nbytes: int) -> float:
+        n = self.size
+        least = 2 * (n - 1) / n
+        table = {
+            "exchange": (1, n - 1),
+            "doubling": (math.log2(n), math.log2(n)),
+            "direct": (2, least),
+            "halving": (2 * math.log2(n), least),
+            "ring": (2 * (n - 1), least),
+            "base": (4 * (n - 1), 2 * least),
+        }
+        if operation == "broadcast":
+            piece = min(1.0, Tuning().link / nbytes)
+            table = {"star": (1, n - 1), "chain": (n - 1, 1 + (n - 2) * piece), "base": (2 * (n - 1), n - 1)}
+        elif operation != "all_reduce":
+            table = {"direct": (1, n - 1), "base": (2 * (n - 1), 2 * (n - 1))}
+            table["ring"] = (n - 1, n - 1)
+        delays, factor = table[way]
+        return delays * self.delay + factor * nbytes / self.rate
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("delay", [20e-6, 1e-3, 25e-3])
+@pytest.mark.parametrize("rate", [10e6, 1e9])
+def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where times are what the ways cost, no size takes much longer than by its best way."""
+    model, chance = Modelled(size, delay, rate), random.Random(size)
+    Call = tuple[str, int, Tuning]
+
+    def call(communicator: Modelled, operation: str, nbytes: int, tuning: Tuning) -> Call:
+        return operation, nbytes, tuning
+
+    def race(communicator: Modelled, calls: dict[str, Call], *_: int) -> dict[str, float]:
+        return {
+            name: chance.uniform(0.95, 1.1) * model.seconds(operation, tuning.way(operation, nbytes), nbytes)
+            for name, (operation, nbytes, tuning) in calls.items()
+        }
+
+    monkeypatch.setattr(tuning_measure, "_call", call)
+    monkeypatch.setattr(tuning_measure, "_race", race)
+    tuning = tuning_measure._measure(model, 4.0)  # type: ignore[arg-type]
+    for operation, ways in WAYS.items():
+        for nbytes in (1 << shift for shift in range(8, 31)):
+            times = {way: model.seconds(operation, way, nbytes) for way in ways}
+            taken = times[tuning.way(operation, nbytes)]
+            assert taken <= 4 * min(times.values()), (operation, nbytes, tuning.way(operation, nbytes), times)
+
+
+def tuned(size: int, fn: Callable[[StripedCommunicator], Any], stripes: int = 1, **changes: Any) -> list[Any]:
+    """Runs `fn` on ranks that are threads."""
+
+    def run(c: Communicator) -> Any:
+        communicator = StripedCommunicator(c, stripes=stripes, tuning=Tuning(**changes), host="127.0.0.1")
+        try:
+            result = fn(communicator)
+            communicator.close()
+        finally:
+            communicator.abort()
+        return result
+
+    return run_ranks(size, run)
+
+
+@pytest.mark.parametrize("apply", [True, False])
+def test_ranks_agree_and_results_stay_right(apply: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same table on all ranks, followed if wanted."""
+    monkeypatch.setattr(tuning_measure, "_SIZES", (1 << 10, 1 << 14, 1 << 20))
+    monkeypatch.setattr(tuning_measure, "_AT_LEAST", 1 << 20)
+    before = replace(Tuning(), piece=7777)
+
+    def fn(c: StripedCommunicator) -> str:
+        found = tune(c, budget=0.2, apply=apply)
+        assert c.tuning == (found if apply else before)
+        for n in (1, 5000, 300_001):
+            parts = [values(r, n, torch.float32) for r in range(c.size)]
+            x = parts[c.rank].clone()
+            c.all_reduce(x, ReduceOp.AVG).wait()
+            check(x, oracle(parts, ReduceOp.AVG))
+        contract.case_movement(c)
+        for operation in WAYS:
+            rows = found.measured[operation]
+            assert [nbytes for nbytes, _ in rows] == [1 << 10, 1 << 14, 1 << 20][: len(rows)]
+            assert all("base" in times and min(times.values()) > 0 for _, times in rows)
+        assert found.stripes in (1, 2)
+        assert ("stripes" in found.measured) == (found.way("all_reduce", 1 << 20) != "base")
+        return found.to_json()
+
+    tables = tuned(3, fn, stripes=2, piece=7777)
+    assert len(set(tables)) == 1
+    assert set(json.loads(tables[0])) >= {"all_reduce", "measured", "stripes"}
+
+
+def test_table_is_kept_where_measuring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error leaves the table as it was."""
+
+    def fail(communicator: Communicator, budget: float) -> Tuning:
+        communicator.retune(Tuning(piece=1))  # type: ignore[attr-defined]
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(tuning_measure, "_measure", fail)
+
+    def fn(c: StripedCommunicator) -> None:
+        with pytest.raises(ZeroDivisionError):
+            tune(c)
+        assert c.tuning == Tuning(piece=54321)
+
+    tuned(2, fn, piece=54321)
+
+
+def test_what_there_is_to_choose_from() -> None:
+    """One rank has nothing to measure, and other communicators have no table."""
+    assert tuned(1, tune) == [Tuning()]
+
+    def fn(c: Communicator) -> None:
+        with pytest.raises(ValueError, match="expects a StripedCommunicator, got LocalCommunicator"):
+            tune(c)
+
+    run_ranks(2, fn)
