@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from bagua_kernels.comm.nccl_binding import Endpoint, Runtime
-from bagua_kernels.comm.torch_work import Session
+from bagua_kernels.comm.session import Session
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CommunicationError
 

@@ -18,7 +18,7 @@ from bagua_kernels.comm.sockets.loop import Loop
 from bagua_kernels.comm.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Steps, signature
 from bagua_kernels.comm.torch_backend import TorchCommunicator
-from bagua_kernels.comm.torch_work import Session, TorchWork
+from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import CommunicationError
@@ -134,7 +134,7 @@ class StripedCommunicator(Communicator):
         _open.discard(self)
 
     def _unusable(self) -> str:
-        return self._session.ended
+        return self._session.ended or self.base._unusable()
 
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
         base = self.base._split(ranks)
@@ -165,7 +165,7 @@ class StripedCommunicator(Communicator):
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
-        return TorchWork(self._session, operation, name, number if collective else None, peer, finish, on_stream=False)
+        return SessionWork(self._session, operation, name, number if collective else None, peer, finish, on_stream=False)
 
     def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
         """Cuts flat tensors of one length at the same places, `size` bytes apart."""

@@ -19,7 +19,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
 from bagua_kernels.comm.torch_group import Group, open_group
-from bagua_kernels.comm.torch_work import Session, TorchWork
+from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.work import Work
 
 _NATIVE: dict[ReduceOp, Any] = {
@@ -174,7 +174,7 @@ class TorchCommunicator(Communicator):
             self._session.entered(number, operation)
         self.bytes_sent += sent
         handle = self._session.guard(operation, call, number, peer)
-        return TorchWork(self._session, handle, operation, number, peer, finish, self.device.type == "cuda")
+        return SessionWork(self._session, handle, operation, number, peer, finish, self.device.type == "cuda")
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         options = dist.BroadcastOptions()

@@ -1,4 +1,4 @@
-"""Waiting for torch's operations: the timeout, and the error that says what happened and who is at fault."""
+"""Waiting for operations: the timeout, and the error that says what happened and who is at fault."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Session:
         return self.timeout - min(2 * beat, self.timeout / 4)
 
     def guard(self, operation: str, call: Callable[[], T], number: int | None = None, peer: int | None = None) -> T:
-        """Returns what `call` returns; turns torch's errors into this package's."""
+        """Returns what `call` returns; turns errors of the transport into this package's."""
         try:
             return call()
         except RuntimeError as error:
@@ -104,7 +104,7 @@ class Session:
             operation: its name.
             number: its number; None for send and receive.
             peer: the only other rank that took part; None for a collective.
-            error: what torch raised, if it did.
+            error: what the transport raised, if it did.
             timed_out: whether the time ran out, rather than a connection.
         """
         what = f"{operation} #{number}" if number is not None else operation
@@ -157,8 +157,8 @@ class Session:
         return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {verdict.text}{said}", ranks)
 
 
-class TorchWork(Pending):
-    """One operation of torch under way."""
+class SessionWork(Pending):
+    """One operation under way, of torch or of this package's own sockets: `handle` has the methods of torch's work."""
 
     def __init__(
         self,
