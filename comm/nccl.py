@@ -23,8 +23,8 @@ from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.nccl_binding import Endpoint, Runtime
 from bagua_kernels.comm.nccl_work import Lane, NcclWork, Ticket
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
-from bagua_kernels.comm.torch_backend import _exchange
 from bagua_kernels.comm.session import Session
+from bagua_kernels.comm.torch_backend import _exchange
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 

@@ -13,12 +13,12 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.sockets import mesh, schedules
 from bagua_kernels.comm.sockets.loop import Loop
 from bagua_kernels.comm.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Steps, signature
 from bagua_kernels.comm.torch_backend import TorchCommunicator
-from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import CommunicationError
@@ -165,7 +165,9 @@ class StripedCommunicator(Communicator):
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
-        return SessionWork(self._session, operation, name, number if collective else None, peer, finish, on_stream=False)
+        return SessionWork(
+            self._session, operation, name, number if collective else None, peer, finish, on_stream=False
+        )
 
     def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
         """Cuts flat tensors of one length at the same places, `size` bytes apart."""

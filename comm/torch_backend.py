@@ -18,8 +18,8 @@ from bagua_kernels.comm import liveness_store
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
-from bagua_kernels.comm.torch_group import Group, open_group
 from bagua_kernels.comm.session import Session, SessionWork
+from bagua_kernels.comm.torch_group import Group, open_group
 from bagua_kernels.comm.work import Work
 
 _NATIVE: dict[ReduceOp, Any] = {
