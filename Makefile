@@ -18,6 +18,9 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 EMULATED_TESTS := tests/compression tests/docs tests/launchers
+# Tests of ranks start processes of their own and fill the machine.
+RANK_TESTS     := tests/algorithms tests/bench tests/comm tests/examples
+WORKERS        ?= 2
 
 .PHONY: help train test test-main test-slow test-interpreter test-simulator lint format bench gpu-check wheel clean
 
@@ -42,17 +45,18 @@ train: $(INSTALLED)
 test: test-main test-interpreter test-simulator
 
 test-main: $(INSTALLED)
-	$(PYTHON) -m pytest tests -m "not slow"
+	$(PYTHON) -m pytest $(RANK_TESTS) -m "not slow"
+	$(PYTHON) -m pytest tests $(RANK_TESTS:%=--ignore=%) -m "not slow" -n $(WORKERS)
 
 # Every fault in every collective, all numbers of ranks: minutes more.
 test-slow: $(INSTALLED)
 	$(PYTHON) -m pytest tests -m slow
 
 test-interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow"
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow" -n $(WORKERS)
 
 test-simulator: $(INSTALLED)
-	NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow" -n $(WORKERS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

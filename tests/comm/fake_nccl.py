@@ -393,7 +393,7 @@ def run_ranks(
 
 def threads_left() -> list[str]:
     deadline = time.monotonic() + 2
-    while left := [t.name for t in threading.enumerate() if t.name.startswith("bagua_kernels")]:
+    while left := [t.name for t in threading.enumerate() if t.name.startswith("bagua_kernels nccl")]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
