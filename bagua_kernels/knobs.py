@@ -7,6 +7,7 @@ from Python for the length of a `with` block, above the environment.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,8 +93,8 @@ def _count(text: str) -> int:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise ValueError("expected a number of seconds above zero")
+    if not 0 < value < math.inf:
+        raise ValueError("expected a finite number of seconds above zero")
     return value
 
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.verdict import Verdict
 
 HOST = 0  # the rank whose process holds the store
 _SILENT = 6.0  # heartbeats without a sign of life after which a rank counts as lost
@@ -42,30 +43,6 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
     def add(self, key: str, value: int, /) -> int: ...  # noqa: D102
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Who was at fault.
-
-    Attributes:
-        kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the
-            operation) or "unknown".
-        ranks: the ranks at fault, as numbers of the world.
-        text: how it showed.
-        communicator: the name of the communicator whose operation failed.
-        by: the rank that found out.
-    """
-
-    kind: Literal["lost", "closed", "late", "unknown"]
-    ranks: tuple[int, ...]
-    text: str
-    communicator: str
-    by: int
-
-    def concerns(self, communicator: str, members: Sequence[int]) -> bool:
-        """Returns whether it explains a failure of a communicator of these ranks."""
-        return bool(set(self.ranks) & set(members)) if self.kind == "lost" else self.communicator == communicator
 
 
 @dataclass
@@ -115,6 +92,7 @@ class Liveness:
         self._beats = 0
         self._progress: dict[str, tuple[int, str, bool]] = {}
         self._closed: list[str] = []
+        self._waits: dict[str, int] = {}
         self._left = ""
         self._signs: dict[int, _Sign] = {}
         self._read_at = float("-inf")
@@ -142,6 +120,13 @@ class Liveness:
         last = self._progress.get(communicator)
         if last is not None and last[0] == number:
             self._progress[communicator] = (number, last[1], True)
+
+    def waits(self, communicator: str, peer: int | None) -> None:
+        """Notes that this rank waits for a message from, or to, rank `peer` of the world, or that it does no more."""
+        if peer is None:
+            self._waits.pop(communicator, None)
+        else:
+            self._waits[communicator] = peer
 
     def closed(self, communicator: str) -> None:
         """Notes that this rank uses a communicator no more, and tells the others soon."""
@@ -265,7 +250,7 @@ class Liveness:
         if not all(sign.moved and sign.changed > proof for sign in signs.values()):
             return self._undecided(now, since, communicator)
         if number is None:
-            return verdict("unknown", {-1: "every rank still answers"})
+            return self._end_of_chain(others, communicator, verdict)
         late = {
             rank: f"rank {rank} answers but is not in it: it is {_describe(doing[rank])}"
             for rank in others
@@ -276,6 +261,20 @@ class Liveness:
         return (
             verdict("late", late) if late else verdict("unknown", {-1: "every rank still answers and has entered it"})
         )
+
+    def _end_of_chain(
+        self, others: list[int], communicator: str, verdict: Callable[[Any, dict[int, str]], Verdict]
+    ) -> Verdict:
+        """Names the rank for which, from one to the next, all wait whose messages do not come."""
+        culprit, seen = others[0], {self.rank}
+        while culprit not in seen and culprit in self._signs:
+            following = self._signs[culprit].data["waits"].get(communicator)
+            if following is None:
+                told = f"rank {culprit} answers, but has not sent or received what others wait for"
+                return verdict("late", {culprit: told})
+            seen.add(culprit)
+            culprit = following
+        return verdict("unknown", {-1: "every rank still answers, and they wait for one another"})
 
     def stop(self, reason: str) -> None:
         """Says goodbye to the other ranks and ends the background thread; bounded by a few heartbeats."""
@@ -299,7 +298,8 @@ class Liveness:
         """
         self._beats += 1
         self._in_call_since = self._clock()
-        sign = {"beat": self._beats, "left": self._left, "doing": dict(self._progress)}
+        doing, waits = dict(self._progress), dict(self._waits)
+        sign = {"beat": self._beats, "left": self._left, "doing": doing, "waits": waits}
         self._store.set(f"beat/{self.rank}", json.dumps(sign))
         # Signs before reports: whoever is seen to have left has written its report before that.
         if self._clock() < self._observe_until:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import ipaddress
 import logging
+import math
 import os
 import select
 import socket
@@ -135,10 +136,10 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
             )
         return made
     seconds = knobs.TIMEOUT.get() if timeout is None else float(timeout)
-    if not seconds > 0:
-        raise ValueError(f"expected a number of seconds above zero, got {timeout=}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"expected a finite number of seconds above zero, got {timeout=}")
     if dist.is_initialized():
-        _current = _World(_with_sockets(TorchCommunicator(timeout=seconds, device=wanted), ""), made_group=False)
+        _current = _World(_over_torch(seconds, wanted, ""), made_group=False)
     else:
         launch = Launch.read()
         if launch is None:
@@ -222,18 +223,66 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout),
         )
-    if place.type == "cuda" and knobs.NCCL.get() == "cupy":
-        return NcclCommunicator(timeout=timeout, device=place)
-    return _with_sockets(TorchCommunicator(timeout=timeout, device=place, host=host), host)
+    try:
+        return _over_torch(timeout, place, host)
+    except BaseException:
+        # Nothing of a failed start may be left for the next one to find.
+        dist.destroy_process_group()
+        raise
 
 
-def _with_sockets(base: TorchCommunicator, host: str) -> Communicator:
-    """Joins ranks on CPUs by sockets of their own, where the system has what that needs."""
-    if base.device.type != "cpu" or base.size == 1 or not knobs.SOCKETS.get() or not hasattr(select, "epoll"):
+def _over_torch(timeout: float, place: torch.device | None, host: str) -> Communicator:
+    """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for."""
+    base = TorchCommunicator(timeout=timeout, device=place, host=host)
+    if base.size == 1:
         return base
-    text = knobs.TUNING.get()
-    tuning = Tuning.from_json(text) if text else Tuning()
-    return StripedCommunicator(base, stripes=max(knobs.SOCKETS.get(), tuning.stripes), tuning=tuning, host=host)
+    try:
+        settings = _agreed(base)
+        if base.device.type == "cuda" and settings.nccl == "cupy":
+            made = NcclCommunicator(timeout=timeout, device=base.device)
+            base.close()
+            return made
+        if base.device.type == "cuda" or not settings.sockets:
+            return base
+        tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
+        return StripedCommunicator(base, stripes=max(settings.sockets, tuning.stripes), tuning=tuning, host=host)
+    except BaseException as error:
+        base.abort(f"init failed: {error}")
+        raise
+
+
+@dataclass(frozen=True)
+class _Settings:
+    sockets: int
+    tuning: str
+    nccl: str
+    problem: str = ""
+
+
+def _agreed(base: TorchCommunicator) -> _Settings:
+    """Returns what all ranks want.
+
+    Raises:
+        ValueError: on all ranks, if one cannot read its environment, or wants something else.
+    """
+    try:
+        text = knobs.TUNING.get()
+        try:
+            Tuning.from_json(text or "{}")
+        except ValueError as error:
+            raise ValueError(f"{knobs.TUNING.variable}: {error}") from None
+        mine = _Settings(knobs.SOCKETS.get() if hasattr(select, "epoll") else 0, text, knobs.NCCL.get())
+    except ValueError as error:
+        mine = _Settings(0, "", "", str(error))
+    everyone: list[_Settings] = base.all_gather_object(mine)
+    problems = {rank: one.problem for rank, one in enumerate(everyone) if one.problem}
+    if problems:
+        raise ValueError(f"some ranks cannot use their environment: {problems}")
+    for name, knob in (("sockets", knobs.SOCKETS), ("tuning", knobs.TUNING), ("nccl", knobs.NCCL)):
+        values = {rank: getattr(one, name) for rank, one in enumerate(everyone)}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"{knob.variable} has to be the same on all ranks, got {values}: let the launcher set it")
+    return mine
 
 
 def _loopback(address: str) -> str:
@@ -275,7 +324,8 @@ def _shutdown(limit: float | None, failure: str) -> None:
     communicator, made_group = _current.communicator, _current.made_group
     _current = None
     atexit.unregister(_shutdown_at_exit)
-    healthy = not failure and not communicator.is_ended()
+    closed = communicator._unusable() == "it was closed"
+    healthy = not failure and (closed or not communicator.is_ended())
     if healthy:
         try:
             communicator.close(limit)
@@ -292,6 +342,17 @@ def _shutdown(limit: float | None, failure: str) -> None:
     else:
         # Its destructor would wait for operations that cannot finish.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+
+def _forget() -> None:
+    """Leaves the connections to the parent of a process that was forked."""
+    global _current
+    if _current is not None:
+        _current = None
+        atexit.unregister(_shutdown_at_exit)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _shutdown_at_exit() -> None:

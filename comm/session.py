@@ -9,7 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from bagua_kernels.comm.liveness import Liveness, Verdict
+from bagua_kernels.comm.liveness import Liveness
+from bagua_kernels.comm.verdict import Verdict
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 
@@ -76,6 +77,11 @@ class Session:
             self.liveness.gave_up(self.name, reason)
         self.ended = self.ended or reason
 
+    def waits(self, peer: int | None) -> None:
+        """Notes that this rank waits for rank `peer`, or that it does no more."""
+        if self.liveness is not None:
+            self.liveness.waits(self.name, None if peer is None else self.members[peer])
+
     def patience(self) -> float:
         """Seconds to wait, such that the verdict on who is at fault is there when the timeout is over."""
         beat = 0.0 if self.liveness is None else self.liveness.heartbeat
@@ -122,7 +128,9 @@ class Session:
                     self.name, others, number, operation, timed_out=timed_out, beyond=beyond
                 )
             said = "" if error is None else f" [cause: {_told(error)}]"
-            self._failure = self._describe(what, verdict, peer, timed_out, said)
+            # A transport may know at which rank it went wrong where the signs of life tell nothing.
+            at = getattr(error.__cause__ if error else None, "peer", peer if timed_out else None)
+            self._failure = self._describe(what, verdict, at, timed_out, said)
             self.ended = self.ended or f"{self._failure}"
             if self.abandon is not None:
                 self.abandon()
@@ -142,15 +150,18 @@ class Session:
                     f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"
                 )
                 return CollectiveTimeoutError(text, [] if peer is None else [peer])
+            if peer is not None:
+                return RankLostError(f"{where} failed at rank {peer}: {detail}{said}", [peer])
             return CommunicationError(f"{where} failed: {detail}{said}")
         reporter = f" (reported by world rank {verdict.by})" if verdict.by != self.members[self.rank] else ""
         if self.members[self.rank] in verdict.ranks:
             text = f"{where} failed, for the others have given up this rank{reporter}: {verdict.text}{said}"
             return _with_ranks(CollectiveTimeoutError if verdict.kind == "late" else RankLostError, text, ranks)
         if verdict.kind == "late":
+            how = f"did not finish within {self.timeout:g} s, waiting for" if timed_out else "cannot finish without"
             return CollectiveTimeoutError(
-                f"{where} did not finish within {self.timeout:g} s, waiting for {many} {numbers}{reporter}: "
-                f"{verdict.text}; make all ranks issue the same operations in the same order, or raise timeout={said}",
+                f"{where} {how} {many} {numbers}{reporter}: {verdict.text}; make all ranks issue the same operations in "
+                f"the same order, or raise timeout={said}",
                 ranks,
             )
         how = "left" if verdict.kind == "closed" else "was lost"
@@ -193,6 +204,16 @@ class SessionWork(Pending):
         self._session.finished(self._number)
 
     def _wait_on_host(self) -> None:
+        if self._peer is None:
+            self._wait_in_slices()
+            return
+        self._session.waits(self._peer)
+        try:
+            self._wait_in_slices()
+        finally:
+            self._session.waits(None)
+
+    def _wait_in_slices(self) -> None:
         session = self._session
         deadline = time.monotonic() + session.patience()
         while True:
@@ -201,6 +222,8 @@ class SessionWork(Pending):
                 self._handle.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
                 return
             except RuntimeError as error:
+                if session.ended and session._failure is None:
+                    raise self._given_up() from None
                 if self._handle.is_completed():
                     self._settle(error)
                     return

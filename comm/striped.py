@@ -101,16 +101,18 @@ class StripedCommunicator(Communicator):
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`."""
-        if self._session.ended:
-            return
         if limit is not None:
             self._session.timeout = min(limit, self._session.timeout)
-        if self.size > 1:
-            self.barrier().wait()
-        self._session.close()
-        self.base.close(limit)
-        # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
-        self._stop("it was closed")
+        try:
+            if not self.is_ended():
+                if self.size > 1:
+                    self.barrier().wait()
+                self._session.close()
+                self.base.close(limit)
+        finally:
+            # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
+            self._session.ended = self._session.ended or "it was closed"
+            self._stop("it was closed")
 
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`."""

@@ -89,5 +89,5 @@ class Tuning:
                 if name not in ("measured", "piece", "link", "window", "stripes", "split"):
                     fields[name] = tuple((float(limit), str(way)) for limit, way in value)
             return cls(**fields)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no tuning: {error}: {text[:200]!r}") from None

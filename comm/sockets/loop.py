@@ -6,66 +6,17 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, Part, PeerError
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch
 
-# number and code of the operation, tag of the message, offset and length of the part, length of the message
-_HEADER = struct.Struct("<QIIQQQ")
-_STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
 _AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
-_Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
-
-
-class Arrival:
-    """A message from another rank: where it goes, what is missing of it, and who has asked for it."""
-
-    __slots__ = ("code", "data", "key", "left", "transfer")
-
-    def __init__(self, key: _Key, code: int, data: memoryview, transfer: Transfer | None) -> None:
-        self.key = key
-        self.code = code
-        self.data = data
-        self.left = len(data)
-        self.transfer = transfer
-
-
-class Part:
-    """A part of a message on its way out of one socket."""
-
-    __slots__ = ("header", "rest", "transfer")
-
-    def __init__(self, header: bytes, rest: memoryview, transfer: Transfer) -> None:
-        self.header: bytes = header
-        self.rest = rest
-        self.transfer = transfer
-
-
-class Channel:
-    """One socket, what waits to leave through it, and what has arrived."""
-
-    __slots__ = (
-        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "writing",
-    )  # fmt: skip
-
-    def __init__(self, peer: int, sock: socket.socket) -> None:
-        self.peer = peer
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.out: deque[Part] = deque()
-        self.queued = 0
-        self.writing = False
-        self.staging = memoryview(bytearray(_STAGING))
-        self.begin = self.end = 0
-        self.arrival: Arrival | None = None
-        self.rest = memoryview(b"")
-        self.parked: _Key | None = None
 
 
 class Loop:
@@ -82,8 +33,8 @@ class Loop:
         self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
         self._stripes = self._split = 1
         self._sent = sent
-        self._posted: dict[_Key, Transfer] = {}
-        self._arrivals: dict[_Key, Arrival] = {}
+        self._posted: dict[Key, Transfer] = {}
+        self._arrivals: dict[Key, Arrival] = {}
         self._ahead = dict.fromkeys(self._links, 0)
         self._wanted = dict.fromkeys(self._links, 0)
         self._running: dict[Operation, set[Transfer]] = {}
@@ -94,7 +45,8 @@ class Loop:
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
-        self._lock = threading.Lock()
+        # A signal handler may call `stop` while its own thread is in `submit`.
+        self._lock = threading.RLock()
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
         for channel in self._channels.values():
@@ -113,6 +65,7 @@ class Loop:
             if not self._stopping:
                 self._submitted.append(operation)
                 self._nudge()
+            if not self._stopping:
                 return
         operation.end(ConnectionAbortedError(self._stopping))
 
@@ -140,7 +93,7 @@ class Loop:
         self._sent(total)
         for offset, channel in zip(starts, channels, strict=False):
             part = data[offset : offset + step]
-            header = _HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
+            header = HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
             channel.out.append(Part(header, part, transfer))
             channel.queued += len(part)
             if not channel.writing:
@@ -272,7 +225,7 @@ class Loop:
     def _lose(self, channel: Channel, error: BaseException) -> None:
         """Gives a rank up: without one of its sockets nothing that it takes part in can finish."""
         peer = channel.peer
-        said = ConnectionError(f"the connection to rank {peer} broke: {error}")
+        said = PeerError(peer, f"the connection to rank {peer} broke: {error}")
         self._lost.setdefault(peer, said)
         for other in self._links[peer]:
             if other.fd in self._channels:
@@ -357,14 +310,14 @@ class Loop:
 
     def _parse(self, channel: Channel) -> None:
         """Takes headers, and what follows each, out of what was read ahead."""
-        while channel.end - channel.begin >= _HEADER.size:
-            number, code, tag, offset, length, total = _HEADER.unpack_from(channel.staging, channel.begin)
+        while channel.end - channel.begin >= HEADER.size:
+            number, code, tag, offset, length, total = HEADER.unpack_from(channel.staging, channel.begin)
             arrival = self._arrival((channel.peer, number, tag), code, total)
             if arrival is None:
                 channel.parked = (channel.peer, number, tag)
                 self._register(channel)
                 break
-            channel.begin += _HEADER.size
+            channel.begin += HEADER.size
             channel.arrival = arrival
             channel.rest = arrival.data[offset : offset + length]
             count = min(length, channel.end - channel.begin)
@@ -379,7 +332,7 @@ class Loop:
             channel.staging[:left] = bytes(channel.staging[channel.begin : channel.end])
         channel.begin, channel.end = 0, left
 
-    def _arrival(self, key: _Key, code: int, total: int) -> Arrival | None:
+    def _arrival(self, key: Key, code: int, total: int) -> Arrival | None:
         """Returns where a message goes: to who asked for it, else to memory of its own; None while that is used up."""
         arrival = self._arrivals.get(key)
         if arrival is not None:
@@ -388,7 +341,7 @@ class Loop:
         if transfer is not None:
             try:
                 self._check(code, total, transfer)
-            except ValueError as error:
+            except PeerError as error:
                 self._fail(transfer.lane.operation, error)
                 transfer = None
         peer = key[0]
@@ -428,9 +381,10 @@ class Loop:
     def _check(self, code: int, total: int, transfer: Transfer) -> None:
         ours = transfer.lane.operation.code
         if code != ours:
-            raise ValueError(mismatch(transfer.peer, code, ours))
+            raise PeerError(transfer.peer, mismatch(transfer.peer, code, ours))
         if total != len(transfer.data):
-            raise ValueError(
+            raise PeerError(
+                transfer.peer,
                 f"rank {transfer.peer} sent {total} bytes where this rank expected {len(transfer.data)}: call "
-                f"{transfer.lane.operation.name} with the same sizes and dtypes on all ranks"
+                f"{transfer.lane.operation.name} with the same sizes and dtypes on all ranks",
             )

@@ -22,6 +22,7 @@ from bagua_kernels.comm.testing import Processes, process_command
 from bagua_kernels.errors import CommunicationError
 
 RANKS, VICTIM, TIMEOUT, BEAT, N = 3, 1, 4.0, 0.1, 300_000
+BUSY = 1.0  # seconds more for a machine that has other things to do
 ENVIRONMENT = {"BAGUA_KERNELS_HEARTBEAT": str(BEAT)}
 
 
@@ -83,15 +84,16 @@ def repeat(operation: str) -> None:
     print("ENDED", flush=True)
 
 
-def check_survivor(rank: int, output: str, returncode: int | None, errors: str, broken: float, victim: int) -> None:
+def check_survivor(
+    rank: int, output: str, returncode: int | None, errors: str, broken: float, victim: int, limit: float
+) -> None:
     """It raised within the timeout, naming the victim and the operation, and ended in order."""
     assert returncode == 0, f"rank {rank}: {returncode}\n{output}\n{errors}"
     assert output.splitlines()[-1] == "ENDED", output
     raised = json.loads(output.split("RAISED ", 1)[1].splitlines()[0])
     assert raised["kind"] in ("RankLostError", "CollectiveTimeoutError"), raised
     assert raised["ranks"] == [victim], raised
-    # The rank may have been in an operation before the fault for a moment only; a busy machine gets a second.
-    assert raised["at"] - broken < TIMEOUT + 1.0, raised
+    assert raised["at"] - broken < limit, raised
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -105,9 +107,11 @@ def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
         time.sleep(0.1)
         broken = time.time()
         processes.send_signal(VICTIM, fault)
+        # Who was killed is missed at once, through its sockets.
+        limit = TIMEOUT / 2 if fault is signal.SIGKILL else TIMEOUT + BUSY
         survivors = [rank for rank in range(RANKS) if rank != VICTIM]
         for rank, result in zip(survivors, processes.wait(40, ranks=survivors), strict=True):
-            check_survivor(rank, result.stdout, result.returncode, result.stderr, broken, VICTIM)
+            check_survivor(rank, result.stdout, result.returncode, result.stderr, broken, VICTIM, limit)
 
 
 @contextmanager
@@ -147,7 +151,7 @@ def test_unplugged(operation: str, victim: int) -> None:
             process.wait(60)
             output = path.read_text()
             if rank != victim:
-                check_survivor(rank, output, process.returncode, "", broken, victim)
+                check_survivor(rank, output, process.returncode, "", broken, victim, TIMEOUT + BUSY)
             else:
                 assert "RAISED" in output, output
                 assert (process.returncode, output.splitlines()[-1]) == (0, "ENDED"), output

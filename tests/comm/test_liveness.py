@@ -113,6 +113,41 @@ def test_pause_of_the_observer_is_not_counted() -> None:
     assert ranks.judge(0, 7, since + 60).kind == "unknown"
 
 
+def test_a_chain_of_receives_leads_to_its_end() -> None:
+    """Rank 0 waits for 1, which waits for 2, which does something else; in a circle nobody is to blame."""
+    ranks = Ranks(4)
+    for rank, peer in ((0, 1), (1, 2)):
+        ranks.ranks[rank].waits("world", peer)
+    ranks.beat(3)
+
+    def judge() -> Any:
+        return ranks.ranks[0].judge("world", (0, 1), None, "recv", ranks.now, True, (2, 3))
+
+    assert (judge().kind, judge().ranks) == ("late", (2,))
+    ranks.ranks[2].waits("world", 0)
+    ranks.beat(2)
+    assert judge().kind == "unknown"
+    ranks.ranks[2].waits("world", None)
+    ranks.beat(9, without=(2,))
+    assert (judge().kind, judge().ranks) == ("lost", (2,))
+
+
+def test_a_rank_that_left_for_what_others_did_is_not_blamed() -> None:
+    """It had reported another as lost before it went, and that one is named."""
+    ranks = Ranks(4)
+    ranks.beat(2)
+    since = ranks.now
+    ranks.enter(7, "all_reduce", 0, 1, 2, 3)
+    ranks.beat(8, without=(1,))
+    second = ranks.ranks[2]
+    second._outgoing.append(second.judge("world", (1, 2), 7, "all_reduce", since, False))
+    second.beat()
+    second.stop("its process exited after RankLostError")
+    ranks.beat(1, without=(1, 2))
+    verdict = ranks.ranks[0].judge("world", (0, 2), None, "recv", ranks.now, False)
+    assert (verdict.kind, verdict.ranks, verdict.by) == ("lost", (1,), 2)
+
+
 def test_first_report_wins() -> None:
     """A survivor that reports and leaves is not the culprit, and later verdicts give way."""
     ranks = Ranks(3)

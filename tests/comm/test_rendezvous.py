@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch.distributed import HashStore
 from bagua_kernels import comm
 from bagua_kernels.comm.attempt import agree
 from bagua_kernels.comm.rendezvous import Launch
-from bagua_kernels.comm.testing import Processes, run_processes
+from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -203,6 +205,59 @@ def test_exit_does_not_hang_when_a_peer_died() -> None:
     assert "ValueError: done for" in survivor.stdout
     assert culprit.returncode == 1
     assert "ValueError: done for" in culprit.stderr
+
+
+def with_settings(variable: str, values: list[str]) -> None:
+    """Each rank has its own idea of a setting; then they agree, and go on in the same processes."""
+    rank = int(os.environ["RANK"])
+    os.environ[variable] = values[rank]
+    with pytest.raises(ValueError, match=variable):
+        comm.init(timeout=20)
+    assert not comm.is_initialized()
+    assert not torch.distributed.is_initialized()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("bagua_kernels sockets")] == []
+    del os.environ[variable]
+    os.environ["MASTER_PORT"] = values[-1]
+    assert comm.init(timeout=20).all_gather_object(rank) == [0, 1]
+    print("FINE", flush=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"),
+    [
+        ("BAGUA_KERNELS_SOCKETS", ["0", "2"]),
+        pytest.param("BAGUA_KERNELS_SOCKETS", ["2", "4"], marks=pytest.mark.slow),
+        pytest.param("BAGUA_KERNELS_SOCKETS", ["2", "many"], marks=pytest.mark.slow),
+        pytest.param("BAGUA_KERNELS_TUNING", ["", "{"], marks=pytest.mark.slow),
+        pytest.param("BAGUA_KERNELS_TUNING", ["", "{}"], marks=pytest.mark.slow),
+    ],
+)
+def test_settings_that_differ_between_ranks(variable: str, values: list[str]) -> None:
+    """All ranks say so at once, nothing of the attempt is left, and the next one finds a clean slate."""
+    for result in run_processes(with_settings, 2, args=[variable, [*values, str(free_port())]], timeout=60):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+def test_a_forked_child_leaves_the_connections_to_its_parent() -> None:
+    """It ends at once, and the parents go on."""
+    for result in run_processes(forks, 2, timeout=60):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+def forks() -> None:
+    """Each rank forks a child that exits as a Python program does."""
+    communicator = comm.init(timeout=30)
+    communicator.barrier().wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        sys.exit(7 if comm.is_initialized() else 0)
+    started = time.monotonic()
+    assert os.waitpid(child, 0)[1] == 0
+    assert time.monotonic() - started < 15
+    communicator.barrier().wait()
+    print("FINE", flush=True)
 
 
 def exits_while_others_hang() -> None:

@@ -131,8 +131,8 @@ class Counting:
 
     def sendmsg(self, buffers: Sequence[Any]) -> int:
         sent = self.sock.sendmsg(buffers)
-        whole = len(buffers[0]) == loop_module._HEADER.size
-        self.payload += sent - loop_module._HEADER.size * whole
+        whole = len(buffers[0]) == loop_module.HEADER.size
+        self.payload += sent - loop_module.HEADER.size * whole
         return sent
 
     def send(self, data: memoryview) -> int:

@@ -1,0 +1,71 @@
+"""One socket, and what is on its way through it: parts of messages out, messages in."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+
+from bagua_kernels.comm.sockets.transfer import Transfer
+
+# number and code of the operation, tag of the message, offset and length of the part, length of the message
+HEADER = struct.Struct("<QIIQQQ")
+STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
+Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
+
+
+class PeerError(ConnectionError):
+    """Something went wrong with one other rank.
+
+    Attributes:
+        peer: which one.
+    """
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class Arrival:
+    """A message from another rank: where it goes, what is missing of it, and who has asked for it."""
+
+    __slots__ = ("code", "data", "key", "left", "transfer")
+
+    def __init__(self, key: Key, code: int, data: memoryview, transfer: Transfer | None) -> None:
+        self.key = key
+        self.code = code
+        self.data = data
+        self.left = len(data)
+        self.transfer = transfer
+
+
+class Part:
+    """A part of a message on its way out of one socket."""
+
+    __slots__ = ("header", "rest", "transfer")
+
+    def __init__(self, header: bytes, rest: memoryview, transfer: Transfer) -> None:
+        self.header: bytes = header
+        self.rest = rest
+        self.transfer = transfer
+
+
+class Channel:
+    """One socket, what waits to leave through it, and what has arrived."""
+
+    __slots__ = (
+        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "writing",
+    )  # fmt: skip
+
+    def __init__(self, peer: int, sock: socket.socket) -> None:
+        self.peer = peer
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.out: deque[Part] = deque()
+        self.queued = 0
+        self.writing = False
+        self.staging = memoryview(bytearray(STAGING))
+        self.begin = self.end = 0
+        self.arrival: Arrival | None = None
+        self.rest = memoryview(b"")
+        self.parked: Key | None = None

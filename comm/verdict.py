@@ -1,0 +1,31 @@
+"""Who was at fault when a communication failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who was at fault.
+
+    Attributes:
+        kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the
+            operation) or "unknown".
+        ranks: the ranks at fault, as numbers of the world.
+        text: how it showed.
+        communicator: the name of the communicator whose operation failed.
+        by: the rank that found out.
+    """
+
+    kind: Literal["lost", "closed", "late", "unknown"]
+    ranks: tuple[int, ...]
+    text: str
+    communicator: str
+    by: int
+
+    def concerns(self, communicator: str, members: Sequence[int]) -> bool:
+        """Returns whether it explains a failure of a communicator of these ranks."""
+        return bool(set(self.ranks) & set(members)) if self.kind == "lost" else self.communicator == communicator
