@@ -224,9 +224,7 @@ class Liveness:
         signs = {rank: self._signs[rank] for rank in others}
         left = {rank: f"rank {rank} left: {sign.data['left']}" for rank, sign in signs.items() if sign.data["left"]}
         if left:
-            # A rank that leaves because others were lost is not the one to blame.
-            causes = (report for report in list(self._reports) if report.kind == "lost" and report.by in left)
-            return next(causes, None) or verdict("lost", left)
+            return self._cause(left) or verdict("lost", left)
         doing = {rank: sign.data["doing"].get(communicator) for rank, sign in signs.items()}
         closed = {
             rank: f"rank {rank} has closed this communicator"
@@ -244,7 +242,7 @@ class Liveness:
                 if now - self._signs[rank].changed > silence
             }
             if silent:
-                return verdict("lost", silent)
+                return self._cause(silent) or verdict("lost", silent)
         # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
         proof = since - 2 * self.heartbeat if timed_out else since + 1.5 * self.heartbeat
         if not all(sign.moved and sign.changed > proof for sign in signs.values()):
@@ -261,6 +259,10 @@ class Liveness:
         return (
             verdict("late", late) if late else verdict("unknown", {-1: "every rank still answers and has entered it"})
         )
+
+    def _cause(self, gone: dict[int, str]) -> Verdict | None:
+        """Returns what ranks that are gone had reported before: who goes because others were lost is not to blame."""
+        return next((report for report in list(self._reports) if report.kind == "lost" and report.by in gone), None)
 
     def _end_of_chain(
         self, others: list[int], communicator: str, verdict: Callable[[Any, dict[int, str]], Verdict]

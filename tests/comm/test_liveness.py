@@ -132,7 +132,8 @@ def test_a_chain_of_receives_leads_to_its_end() -> None:
     assert (judge().kind, judge().ranks) == ("lost", (2,))
 
 
-def test_a_rank_that_left_for_what_others_did_is_not_blamed() -> None:
+@pytest.mark.parametrize("how", ["left", "fell silent"])
+def test_a_rank_that_went_for_what_others_did_is_not_blamed(how: str) -> None:
     """It had reported another as lost before it went, and that one is named."""
     ranks = Ranks(4)
     ranks.beat(2)
@@ -142,8 +143,9 @@ def test_a_rank_that_left_for_what_others_did_is_not_blamed() -> None:
     second = ranks.ranks[2]
     second._outgoing.append(second.judge("world", (1, 2), 7, "all_reduce", since, False))
     second.beat()
-    second.stop("its process exited after RankLostError")
-    ranks.beat(1, without=(1, 2))
+    if how == "left":
+        second.stop("its process exited after RankLostError")
+    ranks.beat(1 if how == "left" else 8, without=(1, 2))
     verdict = ranks.ranks[0].judge("world", (0, 2), None, "recv", ranks.now, False)
     assert (verdict.kind, verdict.ranks, verdict.by) == ("lost", (1,), 2)
 
