@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import pickle
 import sys
 import time
 from collections.abc import Sequence
@@ -69,7 +68,7 @@ def _examine(launch: rendezvous.Launch, facts: RankFacts, options: argparse.Name
         wait_for_workers=False,  # it would not say who is missing
         multi_tenant=True,
     )
-    store.set(f"{_ROOT}/facts/{rank}", pickle.dumps(facts).hex())
+    store.set(f"{_ROOT}/facts/{rank}", facts.to_json())
     try:
         session = agree(PrefixStore(_ROOT, store), rank, size, timeout)
     except CollectiveTimeoutError as error:
@@ -91,7 +90,7 @@ def _examine(launch: rendezvous.Launch, facts: RankFacts, options: argparse.Name
     except (RuntimeError, ValueError) as error:
         facts = dataclasses.replace(facts, problem=_line(error))
     facts = dataclasses.replace(facts, listening=interfaces.listening())
-    job.set(f"facts/{rank}", pickle.dumps(facts).hex())
+    job.set(f"facts/{rank}", facts.to_json())
     if rank == 0:
         deadline = time.monotonic() + _GRACE
         said = [_await(job, f"facts/{r}", deadline - time.monotonic()) for r in range(size)]
@@ -113,9 +112,8 @@ def _silent(store: Store, rank: int) -> RankFacts:
 
 
 def _facts(store: Store, key: str) -> RankFacts:
-    # The store keeps text.
-    facts: RankFacts = pickle.loads(bytes.fromhex(store.get(key).decode()))
-    return facts
+    # Whoever reaches the store may have written it: it is read as data, not as a pickle, which is a program.
+    return RankFacts.from_json(store.get(key).decode())
 
 
 def _await(store: Store, key: str, seconds: float) -> bool:
@@ -180,7 +178,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for the other ranks (60)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="measure Gloo (cpu) or NCCL (cuda)")
+    told = "measure what comm.init gives there: its own sockets and Gloo (cpu), or NCCL (cuda)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=told)
     options = parser.parse_args(arguments)
     if options.size is None:
         options.size = 1 << (18 if options.quick else 22)

@@ -91,6 +91,17 @@ def _elsewhere(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("error" if _several_hosts(ranks) else "warning", (facts.rank,), what, why, fix)
 
 
+def _two_addresses(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for facts in ranks:
+        gloo = facts.network.choice.address
+        if gloo and facts.sockets and gloo != facts.sockets:
+            what = f"rank {facts.rank}: Gloo takes {gloo}, this package's own sockets {facts.sockets}"
+            why = "one of them may go over a slower network, or not get through at all"
+            wanted = facts.network.best
+            fix = f"set GLOO_SOCKET_IFNAME={wanted}, which both follow" if wanted else "set GLOO_SOCKET_IFNAME"
+            yield Finding("warning", (facts.rank,), what, why, fix)
+
+
 def _subnets(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     networks = {}
     for facts in ranks:
@@ -245,7 +256,7 @@ def _liveness(_: Sequence[RankFacts], measured: Measurements) -> Iterator[Findin
 
 
 # Causes come before the failures that they may have led to.
-_RULES = (_wrong_interface, _elsewhere, _subnets, _versions, _mtu, _threads, _backends, _failed)
+_RULES = (_wrong_interface, _elsewhere, _two_addresses, _subnets, _versions, _mtu, _threads, _backends, _failed)
 _CHECKS = (_links, _stragglers, _clocks, _windows, _liveness)
 
 

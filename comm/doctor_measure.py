@@ -22,6 +22,7 @@ from bagua_kernels.comm import interfaces
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.doctor_report import BACKENDS, AllReduce, Clock, Measurements, RankFacts
 from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.sockets.mesh import own_address
 from bagua_kernels.comm.work import Work
 
 _PACKAGES = ("bagua-kernels", "torch", "numpy", "numba", "triton", "numba-cuda")
@@ -56,7 +57,15 @@ def collect(rank: int = 0, local_rank: int = 0) -> RankFacts:
         cpus=tuple(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         threads=torch.get_num_threads(),
         network=interfaces.examine(),
+        sockets=_sockets(),
     )
+
+
+def _sockets() -> str:
+    try:
+        return own_address()
+    except ValueError:  # GLOO_SOCKET_IFNAME is wrong, which the facts of the network say
+        return ""
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from bagua_kernels.comm.interfaces import Network
+from bagua_kernels.comm.interfaces import Choice, Interface, Network
 
 SCHEMA = 1  # of the JSON; it grows when a field changes its meaning or goes
 _LARGEST_MATRIX = 16  # ranks; beyond that only the slowest links are shown
@@ -39,6 +39,7 @@ class RankFacts:
         threads: how many torch uses.
         network: the interfaces, and which one Gloo takes.
         listening: the addresses that Gloo really took; empty before the ranks have joined.
+        sockets: the address that this package's own sockets take; empty if there is none.
         problem: why it could not join the others or measure, or an empty text.
     """
 
@@ -57,7 +58,22 @@ class RankFacts:
     threads: int
     network: Network
     listening: tuple[str, ...] = ()
+    sockets: str = ""
     problem: str = ""
+
+    def to_json(self) -> str:
+        """Returns the facts as a line of text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RankFacts:
+        """Returns what `to_json` was called on."""
+        found = json.loads(text)
+        network = found["network"]
+        cards = tuple(Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in network["interfaces"])
+        whole = Network(**{**network, "interfaces": cards, "choice": Choice(**network["choice"])})
+        lists = {name: tuple(found[name]) for name in ("gpus", "cpus", "listening")}
+        return RankFacts(**{**found, **lists, "network": whole})
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,10 @@ class Liveness:
         proof = since - 2 * self.heartbeat if timed_out else since + 1.5 * self.heartbeat
         if not all(sign.moved and sign.changed > proof for sign in signs.values()):
             return self._undecided(now, since, communicator)
-        if number is None:
+        if number is None and len(others) == 1:
             return self._end_of_chain(others, communicator, verdict)
+        if number is None:
+            return verdict("unknown", {-1: "every rank still answers; which of several peers is missing is not known"})
         late = {
             rank: f"rank {rank} answers but is not in it: it is {_describe(doing[rank])}"
             for rank in others

@@ -6,8 +6,8 @@ import atexit
 import itertools
 import logging
 import sys
+import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
 from bagua_kernels.comm.session import Session
 from bagua_kernels.comm.torch_backend import _exchange
 from bagua_kernels.comm.work import Work
-from bagua_kernels.errors import BackendUnavailableError, CommunicationError
+from bagua_kernels.errors import BackendUnavailableError
 
 _PATIENCE = 10.0  # seconds for NCCL to free a communicator
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
@@ -52,7 +52,7 @@ class NcclCommunicator(Communicator):
 
     Operations can be captured in a CUDA graph, `wait` included, which must come before the capture ends; call them once
     before, for NCCL connects ranks when they first speak. Operations called before the capture must be waited for
-    before it. Replays are not watched.
+    before it. Replays are not watched. A communicator that is forgotten stays open until the process ends: close it.
 
     AVG divides halves before and other floats after the sum, as `ReduceOp` says. Reductions that NCCL lacks (of int16,
     and bitwise ones, hence all of bool) move the inputs and reduce them in rank order where the result is needed.
@@ -157,11 +157,16 @@ class NcclCommunicator(Communicator):
         self._numbers = itertools.count()
         self._splits: dict[tuple[int, ...], int] = {}
         self._owned_liveness = None
+        self._order = next(_order)
+        self._family: object = session.liveness or self
         if self.size > 1:
             self._lane = Lane(session, runtime, self._connect(), device)
             self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         session.abandon = self._abandon
-        _remember(self)
+        _made[self._order] = self
+        # What is registered last runs first: before the signs of life, the store and whatever else it needs are gone.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     def _connect(self) -> Endpoint:
         store, runtime = PrefixStore(f"bagua_kernels/{self._key}", self._store), self._runtime
@@ -172,7 +177,7 @@ class NcclCommunicator(Communicator):
             call = lambda: made.append(runtime.connect(self.size, unique_id, self.rank))  # noqa: E731
             if not runtime.bounded(call, self.device, self.timeout):
                 raise RuntimeError(f"NCCL timed out: it did not connect the ranks within {self.timeout:g} s")
-            return Endpoint(runtime, made[0], runtime.cuda.Stream(self.device, priority=-1))
+            return Endpoint(runtime, made[0], runtime.open_stream(self.device))
 
         return self._session.guard("init", connect)
 
@@ -196,7 +201,16 @@ class NcclCommunicator(Communicator):
             _log.warning("NCCL did not free communicator %r within %g s", self._session.name, _PATIENCE)
         self._release("it closed its communicator")
 
+    def close_relatives(self) -> None:
+        """See `Communicator.close_relatives`."""
+        for each in list(_made.values()):
+            if each._family is self._family and not each._session.ended:
+                each._session.close()
+                each._abandon()
+                each._release("its relatives were closed")
+
     def _release(self, reason: str) -> None:
+        _made.pop(self._order, None)
         if self.size > 1:
             self._lane.watch.stop()
         if self._owned_liveness is not None:
@@ -225,6 +239,7 @@ class NcclCommunicator(Communicator):
         session = self._session.child(label, ranks)
         child = NcclCommunicator.__new__(NcclCommunicator)
         child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime)
+        child._family = self._family
         return child
 
     def _start(
@@ -251,7 +266,7 @@ class NcclCommunicator(Communicator):
         if number is not None:
             self._session.entered(number, operation)
         self.bytes_sent += sent
-        ticket = Ticket(operation, number, peers[0] if peers and len(peers) == 1 else None)
+        ticket = Ticket(operation, number, tuple(peers or ()))
         return self._lane.start(ticket, issue, tensors, finish)
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
@@ -358,31 +373,25 @@ class NcclCommunicator(Communicator):
 
 
 def _by_rank(tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    pairs = tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors)
-    return {rank: [tensor] for rank, tensor in pairs}
+    return {rank: [one] for rank, one in (tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors))}
 
 
 _order = itertools.count()
-_made: weakref.WeakValueDictionary[int, NcclCommunicator] = weakref.WeakValueDictionary()
-
-
-def _remember(communicator: NcclCommunicator) -> None:
-    """Notes a communicator for the end of the process."""
-    _made[next(_order)] = communicator
-    # What is registered last runs first: before the signs of life, the store and whatever else it needs are gone.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
+# Garbage is collected on one rank and not on another, and on any thread: what is open stays, and can say goodbye.
+_made: dict[int, NcclCommunicator] = {}
 
 
 def _close_all() -> None:
-    """Closes what is still open, in the order in which it was made, the same on all ranks."""
-    error = getattr(sys, "last_value", None)
-    for communicator in [communicator for _, communicator in sorted(_made.items())]:
+    """Closes what is still open, in the order in which it was made, the same on all ranks; aborts it after a failure."""
+    error, deadline = getattr(sys, "last_value", None), time.monotonic() + _LONGEST_GOODBYE
+    reason = "" if error is None else f"its process exited after {type(error).__name__}: {error}"
+    for communicator in list(_made.values()):
         try:
-            if error is None:
-                communicator.close(_LONGEST_GOODBYE)
-            elif not communicator._session.ended:
-                communicator.abort(f"its process exited after {type(error).__name__}: {error}")
-        except CommunicationError as failure:
+            if reason and not communicator._session.ended:
+                communicator.abort(reason)
+            else:
+                communicator.close(max(0.0, deadline - time.monotonic()))
+        except RuntimeError as failure:
             _log.warning("the other ranks did not close communicator %r: %s", communicator._session.name, failure)
-            communicator.abort("its process exited")
+            reason = "its process exited"
+            communicator.abort(reason)

@@ -52,12 +52,14 @@ class Runtime:
         cuda: the module `torch.cuda`, or what behaves like its streams, events and devices.
         record_stream: tells the allocator that a stream uses a tensor's memory.
         ignore_captures: lets the calling thread query events while another thread captures a graph.
+        open_stream: makes a stream of high priority on a device, which nothing else uses.
     """
 
     nccl: Any
     cuda: Any
     record_stream: Callable[[torch.Tensor, Any], None]
     ignore_captures: Callable[[], None]
+    open_stream: Callable[[torch.device], Any]
 
     def unique_id(self) -> bytes:
         """Returns a fresh name for a communicator, which its rank 0 makes and all its ranks pass to `connect`."""
@@ -65,12 +67,13 @@ class Runtime:
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> Any:
         """Returns NCCL's communicator on the current device; blocks until all ranks have called it."""
-        try:
-            return self.nccl.NcclCommunicator(size, unique_id, rank)
-        except TypeError:
-            # CuPy before 14 takes a tuple of C's signed characters.
-            signed = tuple(value - 256 if value > 127 else value for value in unique_id)
-            return self.nccl.NcclCommunicator(size, signed, rank)
+        with _nameless_statuses():
+            try:
+                return self.nccl.NcclCommunicator(size, unique_id, rank)
+            except TypeError:
+                # CuPy before 14 takes a tuple of C's signed characters.
+                signed = tuple(value - 256 if value > 127 else value for value in unique_id)
+                return self.nccl.NcclCommunicator(size, signed, rank)
 
     def bounded(self, call: Callable[[], None], device: torch.device, limit: float) -> bool:
         """Makes a call that may never return, on a thread of its own.
@@ -124,7 +127,7 @@ def load() -> Runtime:
     """
     if reason := unavailable():
         raise BackendUnavailableError(f"NcclCommunicator needs a GPU and NCCL through CuPy: {reason}")
-    return Runtime(_module(), torch.cuda, torch.Tensor.record_stream, _ignore_captures)
+    return Runtime(_module(), torch.cuda, torch.Tensor.record_stream, _ignore_captures, _open_stream)
 
 
 def meet(store: Store, rank: int, size: int, timeout: float, make: Callable[[], bytes]) -> bytes:
@@ -238,7 +241,8 @@ class Endpoint:
             return
         try:
             if self._handle is not None:
-                self._handle.check_async_error()
+                with _nameless_statuses():
+                    self._handle.check_async_error()
         finally:
             self._lock.release()
 
@@ -249,31 +253,37 @@ class Endpoint:
         try:
             native, self._handle = self._handle, None
             if native is not None:
-                native.abort()
+                with _nameless_statuses():
+                    native.abort()
         finally:
             if held:
                 self._lock.release()
 
     def destroy(self) -> None:
         """Frees the communicator, once its operations have finished on all ranks."""
-        with self._lock:
+        with self._lock, _nameless_statuses():
             native, self._handle = self._handle, None
             if native is not None:
                 native.destroy()
 
     @contextlib.contextmanager
     def _native(self) -> Iterator[Any]:
-        with self._lock:
+        with self._lock, _nameless_statuses():
             if self._handle is None:
                 raise RuntimeError("NCCL's communicator has been given up")
-            try:
-                yield self._handle
-            except KeyError as error:
-                # CuPy has no name for some of NCCL's statuses.
-                raise RuntimeError(f"NCCL returned status {error}") from error
+            yield self._handle
 
     def _kinds(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[int, int]:
         return getattr(self._nccl, _DTYPES[tensor.dtype]), getattr(self._nccl, _OPS[op])
+
+
+@contextlib.contextmanager
+def _nameless_statuses() -> Iterator[None]:
+    """Raises `RuntimeError` where CuPy fails to: its names of NCCL's statuses end before that of a lost peer."""
+    try:
+        yield
+    except KeyError as error:
+        raise RuntimeError(f"NCCL returned status {error}") from error
 
 
 def _module() -> Any:
@@ -291,3 +301,16 @@ def _ignore_captures() -> None:
     status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if status:
         raise RuntimeError(f"cuThreadExchangeStreamCaptureMode returned {status}")
+
+
+# Never destroyed: when memory that was used on a stream is freed, however late, the allocator records an event there.
+_streams: list[Any] = []
+
+
+def _open_stream(device: torch.device) -> Any:
+    """Makes a stream outside torch's pool, whose 32 streams of a priority would go round among communicators."""
+    from cupy.cuda import Stream
+
+    with torch.cuda.device(device):
+        _streams.append(Stream(non_blocking=True, priority=-1))
+    return torch.cuda.ExternalStream(_streams[-1].ptr, device)

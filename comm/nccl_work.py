@@ -29,7 +29,7 @@ class Ticket:
     Attributes:
         operation: its name.
         number: its number; None if not all ranks take part.
-        peer: the only other rank that takes part; None for more.
+        peers: the other ranks that take part; empty for all.
         event: recorded on the stream behind it; None until it is issued.
         captured: whether it went into a CUDA graph, so that the event must not be queried.
         lost: whether it was under way when the communicator was given up; its event comes nevertheless.
@@ -38,11 +38,17 @@ class Ticket:
 
     operation: str
     number: int | None
-    peer: int | None
+    peers: tuple[int, ...] = ()
     event: Any = None
     captured: bool = False
     lost: bool = False
     error: CommunicationError | None = None
+
+    def told(self) -> tuple[str, int | None, int | None]:
+        """Returns the operation, its number and its only peer as `Session.failure` takes them."""
+        if len(self.peers) > 1:
+            return f"{self.operation} with ranks {', '.join(map(str, self.peers))}", None, None
+        return self.operation, self.number, self.peers[0] if self.peers else None
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class NcclWork(Pending):
         session: of the communicator.
         ticket: the operation.
         current_stream: returns the stream that is to wait.
+        record_stream: tells the allocator that a stream uses a tensor's memory.
         tensors: kept from being freed until then; within a CUDA graph nothing else keeps them.
         finish: completes the outputs, on that stream.
         issue: issues the operation if that has not been done.
@@ -81,6 +88,7 @@ class NcclWork(Pending):
         session: Session,
         ticket: Ticket,
         current_stream: Callable[[], Any],
+        record_stream: Callable[[torch.Tensor, Any], None],
         tensors: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
         issue: Callable[[], None] | None = None,
@@ -89,6 +97,7 @@ class NcclWork(Pending):
         self._session = session
         self._ticket = ticket
         self._current_stream = current_stream
+        self._record_stream = record_stream
         self._tensors = tensors
         self._finish = finish
         self._issue = issue
@@ -112,9 +121,14 @@ class NcclWork(Pending):
         finished = not session.ended or ticket.captured or ticket.event.query()
         if ticket.lost or not finished:
             raise _told(session, ticket)
-        self._current_stream().wait_event(ticket.event)
+        stream = self._current_stream()
+        stream.wait_event(ticket.event)
         if self._finish is not None:
             self._finish()
+        if not ticket.captured:
+            # This may not be the stream that a temporary was made on, which could otherwise use its memory at once.
+            for tensor in self._tensors:
+                self._record_stream(tensor, stream)
         self._tensors = []
 
     def wait_on_host(self) -> None:
@@ -140,7 +154,7 @@ class Watch:
 
     Args:
         session: of the communicator.
-        check: raises `RuntimeError` if NCCL has an error to report.
+        check: raises if NCCL has an error to report.
         prepare: called once on the thread.
     """
 
@@ -218,11 +232,12 @@ class Watch:
                     self._oldest_since = time.monotonic()
                     ticket = self._tickets[0]
             self._check()
-        except RuntimeError as error:
+        except Exception as error:
+            # Whatever it is, without a watch what hangs would hang for ever.
             self._fail(ticket, error, timed_out=False)
             return
         waited = time.monotonic() - self._oldest_since
-        if waited > self._session.timeout:
+        if waited > self._session.patience():
             self._fail(ticket, None, timed_out=True)
         elif self._session.ended or (waited > _PATIENT and self._session.reported()):
             self._fail(ticket, None, timed_out=False)
@@ -232,8 +247,7 @@ class Watch:
             # By an abort, or a failure seen elsewhere: there is nothing to add.
             self.give_up()
         else:
-            what = ticket.operation, ticket.number, ticket.peer
-            ticket.error = self._session.failure(*what, error, timed_out=timed_out)
+            ticket.error = self._session.failure(*ticket.told(), error, timed_out=timed_out)
         with self._changed:
             self._tickets.clear()
 
@@ -270,14 +284,13 @@ class Lane:
     ) -> NcclWork:
         """Issues an operation behind what the current stream holds; for the arguments see `NcclWork`."""
         self._launch([ticket], issue, tensors, [self._mark()])
-        return NcclWork(self._session, ticket, self._current_stream, tensors, finish)
+        return self._work(ticket, tensors, finish)
 
     def queue(self, kind: Literal["send", "recv"], peer: int, tensor: torch.Tensor, tag: int) -> NcclWork:
         """Keeps a `send` or `recv` until `issue_queued`, which its work calls when it is waited for."""
-        ticket = Ticket(kind, None, peer)
+        ticket = Ticket(kind, None, (peer,))
         self._queued.setdefault(tag, []).append(Message(kind, peer, tensor, self._mark(), ticket))
-        issue = partial(self.issue_queued, tag)
-        return NcclWork(self._session, ticket, self._current_stream, [tensor], issue=issue)
+        return self._work(ticket, [tensor], issue=partial(self.issue_queued, tag))
 
     def issue_queued(self, tag: int | None = None) -> None:
         """Issues what is queued, a group for each tag; of one tag, or of all in the order of their first calls."""
@@ -315,6 +328,16 @@ class Lane:
             if not captured:
                 self.watch.add(ticket)
 
+    def _work(
+        self,
+        ticket: Ticket,
+        tensors: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        issue: Callable[[], None] | None = None,
+    ) -> NcclWork:
+        streams = self._current_stream, self._runtime.record_stream
+        return NcclWork(self._session, ticket, *streams, tensors, finish, issue)
+
     def _current_stream(self) -> Any:
         return self._runtime.cuda.current_stream(self._device)
 
@@ -332,4 +355,4 @@ def _told(session: Session, ticket: Ticket, error: RuntimeError | None = None) -
     """Returns the error of an operation that was under way when the communicator ended, or that ended it."""
     if session.ended and session._failure is None:
         return CommunicationError(f"{ticket.operation} was given up: {session.ended}")
-    return session.failure(ticket.operation, ticket.number, ticket.peer, error, timed_out=False)
+    return session.failure(*ticket.told(), error, timed_out=False)

@@ -26,10 +26,11 @@ _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried o
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
 _SHARES = {"all_reduce": 0.4, "reduce_scatter": 0.2, "all_gather": 0.2, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
+_WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
 _EASE = {"all_gather": ("direct", 1.12)}  # overlaps with what else is under way, which is worth losing so much alone
 
 
-def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply: bool = True) -> Tuning:
+def tune(communicator: Communicator | None = _WORLD, *, budget: float = 4.0, apply: bool = True) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
 
     1. For each size, every way takes turns with the others, small messages a few times in a row; a way's time is the
@@ -39,7 +40,7 @@ def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply
     4. At the last size, more than one socket between two ranks is tried, if the communicator has them.
 
     Args:
-        communicator: by default that of all ranks.
+        communicator: by default that of all ranks. A rank to which `split` gave None does not call this.
         budget: seconds to spend, about; a slow network takes more.
         apply: whether `communicator` follows the result.
 
@@ -47,9 +48,12 @@ def tune(communicator: Communicator | None = None, *, budget: float = 4.0, apply
         The table, with the measured seconds in `measured`; the same on all ranks.
 
     Raises:
-        ValueError: if the communicator has nothing to choose from.
+        ValueError: if the communicator is None or has nothing to choose from.
     """
-    communicator = rendezvous.world() if communicator is None else communicator
+    if communicator is _WORLD:
+        communicator = rendezvous.world()
+    if communicator is None:
+        raise ValueError("tune expects a communicator, got None, which split returns to a rank that is no member")
     if not isinstance(communicator, StripedCommunicator):
         raise ValueError(
             f"tune expects a StripedCommunicator, got {type(communicator).__name__}, which has one way of doing things"

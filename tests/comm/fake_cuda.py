@@ -192,13 +192,18 @@ class Stream:
 
 
 class Cuda:
-    """One rank's `torch.cuda`."""
+    """One rank's `torch.cuda`.
+
+    Attributes:
+        records: all calls of `record_stream`.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.handles = itertools.count(1 + 1000 * len(machine.cudas))
         self.streams: dict[int, Stream] = {}
         self.priorities: list[int] = []
+        self.records: list[tuple[torch.Tensor, Stream]] = []
         self.graph: list[tuple[Stream, Any]] = []
         self.threads = threading.local()
         machine.cudas.append(self)
@@ -240,6 +245,7 @@ class Cuda:
         if stream.capturing:
             self.machine.fail("record_stream was called in a capture")
         stream.recorded.append(tensor)
+        self.records.append((tensor, stream))
 
     @contextmanager
     def capture(self) -> Iterator[list[tuple[Stream, Any]]]:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class World(Machine):
 
     def runtime(self, rank: int) -> Runtime:
         gpu = self.gpus[rank]
-        return Runtime(gpu, gpu, gpu.record_stream, lambda: None)
+        return Runtime(gpu, gpu, gpu.record_stream, lambda: None, partial(gpu.Stream, priority=-1))
 
     def progress(self) -> None:
         super().progress()
@@ -85,13 +86,13 @@ class Gpu(Cuda):
     """One rank's `torch.cuda` and `cupy.cuda.nccl` at once.
 
     Attributes:
-        async_error: what `check_async_error` reports.
+        async_error: the status that `check_async_error` reports; CuPy has no name for those from 6 on.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.world = world
-        self.async_error = ""
+        self.async_error = 0
         self.communicators: list[NcclCommunicator] = []
         for name, value in CONSTANTS.items():
             setattr(self, name, value)
@@ -265,8 +266,8 @@ class NcclCommunicator:
 
     def check_async_error(self) -> None:
         self._usable("check_async_error")
-        if self.gpu.async_error:
-            raise FakeNcclError(self.gpu.async_error)
+        if status := self.gpu.async_error:
+            raise FakeNcclError(f"NCCL_ERROR number {status}") if status < 6 else KeyError(status)
 
     def abort(self) -> None:
         with self.world.changed:
@@ -321,9 +322,8 @@ class NcclCommunicator:
         with self.world.changed:
             stream, group = self._stream(handle), self.gpu.group
             buffer = self._buffer(pointer, count, dtype, peer, stream)
-            operation = Operation(name, self) if group is None else Operation("group", self)
-            if group is not None:
-                operation = group.setdefault((self, stream), operation)
+            whole = Operation(name if group is None else "group", self)
+            operation = whole if group is None else group.setdefault((self, stream), whole)
             (operation.sends if name == "send" else operation.recvs).append(buffer)
             if group is None:
                 stream.put(operation.reset())
@@ -366,8 +366,7 @@ def run_ranks(
     signs: bool = False,
 ) -> list[Any]:
     """Runs a function on communicators of thread ranks, and closes those that are not ended."""
-    world = world or World(size)
-    store, signs_store = dist.HashStore(), dist.HashStore()
+    world, store, signs_store = world or World(size), dist.HashStore(), dist.HashStore()
 
     def run(rank: int) -> Any:
         liveness = Liveness(dist.PrefixStore("signs", signs_store), rank, size, heartbeat=0.02) if signs else None
@@ -377,9 +376,11 @@ def run_ranks(
             try:
                 result = fn(made)
                 made.close()
+                made.close_relatives()
             except BaseException:
                 with contextlib.suppress(MisuseError):
                     made.abort()
+                    made.close_relatives()
                 raise
             return result
         finally:
@@ -393,8 +394,7 @@ def run_ranks(
 
 def threads_left() -> list[str]:
     deadline = time.monotonic() + 2
-    while left := [t.name for t in threading.enumerate() if t.name.startswith("bagua_kernels nccl")]:
-        if time.monotonic() > deadline:
-            break
+    name = "bagua_kernels nccl"
+    while (left := [t.name for t in threading.enumerate() if t.name.startswith(name)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left

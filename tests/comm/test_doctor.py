@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import pickle
 import random
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from bagua_kernels.comm import doctor, doctor_report, interfaces, run_ranks
 from bagua_kernels.comm.doctor_findings import diagnose
@@ -124,6 +126,10 @@ RULES: dict[str, tuple[list[RankFacts], Measurements | None, str, tuple[int, ...
         *(hosts(odd=1, network=network(1, "docker0"), listening=("10.0.0.2", "172.17.0.1")), None, "error", (1,)),
         *("rank 1 uses docker0", "set GLOO_SOCKET_IFNAME=eth0"),
     ),
+    "two addresses": (
+        *(hosts(odd=1, sockets="192.168.7.2"), None, "warning", (1,)),
+        *("rank 1: Gloo takes 10.0.0.2, this package's own sockets 192.168.7.2", "set GLOO_SOCKET_IFNAME=eth0"),
+    ),
     "subnet": (
         *(
             hosts(odd=3, network=network(3, interfaces=(Interface("eth0", ("10.0.0.4/28",), 1500, 10_000, "up"),))),
@@ -230,6 +236,7 @@ def test_rule(name: str) -> None:
         (hosts(), None),
         (hosts(), measured()),
         (one_host(), measured()),
+        ([facts(rank, sockets=f"10.0.0.{rank + 1}") for rank in range(2)], None),
         (gpu_host(), measured(2)),
         (hosts(2), measured(2)),
         ([facts(0)], None),
@@ -339,6 +346,16 @@ def test_interfaces_of_this_host() -> None:
     assert "127.0.0.9" not in interfaces.listening()
     assert network(0).best == "eth0"
     assert network(0, towards_master="", interfaces=(LO, DOCKER)).best == ""
+
+
+def test_facts_travel_as_data() -> None:
+    """What is read from the store is the same, and cannot run anything."""
+    for one in (facts(3, sockets="10.0.0.4", problem="no way"), gpu_host()[1], collect(5, 1)):
+        assert RankFacts.from_json(one.to_json()) == one
+    store = HashStore()
+    store.set("facts", pickle.dumps(facts(0)).hex())
+    with pytest.raises(ValueError, match=r"Expecting value|Extra data"):
+        doctor._facts(store, "facts")
 
 
 def test_report() -> None:

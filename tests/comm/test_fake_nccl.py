@@ -153,8 +153,8 @@ def test_the_stand_in_reports_errors_and_stalls_until_aborted() -> None:
         event = gpu.Event()
         event.record(stream)
         assert not event.query()
-        gpu.async_error = "broken"
-        with pytest.raises(FakeNcclError, match="broken"):
+        gpu.async_error = 2
+        with pytest.raises(FakeNcclError, match="NCCL_ERROR number 2"):
             made.check_async_error()
         made.abort()
         assert event.query()

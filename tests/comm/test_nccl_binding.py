@@ -48,7 +48,7 @@ def test_ids_become_what_either_cupy_takes() -> None:
                 raise TypeError("expected tuple, got bytes")
             return unique_id
 
-    runtime = nccl_binding.Runtime(Old(), None, lambda tensor, stream: None, lambda: None)
+    runtime = nccl_binding.Runtime(Old(), None, lambda tensor, stream: None, lambda: None, lambda device: None)
     assert runtime.unique_id() == b"\x80\xff\x00\x7f"
     assert runtime.connect(2, runtime.unique_id(), 0) == (-128, -1, 0, 127)
 

@@ -249,3 +249,9 @@ def test_what_there_is_to_choose_from() -> None:
             tune(c)
 
     run_ranks(2, fn)
+
+
+def test_no_member_of_a_split_does_not_tune_all_ranks() -> None:
+    """What `split` returned is passed on as it is."""
+    with pytest.raises(ValueError, match="got None, which split returns"):
+        tune(None)
