@@ -64,8 +64,8 @@ class Topology(abc.ABC):
 
     def weights(self, rank: int, step: int = 0) -> dict[int, float]:
         """Returns what `rank` takes from whom, in ascending order: `neighbours_in` and, even if 0, itself."""
-        peers = sorted((rank, *self.neighbours_in(rank, step)))
-        return {peer: float(self.matrix(step)[rank, peer]) for peer in peers}
+        w = self.matrix(step)
+        return {peer: float(w[rank, peer]) for peer in sorted((rank, *self._others(rank, w)))}
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -78,12 +78,10 @@ class Topology(abc.ABC):
         return all(np.allclose(w, w.T, rtol=0, atol=TOLERANCE) for w in self._matrices())
 
     @property
-    def strongly_connected(self) -> bool:
-        """Whether what a rank knows can get to every other within the window, or in repetitions of it."""
-        reach = np.eye(self.size, dtype=np.bool_)
-        for w in self._matrices():
-            reach |= w != 0
-        for _ in range(self.size.bit_length()):
+    def mixes(self) -> bool:
+        """Whether some power of the window's product has no zero; swapping values, ranks hear of others and never agree."""
+        reach = functools.reduce(lambda before, w: w @ before, self._matrices(), np.eye(self.size)) != 0
+        for _ in range(2 * self.size.bit_length()):  # (P - 1)^2 + 1 factors suffice (Wielandt, 1950)
             reach = reach.astype(np.float32) @ reach > 0
         return bool(reach.all())
 
@@ -119,19 +117,17 @@ class Topology(abc.ABC):
 
         Raises:
             ValueError: on every rank alike, if ranks hold different topologies, the size is not the communicator's,
-                weights are not as needed, or not all ranks reach one another.
+                weights are not as needed, or repeating the steps never mixes all ranks.
         """
         found = communicator.all_gather_object((self.digest(), self._faults(communicator.size, needs)))
         different = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
         if different:
-            # Only now, when all ranks know that they need it: the text of a given matrix is long.
-            texts = communicator.all_gather_object(repr(self))
+            texts = communicator.all_gather_object(repr(self))  # long for a given matrix, and so sent only now
             lines = [f"rank 0 holds {_excerpt(texts[0], texts[different[0]])}, SHA-256 {found[0][0][:12]}"]
             lines += [f"rank {r} holds {_excerpt(texts[r], texts[0])}, SHA-256 {found[r][0][:12]}" for r in different]
-            what = f"ranks {different} hold other topologies than rank 0: pass the same to every rank"
-            raise ValueError("\n".join([what, *lines]))
-        faults: list[str] = next((faults for _, faults in found if faults), [])
-        if faults:
+            lines.insert(0, f"ranks {different} hold other topologies than rank 0: pass the same to every rank")
+            raise ValueError("\n".join(lines))
+        if faults := next((faults for _, faults in found if faults), None):
             raise ValueError(f"{_excerpt(repr(self))} cannot be used: {'; '.join(faults)}")
 
     def describe(self) -> str:
@@ -140,7 +136,7 @@ class Topology(abc.ABC):
         heard, told = (max(int(link.sum(axis).max()) for link in links) for axis in (1, 0))
         lines = [
             f"{type(self).__name__}: {self.size} ranks, period {self.period}, at most {heard} in and {told} out",
-            f"symmetric {self.symmetric}, doubly stochastic {self.doubly_stochastic}, connected {self.strongly_connected}",
+            f"symmetric {self.symmetric}, doubly stochastic {self.doubly_stochastic}, mixes {self.mixes}",
             f"rho {self.rho():.6f}, spectral gap {self.spectral_gap():.6f}",
         ]
         for step in range(min(4, self.window)):
@@ -169,8 +165,9 @@ class Topology(abc.ABC):
         faults += [fault for fault in map(self._unbalanced, sums) if fault]
         if needs == "symmetric" and not self.symmetric:
             faults.append("its matrix is not symmetric: use an undirected graph")
-        if not self.strongly_connected:
-            faults.append(f"some ranks never hear from others within {self.window} steps: add links")
+        if not self.mixes:
+            why = "some ranks never hear from others, or values go round for ever: add links or self-weights"
+            faults.append(f"its {self.window} steps, repeated, never mix all ranks: {why}")
         return faults
 
     def _unbalanced(self, kind: str) -> str:
@@ -282,10 +279,14 @@ class RandomMatching(Topology):
 
     seed: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"expected seed to be an int, got {self.seed!r}")
+
     @property
     def period(self) -> None:
         """None: no two steps are related."""
-        return None
 
     def rho(self) -> float:
         """Returns the square root of the second eigenvalue of E[W^T W], the expectation over all matchings.
@@ -294,8 +295,7 @@ class RandomMatching(Topology):
         Algorithms", 2006): (P - 2)/(2 (P - 1)) for an even number of ranks, 1/2 for an odd one above 1.
         """
         # W is a projection, W^T W = W, so that E[W] is all it takes: 1/2 times the chance of a link where there is one.
-        squared = 0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))
-        return math.sqrt(squared) if self.size > 1 else 0.0
+        return math.sqrt(0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))) if self.size > 1 else 0.0
 
     def _matrix(self, step: int) -> Matrix:
         order = sorted(range(self.size), key=lambda r: hashlib.sha256(f"{self.seed} {step} {r}".encode()).digest())

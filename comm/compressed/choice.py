@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.all_reduce import CompressedAllReduce
-from bagua_kernels.comm.compressed.contract import AllReduce
+from bagua_kernels.comm.compressed.contract import AllReduce, check_configuration
 from bagua_kernels.comm.compressed.linear import LinearAllReduce
 from bagua_kernels.comm.compressed.sparse import SparseAllReduce
 from bagua_kernels.comm.reduction import ReduceOp
@@ -20,7 +22,9 @@ from bagua_kernels.compression import Codec
 from bagua_kernels.compression.sparse import SparseCodec
 
 _SMALLEST = 1 << 12
+_FAR = 1 << 18  # compared with the smallest, bytes show and not only latency
 _REPEATS = 5
+_FEW_REPEATS = 3  # beyond the budget
 
 _measured: weakref.WeakKeyDictionary[Communicator, dict[object, int]] = weakref.WeakKeyDictionary()
 
@@ -55,6 +59,7 @@ def all_reduce_for(
     Raises:
         TypeError, ValueError: as the class chosen.
     """
+    check_configuration(codec, dtype)
     if codec.linear or isinstance(codec, SparseCodec):
         one_pass = LinearAllReduce if codec.linear else SparseAllReduce
         return one_pass(
@@ -96,6 +101,10 @@ def measure_plain_below(
     2. At 2**12, 2**13, … elements both are timed, five times in turns, each from a barrier on. What counts is the median, of
        the slowest rank.
     3. That ends once compression has won at two sizes running, at `largest`, or before a size that would exceed the budget.
+    4. Undecided by then, and not yet at 2**18 elements, both are timed there too, three times, whatever the budget: on a slow
+       link one short vector takes all of it, and says nothing about bytes.
+    5. What an element more costs with and without compression, from the first to the last size, then tells where the lines
+       cross: maybe beyond all sizes that were tried.
 
     The result is kept: asked again with the same communicator and arguments, nothing is measured.
 
@@ -105,13 +114,18 @@ def measure_plain_below(
         dtype: of the vectors.
         worker_residual: as for `all_reduce_for`.
         owner_residual: as for `all_reduce_for`.
-        budget_s: seconds that the measurement may take, about, beside step 1.
+        budget_s: seconds that the measurement may take, about, beside steps 1 and 4.
         largest: number of elements that is tried at most; bounds the memory, too.
 
     Returns:
-        The size from which on compression has always won, the same on all ranks; `sys.maxsize` if it lost at the last size
-        tried, so that everything is sent plainly; 0 with one rank.
+        The size from which on compression wins, the same on all ranks; `sys.maxsize` if it never does, so that everything is
+        sent plainly; 0 with one rank.
+
+    Raises:
+        TypeError, ValueError: as `all_reduce_for`.
+        CommunicationError: a rank was lost or did not take part in time.
     """
+    check_configuration(codec, dtype)
     if communicator.size == 1:
         return 0
     key = (codec, dtype, worker_residual, owner_residual, budget_s, largest)
@@ -132,24 +146,67 @@ def measure_plain_below(
 
     _times(make, communicator, _SMALLEST, dtype, repeats=1)
     begin = time.perf_counter()
-    n, won_from, wins = min(_SMALLEST, largest), sys.maxsize, 0
-    while wins < 2:
+    points: list[_Point] = []
+
+    def measure(n: int, repeats: int) -> float:
+        """Adds a point, and returns the seconds since the beginning and twice those of this point: up to the next one's end."""
         before = time.perf_counter()
-        plain, compressed = _times(make, communicator, n, dtype, repeats=_REPEATS)
+        plain, compressed = _times(make, communicator, n, dtype, repeats=repeats)
         now = time.perf_counter()
-        # The decision is made on numbers that all ranks share, so that they all make the same.
+        # Decisions are made on numbers that all ranks share, so that they all make the same.
         shared = torch.tensor([plain, compressed, now - begin, now - before], dtype=torch.float64)
         shared = shared.to(communicator.device)
         communicator.all_reduce(shared, ReduceOp.MAX).wait()
         plain, compressed, elapsed, last = shared.tolist()
-        won = compressed <= plain
-        wins = wins + 1 if won else 0
-        won_from = (min(won_from, n)) if won else sys.maxsize
-        if 2 * n > largest or elapsed + 2 * last > budget_s:
-            break
+        points.append(_Point(n, plain, compressed))
+        return float(elapsed + 2 * last)
+
+    n = min(_SMALLEST, largest)
+    due = measure(n, _REPEATS)
+    while not _decided(points) and 2 * n <= largest and due <= budget_s:
         n *= 2
-    known[key] = won_from
-    return won_from
+        due = measure(n, _REPEATS)
+    far = min(_FAR, largest)
+    if not _decided(points) and n < far:
+        measure(far, _FEW_REPEATS)
+    known[key] = _won_from(points)
+    return known[key]
+
+
+class _Point(NamedTuple):
+    """What was measured, of the slowest rank."""
+
+    n: int
+    plain: float
+    compressed: float
+
+    @property
+    def won(self) -> bool:
+        """Whether compression did."""
+        return self.compressed <= self.plain
+
+
+def _decided(points: Sequence[_Point]) -> bool:
+    """Whether compression has won at two sizes running."""
+    return len(points) > 1 and points[-1].won and points[-2].won
+
+
+def _won_from(points: Sequence[_Point]) -> int:
+    """The size from which on compression wins, `sys.maxsize` if it seems never to; points are in ascending order."""
+    lost = [i for i, point in enumerate(points) if not point.won]
+    if not lost:
+        return points[0].n
+    first, last = points[0], points[-1]
+    if last.won:
+        before, after = points[lost[-1]], points[lost[-1] + 1]
+        if after.n <= 2 * before.n:
+            return after.n
+        first, last = before, after  # the lines cross between the two
+    if first.n == last.n:
+        return sys.maxsize
+    gain = ((last.plain - first.plain) - (last.compressed - first.compressed)) / (last.n - first.n)
+    # The crossing of two all but parallel lines may be beyond every size.
+    return min(sys.maxsize, math.ceil(last.n + (last.compressed - last.plain) / gain)) if gain > 0 else sys.maxsize
 
 
 def _times(
@@ -157,7 +214,9 @@ def _times(
 ) -> tuple[float, float]:
     """Median seconds of the plain and of the compressed all-reduce of `n` elements, on this rank."""
     # Sparsifiers take longer on some vectors than on others; these are random, and not yet averaged.
-    source = torch.randn(n, device=communicator.device).to(dtype)
+    # A generator of their own leaves the caller's random numbers as they were.
+    generator = torch.Generator(communicator.device).manual_seed(communicator.rank)
+    source = torch.randn(n, device=communicator.device, generator=generator).to(dtype)
     x = torch.empty_like(source)
     both = make(n, sys.maxsize), make(n, 0)
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -50,22 +50,24 @@ class AllReduce(abc.ABC):
         self.plain = communicator.size == 1 or n < plain_below
 
     @torch.no_grad()
-    def __call__(self, x: torch.Tensor, exact: torch.Tensor | None = None, *, seed: int = 0) -> None:
+    def __call__(self, x: torch.Tensor, exact: torch.Tensor | None = None, *, seed: int | None = None) -> None:
         """Replaces `x` by its mean, compressed, and `exact` by its mean in full precision, over all ranks.
 
         Args:
             x: shape (n,), contiguous, on the communicator's device.
             exact: shape (exact,), contiguous; may be left out if that is 0.
-            seed: tells this message from all others, equal on all ranks; used by codecs that draw random numbers.
+            seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
+                where the codec draws no random numbers, or `plain`.
 
         Raises:
             TypeError: a dtype is another than that given at construction.
-            ValueError: a shape or device does not fit, or a vector is not contiguous.
+            ValueError: a shape or device does not fit, a vector is not contiguous, or a seed is lacking.
             CommunicationError: a rank was lost or did not take part in time.
         """
         exact = x.new_empty(0) if exact is None else exact
         check_vector("x", x, self.n, self.dtype, self.communicator)
         check_vector("exact", exact, self.exact, self.dtype, self.communicator)
+        seed = check_seed(self.codec, seed, self.plain)
         if self.plain:
             average(self.communicator, x, exact)
         else:
@@ -76,7 +78,7 @@ class AllReduce(abc.ABC):
 
         Each is a float32 copy in the order of the vector's elements. A rank loads its own again.
         """
-        return save(self._residuals())
+        return save(self.residuals())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes the residuals of `state_dict`, whatever the number of pieces; what is lacking starts at zero again.
@@ -86,9 +88,10 @@ class AllReduce(abc.ABC):
         Raises:
             ValueError: a residual is that of another number of elements.
         """
-        restore(self._residuals(), state)
+        restore(self.residuals(), state)
 
-    def _residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Residuals | None]:
+        """The residuals themselves, by the names of `state_dict`; None where one is not kept."""
         return {}
 
     @abc.abstractmethod
@@ -97,15 +100,11 @@ class AllReduce(abc.ABC):
 
 
 def average(communicator: Communicator, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Averages both without compression, in one message if one lies right behind the other."""
-    if not exact.numel():
-        communicator.all_reduce(x, ReduceOp.AVG).wait()
-    elif x.untyped_storage().data_ptr() == exact.untyped_storage().data_ptr() and (
-        exact.storage_offset() == x.storage_offset() + x.numel()
-    ):
-        communicator.all_reduce(x.as_strided((x.numel() + exact.numel(),), (1,)), ReduceOp.AVG).wait()
-    else:
-        Together([communicator.all_reduce(part, ReduceOp.AVG) for part in (x, exact)]).wait()
+    """Averages both without compression.
+
+    In two messages even if one lies right behind the other in memory: they may not on another rank.
+    """
+    Together([communicator.all_reduce(part, ReduceOp.AVG) for part in (x, exact) if part.numel()]).wait()
 
 
 def check_configuration(codec: Codec, dtype: torch.dtype, **numbers: int) -> None:
@@ -117,6 +116,22 @@ def check_configuration(codec: Codec, dtype: torch.dtype, **numbers: int) -> Non
     for name, number in numbers.items():
         if number < 0:
             raise ValueError(f"{name} must be 0 or more, got {number}")
+
+
+def draws(codec: Codec) -> bool:
+    """Whether what a codec encodes depends on its seed."""
+    return bool(codec.stochastic) or bool(getattr(codec, "shared_seed", False))
+
+
+def check_seed(codec: Codec, seed: int | None, plain: bool) -> int:
+    """Returns the seed, or 0 where none is needed: the codec draws no random numbers, or it is not applied.
+
+    Raises:
+        ValueError: one is needed. A default would give all messages the same random numbers, whose errors then add up.
+    """
+    if seed is None and draws(codec) and not plain:
+        raise ValueError(f"{codec!r} draws random numbers: pass seed=fold_seed(seed, step, bucket)")
+    return 0 if seed is None else seed
 
 
 def check_vector(name: str, x: torch.Tensor, n: int, dtype: torch.dtype, communicator: Communicator) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import check_configuration, check_vector
+from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
 from bagua_kernels.comm.compressed.passes import Gather, Scatter
 from bagua_kernels.comm.compressed.residuals import restore, save
@@ -65,20 +65,21 @@ class CompressedReduceScatter:
             self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
 
     @torch.no_grad()
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, seed: int = 0) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, seed: int | None = None) -> torch.Tensor:
         """Reduces a vector.
 
         Args:
             x: shape (n,), contiguous, on the communicator's device; left as it is.
             out: shape (elements of `shard`,), contiguous, float32, float16 or bfloat16, not a part of `x` other than the shard
                 itself; made in float32 if None.
-            seed: tells this message from all others, equal on all ranks.
+            seed: tells this message from all others, equal on all ranks; may be left out where the codec draws no random
+                numbers.
 
         Returns:
             `out`.
 
         Raises:
-            TypeError, ValueError: a dtype, shape or device does not fit.
+            TypeError, ValueError: a dtype, shape or device does not fit, or a seed is lacking.
             CommunicationError: a rank was lost or did not take part in time.
         """
         communicator, rank = self.communicator, self.communicator.rank
@@ -87,6 +88,7 @@ class CompressedReduceScatter:
             out = torch.empty(length(self.shard), device=x.device)
         check_configuration(self.codec, out.dtype)
         check_vector("out", out, length(self.shard), out.dtype, communicator)
+        number = check_seed(self.codec, seed, communicator.size == 1)
         if self._scatter is None:
             return out.copy_(x)
         scatter, shard = self._scatter, out
@@ -97,7 +99,7 @@ class CompressedReduceScatter:
             if part.numel():
                 self.codec.decode_sum(payloads, part, self._scale)
 
-        pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, seed), add_up)
+        pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up)
         return out
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -157,20 +159,23 @@ class CompressedAllGather:
             self._gather = Gather(codec, communicator, self.layout, owner_residual)
 
     @torch.no_grad()
-    def __call__(self, shard: torch.Tensor, out: torch.Tensor | None = None, *, seed: int = 0) -> torch.Tensor:
+    def __call__(
+        self, shard: torch.Tensor, out: torch.Tensor | None = None, *, seed: int | None = None
+    ) -> torch.Tensor:
         """Gathers a vector.
 
         Args:
             shard: this rank's chunk, shape (elements of `self.shard`,), contiguous, on the communicator's device.
             out: shape (n,), contiguous, float32, float16 or bfloat16; made in the dtype of `shard` if None. `shard` may be its
                 place in `out`, and is then replaced by what everyone decodes.
-            seed: tells this message from all others, equal on all ranks.
+            seed: tells this message from all others, equal on all ranks; may be left out where the codec draws no random
+                numbers.
 
         Returns:
             `out`.
 
         Raises:
-            TypeError, ValueError: a dtype, shape or device does not fit.
+            TypeError, ValueError: a dtype, shape or device does not fit, or a seed is lacking.
             CommunicationError: a rank was lost or did not take part in time.
         """
         check_vector("shard", shard, length(self.shard), self.dtype, self.communicator)
@@ -178,12 +183,13 @@ class CompressedAllGather:
             out = torch.empty(self.n, dtype=self.dtype, device=shard.device)
         check_configuration(self.codec, out.dtype)
         check_vector("out", out, self.n, out.dtype, self.communicator)
+        number = check_seed(self.codec, seed, self.communicator.size == 1)
         if self._gather is None:
             return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
         gather, whole, nothing = self._gather, out, shard[:0]
         pipeline(
             self.layout.pieces,
-            lambda piece: gather.start(piece, shard, seed),
+            lambda piece: gather.start(piece, shard, number),
             lambda piece: gather.finish(piece, whole, nothing),
         )
         return out

@@ -62,12 +62,12 @@ class LinearAllReduce(AllReduce):
             raise ValueError(
                 f"the payloads of {codec!r} cannot be added by the network; use CompressedAllReduce, or all_reduce_for"
             )
-        check_range(codec, communicator.size)
         # The network cuts each piece into one part a rank again.
         whole = Layout.cut(codec, n, communicator.size, pieces)
         self.layout = layout = Layout.cut(codec, n, 1, whole.pieces if pieces is None else pieces)
         if self.plain:
             return
+        check_range(codec, communicator.size)
         self._summable = codec
         lengths = [length(layout.part(piece, 0)) for piece in range(layout.pieces)]
         self._payloads = Slots(1, [codec.payload_size(elements) for elements in lengths], communicator.device)
@@ -95,9 +95,11 @@ class LinearAllReduce(AllReduce):
 
         def decode(piece: int) -> None:
             works[piece % 2].wait()
-            payloads = self._payloads[piece]
-            scale = 1.0 if self._summable.summable(payloads[0]).is_floating_point() else 1.0 / size
-            codec.decode_sum(payloads, x[self.layout.part(piece, 0)], scale)
+            payloads, out = self._payloads[piece], x[self.layout.part(piece, 0)]
+            if self._summable.summable(payloads[0]).is_floating_point():
+                codec.decode(payloads[0], out)
+            else:
+                codec.decode_sum(payloads, out, 1.0 / size)
 
         pipeline(self.layout.pieces, encode, decode)
         exact_mean.wait()
@@ -110,7 +112,8 @@ class LinearAllReduce(AllReduce):
         self.communicator.all_reduce(scales, ReduceOp.MAX).wait()
         return scales
 
-    def _residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Residuals | None]:
+        """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._worker}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import check_configuration, check_vector
+from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.layout import first_seed
 from bagua_kernels.compression import Codec
 
@@ -46,7 +46,7 @@ class NeighbourExchange:
 
     @torch.no_grad()
     def __call__(
-        self, x: torch.Tensor, peers_in: Collection[int], peers_out: Collection[int], *, seed: int = 0
+        self, x: torch.Tensor, peers_in: Collection[int], peers_out: Collection[int], *, seed: int | None = None
     ) -> dict[int, torch.Tensor]:
         """Exchanges vectors.
 
@@ -54,13 +54,14 @@ class NeighbourExchange:
             x: shape (n,), contiguous, on the communicator's device; left as it is.
             peers_in: the ranks to hear from, each of which names this rank in its `peers_out`.
             peers_out: the ranks to tell.
-            seed: tells this message from all others; the sender's rank is folded in.
+            seed: tells this message from all others, equal on all ranks. The sender's rank is folded in, unless the ranks of
+                the codec share seeds (`RandomK`). May be left out where the codec draws no random numbers.
 
         Returns:
             For each of `peers_in`, in ascending order, its decoded vector, shape (n,), in the dtype of `x`.
 
         Raises:
-            TypeError, ValueError: a dtype, shape, device or rank does not fit.
+            TypeError, ValueError: a dtype, shape, device or rank does not fit, or a seed is lacking.
             CommunicationError: a rank was lost or did not take part in time.
         """
         received = self._exchange(x, peers_in, peers_out, seed)
@@ -74,7 +75,7 @@ class NeighbourExchange:
         weights_in: Mapping[int, float],
         peers_out: Collection[int],
         *,
-        seed: int = 0,
+        seed: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Exchanges vectors and gives `own_weight` times `x` plus what arrives, each times its sender's weight.
@@ -87,11 +88,14 @@ class NeighbourExchange:
             weights_in: the ranks to hear from, with their weights.
             peers_out: as above.
             seed: as above.
-            out: shape (n,), of the dtype of `x`, may be `x`; made if None.
+            out: shape (n,), contiguous, of the dtype of `x`, may be `x`; made if None.
 
         Returns:
             `out`. Errors as above.
         """
+        if out is not None:
+            # Before anything is sent, so that no neighbour waits for a rank that then fails.
+            check_vector("out", out, self.n, self.dtype, self.communicator)
         received = self._exchange(x, weights_in.keys(), peers_out, seed)
         total = x.float() * own_weight
         decoded = torch.empty_like(total)
@@ -100,12 +104,13 @@ class NeighbourExchange:
         return (torch.empty_like(x) if out is None else out).copy_(total)
 
     def _exchange(
-        self, x: torch.Tensor, peers_in: Collection[int], peers_out: Collection[int], seed: int
+        self, x: torch.Tensor, peers_in: Collection[int], peers_out: Collection[int], seed: int | None
     ) -> dict[int, torch.Tensor]:
         communicator = self.communicator
         check_vector("x", x, self.n, self.dtype, communicator)
+        number = check_seed(self.codec, seed, communicator.size == 1)
         if self.n and peers_out:
-            self.codec.encode(x, seed=first_seed(self.codec, seed, communicator.rank, 0), out=self._sent)
+            self.codec.encode(x, seed=first_seed(self.codec, number, communicator.rank, 0), out=self._sent)
         for rank in peers_in:
             if rank not in self._received:
                 self._received[rank] = torch.empty_like(self._sent)

@@ -107,7 +107,7 @@ class Gather:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._codec, self._communicator, self._layout = codec, communicator, layout
-        size, device, pieces = communicator.size, communicator.device, range(layout.pieces)
+        device, pieces = communicator.device, range(layout.pieces)
         self._bytes = {
             (p, o): codec.payload_size(length(layout.part(p, o))) for p in pieces for o in range(layout.owners)
         }
@@ -115,8 +115,7 @@ class Gather:
         self._messages = Messages(communicator, slots, exact, dtype)
         own = [(layout.number(p, communicator.rank), length(layout.part(p, communicator.rank))) for p in pieces]
         self.residuals = Residuals(codec, own, device) if residual else None
-        # With a residual the mean is needed as numbers before it is encoded.
-        self._mean = torch.empty(layout.piece if residual and size > 1 else 0, device=device)
+        self._mean = torch.empty(0, device=device)
 
     def start_reduced(self, piece: int, payloads: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
         """Encodes the mean of everyone's payloads of a piece of this rank's chunk, and starts sending it.
@@ -133,6 +132,9 @@ class Gather:
         if elements and self.residuals is None:
             self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
         elif elements and self.residuals is not None:
+            # With a residual the mean is needed as numbers before it is encoded. Only here: `start` has it from the caller.
+            if not self._mean.numel():
+                self._mean = torch.empty(self._layout.piece, device=payloads.device)
             mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
             self.residuals.encode(number, mean, seed=own, out=out)
         self._messages.start(piece, exact)

@@ -49,17 +49,21 @@ class Residuals:
         named = self._feedback.state_dict()["residuals"]
         return torch.cat([torch.empty(0, device=self._device), *(named[name] for name, _ in self._parts)])
 
+    def check(self, state: torch.Tensor) -> None:
+        """Raises what `load` would, and takes nothing."""
+        if state.shape != (self.numel,):
+            raise ValueError(
+                f"the residual has shape {tuple(state.shape)}, expected {(self.numel,)}: it belongs to a vector of another "
+                "size, or, on the owner's side, to another number of ranks"
+            )
+
     def load(self, state: torch.Tensor) -> None:
         """Takes what `state` gave, of whatever cutting.
 
         Raises:
             ValueError: it has another number of elements.
         """
-        if state.shape != (self.numel,):
-            raise ValueError(
-                f"the residual has shape {tuple(state.shape)}, expected {(self.numel,)}: it belongs to a vector of another "
-                "size, or, on the owner's side, to another number of ranks"
-            )
+        self.check(state)
         parts = state.to(self._device, torch.float32).split([length for _, length in self._parts] or [0])
         named = {name: part for (name, _), part in zip(self._parts, parts, strict=False)}
         self._feedback.load_state_dict({"residuals": named})
@@ -73,7 +77,14 @@ def save(named: Mapping[str, Residuals | None]) -> dict[str, torch.Tensor]:
 
 
 def restore(named: Mapping[str, Residuals | None], state: Mapping[str, torch.Tensor]) -> None:
-    """Loads what `save` gave; what it lacks starts at zero again, and what there is no use for is dropped."""
+    """Loads what `save` gave; what it lacks starts at zero again, and what there is no use for is dropped.
+
+    Raises:
+        ValueError: a residual has another number of elements; none is then loaded.
+    """
+    for name, residuals in named.items():
+        if residuals is not None and name in state:
+            residuals.check(state[name])
     for name, residuals in named.items():
         if residuals is None:
             continue

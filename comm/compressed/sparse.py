@@ -82,5 +82,6 @@ class SparseAllReduce(AllReduce):
 
         pipeline(self.layout.pieces, encode, add_up)
 
-    def _residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Residuals | None]:
+        """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._worker}

@@ -115,7 +115,7 @@ def test_matrices_are_stochastic_and_connected(name: str, size: int) -> None:
         np.testing.assert_allclose(w.sum(axis=1), 1, rtol=0, atol=1e-12)
         if topology.period:
             np.testing.assert_array_equal(w, topology.matrix(step + topology.period))
-    assert (topology.doubly_stochastic, topology.strongly_connected) == (True, True)
+    assert (topology.doubly_stochastic, topology.mixes) == (True, True)
     assert topology.symmetric == (name not in DIRECTED or size < (4 if name == "static" else 3))
     assert topology.rho() < 1 - 1e-6
 
@@ -223,7 +223,7 @@ def test_metropolis_weights_fit_every_graph(data: st.DataObject, size: int) -> N
     np.testing.assert_allclose(w.sum(axis=0), 1, rtol=0, atol=1e-15 * size)
     assert (np.diag(w) > 0).all()
     # A second eigenvalue of 1 and a graph in pieces are the same thing.
-    assert topology.strongly_connected == (topology.rho() < 1 - 1e-9)
+    assert topology.mixes == (topology.rho() < 1 - 1e-9)
 
 
 def test_equal_topologies_are_equal_values() -> None:

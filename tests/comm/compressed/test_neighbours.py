@@ -79,6 +79,9 @@ def test_wrong_arguments() -> None:
         exchange = NeighbourExchange(Identity(), communicator, 2)
         with pytest.raises(ValueError, match=r"shape \(2,\)"):
             exchange(torch.ones(3), [], [])
+        for out, error in ((torch.ones(1), ValueError), (torch.ones(2, dtype=torch.float16), TypeError)):
+            with pytest.raises(error, match="out must be"):
+                exchange.mix(torch.ones(2), 1.0, {}, [], out=out)
         with pytest.raises(ValueError, match="another rank"):
             exchange(torch.ones(2), [0], [])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.comm.compressed import CompressedAllReduce, LinearAllReduce, SparseAllReduce, all_reduce_for
+from bagua_kernels.comm.compressed import CompressedAllReduce, LinearAllReduce, SparseAllReduce, all_reduce_for, linear
 from bagua_kernels.comm.compressed.linear import check_range
 from bagua_kernels.compression import (
     Cast,
@@ -149,6 +149,28 @@ def test_more_ranks_than_integers_hold_are_refused() -> None:
         check_range(TernGrad(shared=True), 128)
 
 
+def test_many_ranks_are_not_refused_where_nothing_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(codec: Codec, ranks: int) -> None:
+        raise ValueError("too many ranks")
+
+    monkeypatch.setattr(linear, "check_range", refuse)
+
+    def rank(communicator: Communicator) -> None:
+        assert LinearAllReduce(TernGrad(shared=True), communicator, 1000, plain_below=1001).plain
+        with pytest.raises(ValueError, match="too many ranks"):
+            LinearAllReduce(TernGrad(shared=True), communicator, 1000)
+
+    run_ranks(2, rank)
+
+
+def test_floats_are_decoded_and_not_added_to_zero() -> None:
+    """Which would take a pass more, and change the sign of a zero."""
+    inputs = [torch.full((100,), -0.0)] * 2
+    for codec in (Identity(), Cast(), Cast("float16")):
+        for result in results(codec, inputs, 1):
+            assert same_bits(result.numpy(), inputs[0].numpy())
+
+
 def test_the_choice() -> None:
     def rank(communicator: Communicator) -> None:
         def kind(codec: Codec) -> type:
@@ -168,7 +190,7 @@ def test_bytes_on_the_wire() -> None:
     n = 1 << 16
 
     def rank(communicator: Communicator, codec: Codec) -> int:
-        all_reduce_for(codec, communicator, n)(torch.ones(n))
+        all_reduce_for(codec, communicator, n)(torch.ones(n), seed=1)
         return communicator.bytes_sent
 
     codec = TopK()

@@ -122,6 +122,8 @@ def test_state_outlives_its_cutting() -> None:
         assert all(not tensor.any() for tensor in other.state_dict().values())
         with pytest.raises(ValueError, match="another number of ranks"):
             other.load_state_dict(state | {"owner": torch.zeros(1)})
+        # All or nothing: the other residual, which did fit, was not loaded either.
+        assert all(not tensor.any() for tensor in other.state_dict().values())
 
     run_ranks(2, rank)
 
@@ -143,6 +145,16 @@ def test_halves_keep_residuals() -> None:
         assert not gather.state_dict()["owner"].any()
 
     run_ranks(3, rank)
+
+
+def test_a_mean_has_no_memory_where_none_is_encoded() -> None:
+    def rank(communicator: Communicator) -> None:
+        gather = CompressedAllGather(from_spec("sign"), communicator, N, owner_residual=True)
+        gather(torch.ones(gather.shard.stop - gather.shard.start))
+        assert gather._gather is not None
+        assert not gather._gather._mean.numel()
+
+    run_ranks(2, rank)
 
 
 def test_shared_scales_allow_no_residual() -> None:
