@@ -27,6 +27,9 @@ _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and 
 _SHARES = {"all_reduce": 0.4, "reduce_scatter": 0.2, "all_gather": 0.2, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
+# How much faster than the base a way has to be to be taken: short messages are measured no better than that, and a
+# single all-reduce or broadcast gains nothing else. The other operations overlap better by sockets of their own.
+_SHORT, _LEAD_SHORT, _LEAD = 64 << 10, 1.10, {"all_reduce": 1.03, "broadcast": 1.03}
 _EASE = {"all_gather": ("direct", 1.12)}  # overlaps with what else is under way, which is worth losing so much alone
 
 
@@ -76,7 +79,9 @@ def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
     for operation, share in _SHARES.items():
         rows = _sizes(communicator, operation, WAYS[operation], budget * share)
         measured[operation] = rows
-        chosen: dict[str, Any] = {operation: borders(rows, *_EASE.get(operation, ()))}
+        chosen: dict[str, Any] = {
+            operation: borders(rows, *_EASE.get(operation, ("", 1.0)), lead=_LEAD.get(operation, 1.0))
+        }
         tuning = replace(tuning, **chosen)
     largest = measured["all_reduce"][-1][0]
     counts = [count for count in (1, 2, 4, 8) if count <= communicator.stripes]
@@ -161,25 +166,30 @@ def _race(
     return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
 
 
-def borders(rows: Sequence[tuple[int, dict[str, float]]], favoured: str = "", favour: float = 1.0) -> Choice:
+def borders(
+    rows: Sequence[tuple[int, dict[str, float]]], favoured: str = "", favour: float = 1.0, lead: float = 1.0
+) -> Choice:
     """Turns times by size into sizes up to which each way is the fastest.
 
     Args:
         rows: (bytes, {way: seconds}), ascending.
         favoured: a way that is taken where it is faster than the base and not much slower than the best.
         favour: how many times as long as the best it may take.
+        lead: how many times as fast as the base a way has to be; short messages ask for 1.1 at least.
     """
 
-    def fastest(times: dict[str, float]) -> str:
+    def fastest(nbytes: int, times: dict[str, float]) -> str:
+        ahead = max(lead, _LEAD_SHORT) if nbytes <= _SHORT else lead
+        times = {way: seconds * (1.0 if way == "base" else ahead) for way, seconds in times.items()}
         best = min(times, key=lambda way: times[way])
         if favoured in times and times[favoured] <= min(favour * times[best], times.get("base", math.inf)):
             return favoured
         return best
 
-    chosen = [(nbytes, fastest(times)) for nbytes, times in rows]
+    chosen = [(nbytes, fastest(nbytes, times)) for nbytes, times in rows]
     choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(chosen) if way != next_way]
     nbytes, times = rows[-1]
-    lasting = fastest({way: seconds for way, seconds in times.items() if way not in _WASTEFUL})
+    lasting = fastest(nbytes, {way: seconds for way, seconds in times.items() if way not in _WASTEFUL})
     if lasting != chosen[-1][1]:
         choice.append((float(nbytes), chosen[-1][1]))
     return (*choice, (EVER, lasting))

@@ -111,6 +111,11 @@ def test_borders() -> None:
     assert borders([(1, {"direct": 2.0, "base": 1.0})]) == ((EVER, "base"),)
     for n in range(1, 5):
         Tuning(all_reduce=borders(rows[:n]))
+    # A hair's breadth is no reason to leave Gloo, less so where messages are short.
+    close = {"direct": 1.0, "base": 1.05}
+    assert borders([(1024, close), (1 << 20, close)]) == ((math.sqrt(1024 * (1 << 20)), "base"), (EVER, "direct"))
+    assert borders([(1 << 20, close)], lead=1.1) == ((EVER, "base"),)
+    assert borders([(1 << 20, {**close, "ring": 0.95})], "direct", 1.12) == ((EVER, "direct"),)
 
 
 class Modelled:
