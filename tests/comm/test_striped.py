@@ -19,19 +19,11 @@ from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.tuning import ALL_REDUCE, EVER, Tuning
 from tests.comm import contract
 from tests.comm.contract import CASES, check, oracle, same, values
-from tests.comm.sockets.common import by_way, leaving_nothing, striped
+from tests.comm.sockets.common import LIGHT, by_way, leaving_nothing, striped
 
 BASE = Tuning(
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), ((EVER, "base"),))
 )  # type: ignore[arg-type]
-LIGHT = [
-    contract.case_many_at_once,
-    contract.case_shapes_and_autograd,
-    contract.case_point_to_point,
-    contract.case_neighbour_exchange,
-    contract.case_all_to_all_v,
-    contract.case_average_of_halves_does_not_overflow,
-]
 
 
 @pytest.fixture(autouse=True)

@@ -18,16 +18,7 @@ from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 from tests.comm import contract
-from tests.comm.sockets.common import TIGHT, by_way, leaving_nothing, striped
-
-LIGHT = [
-    contract.case_many_at_once,
-    contract.case_shapes_and_autograd,
-    contract.case_point_to_point,
-    contract.case_neighbour_exchange,
-    contract.case_all_to_all_v,
-    contract.case_average_of_halves_does_not_overflow,
-]
+from tests.comm.sockets.common import LIGHT, TIGHT, by_way, leaving_nothing, striped
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,21 @@ from bagua_kernels.comm.sockets.schedules import messages
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Steps, signature
 from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.tuning import EVER, Tuning
+from tests.comm import contract
 
 SEND = signature("send")
 HEADER = struct.Struct("<QIIQQQ")
 Lanes = Sequence[Callable[[Lane], Steps]]
+
+# Cases that cost little and still use most of the protocol.
+LIGHT = [
+    contract.case_many_at_once,
+    contract.case_shapes_and_autograd,
+    contract.case_point_to_point,
+    contract.case_neighbour_exchange,
+    contract.case_all_to_all_v,
+    contract.case_average_of_halves_does_not_overflow,
+]
 
 
 def operation(number: int, lanes: Lanes, *, name: str = "send", code: int = SEND, window: int = 4) -> Operation:

@@ -14,7 +14,8 @@ import torch
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.sockets import schedules
 from bagua_kernels.comm.sockets.loop import Loop
-from bagua_kernels.comm.sockets.schedules import Ranks, Scratch, chunks, cut
+from bagua_kernels.comm.sockets.schedules import Ranks, chunks, cut
+from bagua_kernels.comm.sockets.scratch import Scratch
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Steps, signature
 from tests.comm.contract import bits, check, oracle, same, values
 
