@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import traceback
 from collections.abc import Callable
 
@@ -12,7 +14,7 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, ReduceOp
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.errors import CommunicationError, RankLostError
 
 SIZES = (0, 1, 257, 100_003)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -338,6 +340,24 @@ def case_argument_errors(c: Communicator) -> None:
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
+
+
+def abort_of_a_duplicate(c: Communicator) -> None:
+    """Rank 0 of two gives up while both wait for something: itself for rank 1, and rank 1 for it."""
+    pair = c.duplicate()
+    started = time.monotonic()
+    if c.rank == 0:
+        threading.Timer(0.5, pair.abort).start()
+        with pytest.raises(CommunicationError, match="it was aborted"):
+            pair.all_reduce(torch.ones(1)).wait()
+        with pytest.raises(CommunicationError, match="it was aborted"):
+            pair.barrier()
+    else:
+        with pytest.raises(RankLostError, match="rank 0 gave up: it was aborted") as caught:
+            pair.recv(torch.ones(1), 0).wait()
+        assert caught.value.ranks == (0,)
+    assert time.monotonic() - started < 10
+    c.barrier().wait()
 
 
 def battery() -> None:

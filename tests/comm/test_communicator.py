@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
-from tests.comm.contract import CASES, battery, same, values
+from tests.comm.contract import CASES, abort_of_a_duplicate, battery, same, values
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -43,22 +42,8 @@ def test_processes(size: int, sockets: str) -> None:
 
 
 def aborting() -> None:
-    """Rank 0 gives up while both wait for something: itself for rank 1, and rank 1 for it."""
-    communicator = comm.init(timeout=60)
-    pair = communicator.duplicate()
-    started = time.monotonic()
-    if communicator.rank == 0:
-        threading.Timer(0.5, pair.abort).start()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.all_reduce(torch.ones(1)).wait()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.barrier()
-    else:
-        with pytest.raises(RankLostError, match="rank 0 gave up: it was aborted") as caught:
-            pair.recv(torch.ones(1), 0).wait()
-        assert caught.value.ranks == (0,)
-    assert time.monotonic() - started < 10
-    communicator.barrier().wait()
+    """One rank of two."""
+    abort_of_a_duplicate(comm.init(timeout=60))
     print("FINE", flush=True)
 
 

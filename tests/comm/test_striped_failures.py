@@ -151,18 +151,7 @@ def over_gloo() -> None:
     world.retune(TIGHT)
     for case in (*LIGHT, contract.case_large_all_reduce, contract.case_split):
         case(world)
-    pair = world.duplicate()
-    if world.rank == 0:
-        threading.Timer(0.5, pair.abort).start()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.all_reduce(torch.ones(1)).wait()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.barrier()
-    else:
-        with pytest.raises(RankLostError, match="rank 0 gave up: it was aborted") as caught:
-            pair.recv(torch.ones(1), 0).wait()
-        assert caught.value.ranks == (0,)
-    world.barrier().wait()
+    contract.abort_of_a_duplicate(world)
     print("FINE", flush=True)
 
 
