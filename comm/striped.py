@@ -23,6 +23,7 @@ from bagua_kernels.comm.tuning import Tuning
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import CommunicationError
 
+_BRIEF = 64 << 10  # bytes of an operation that are sent on the caller's thread
 _MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
 
 
@@ -157,14 +158,14 @@ class StripedCommunicator(Communicator):
         return work
 
     def _start(
-        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Steps]], *, number: int | None = None,
+        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Steps]], nbytes: int, *, number: int | None = None,
         peer: int | None = None, finish: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         collective = number is None
         number = next(self._numbers) if number is None else number
         if collective:
             self._session.entered(number, name)
-        operation = Operation(name, number, code, iter(lanes), self.tuning.window, owner=self)
+        operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
         return SessionWork(
@@ -185,7 +186,9 @@ class StripedCommunicator(Communicator):
         # Around a ring, a piece travels as one chunk a rank.
         size = self.tuning.link * self.size if way == "ring" else self.tuning.piece
         lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
-        return self._start("all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes)
+        return self._start(
+            "all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes, tensor.nbytes
+        )
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         way = self.tuning.way("all_gather", input.nbytes)
@@ -198,7 +201,7 @@ class StripedCommunicator(Communicator):
             lanes = (schedules.ring_all_gather(self._ranks, outputs, mine) for mine, *outputs in pieces)
         else:
             lanes = (schedules.all_to_all(self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces)
-        return self._start("all_gather", code, lanes)
+        return self._start("all_gather", code, lanes, output.nbytes)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
         way = self.tuning.way("reduce_scatter", output.nbytes)
@@ -208,7 +211,8 @@ class StripedCommunicator(Communicator):
         make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
         size = self.tuning.link if way == "ring" else self.tuning.piece
         pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
-        return self._start("reduce_scatter", code, (make(self._ranks, into, parts, op) for into, *parts in pieces))
+        lanes = (make(self._ranks, into, parts, op) for into, *parts in pieces)
+        return self._start("reduce_scatter", code, lanes, input.nbytes)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See `Communicator.all_to_all`."""
@@ -224,7 +228,7 @@ class StripedCommunicator(Communicator):
     ) -> Work:
         outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
         lane = schedules.all_to_all(self._ranks, outputs, inputs)
-        return self._start("all_to_all", signature("all_to_all", input.dtype), [lane])
+        return self._start("all_to_all", signature("all_to_all", input.dtype), [lane], output.nbytes + input.nbytes)
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         way = self.tuning.way("broadcast", tensor.nbytes)
@@ -234,15 +238,15 @@ class StripedCommunicator(Communicator):
         if way == "star":
             flat = tensor.view(-1)
             star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
-            return self._start("broadcast", code, [star])
+            return self._start("broadcast", code, [star], tensor.nbytes)
         lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor))
-        return self._start("broadcast", code, lanes)
+        return self._start("broadcast", code, lanes, tensor.nbytes)
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
         lanes = (
             schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(self.tuning.piece, tensor)
         )
-        return self._start("reduce", signature("reduce", tensor.dtype, tensor.numel(), dst, op), lanes)
+        return self._start("reduce", signature("reduce", tensor.dtype, tensor.numel(), dst, op), lanes, tensor.nbytes)
 
     def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
         code = signature("gather", input.dtype, input.numel(), dst)
@@ -252,7 +256,7 @@ class StripedCommunicator(Communicator):
             if outputs[dst].data_ptr() != input.data_ptr():
                 outputs[dst].copy_(input.view(-1))
         star = schedules.star(self._ranks, dst, outputs, [input.view(-1)], inward=True)
-        return self._start("gather", code, [star])
+        return self._start("gather", code, [star], input.nbytes * self.size)
 
     def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
         code = signature("scatter", output.dtype, output.numel(), src)
@@ -262,20 +266,22 @@ class StripedCommunicator(Communicator):
             if inputs[src].data_ptr() != output.data_ptr():
                 output.view(-1).copy_(inputs[src])
         star = schedules.star(self._ranks, src, [output.view(-1)], inputs, inward=False)
-        return self._start("scatter", code, [star])
+        return self._start("scatter", code, [star], output.nbytes * self.size)
 
     def _barrier(self) -> Work:
         token = torch.empty(0, dtype=torch.uint8)
         lane = schedules.all_to_all(self._ranks, [token] * self.size, [token] * self.size)
-        return self._start("barrier", signature("barrier"), [lane])
+        return self._start("barrier", signature("barrier"), [lane], 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         lane = schedules.messages(sends=[(dst, tensor.view(-1))])
-        return self._start("send", signature("send"), [lane], number=self._message(self.rank, dst, tag), peer=dst)
+        number = self._message(self.rank, dst, tag)
+        return self._start("send", signature("send"), [lane], tensor.nbytes, number=number, peer=dst)
 
     def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         lane = schedules.messages(receives=[(src, tensor.view(-1))])
-        return self._start("recv", signature("send"), [lane], number=self._message(src, self.rank, tag), peer=src)
+        number = self._message(src, self.rank, tag)
+        return self._start("recv", signature("send"), [lane], tensor.nbytes, number=number, peer=src)
 
     def _message(self, src: int, dst: int, tag: int) -> int:
         """Numbers messages between two ranks, those of each tag by themselves, so that they match in order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 
 from bagua_kernels.comm.sockets.transfer import Transfer
 
@@ -69,3 +70,35 @@ class Channel:
         self.arrival: Arrival | None = None
         self.rest = memoryview(b"")
         self.parked: Key | None = None
+
+    def flush(self, done: Callable[[Transfer], None]) -> bool:
+        """Hands the kernel as much as it takes.
+
+        Args:
+            done: told each message that it has taken all of.
+
+        Returns:
+            Whether something is left.
+        """
+        while self.out:
+            part = self.out[0]
+            try:
+                if part.header:
+                    sent = self.sock.sendmsg([part.header, part.rest]) - len(part.header)
+                    if sent < 0:
+                        part.header = part.header[sent:]
+                        continue
+                    part.header = b""
+                else:
+                    sent = self.sock.send(part.rest)
+            except BlockingIOError:
+                return True
+            self.queued -= sent
+            if sent == len(part.rest):
+                self.out.popleft()
+                part.transfer.left -= 1
+                if not part.transfer.left:
+                    done(part.transfer)
+            else:
+                part.rest = part.rest[sent:]
+        return False

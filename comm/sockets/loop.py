@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, Part, PeerError
-from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch
+from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
 
 _AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
@@ -21,6 +21,9 @@ _TURN = 4 << 20  # bytes that one socket may deliver before the others get their
 
 class Loop:
     """Moves the messages of operations; everything but `submit` and `stop` happens on its thread.
+
+    A brief operation takes its first steps on the thread that submits it, if the loop has nothing else in hand: waking
+    a thread takes about as long as a small message.
 
     Args:
         name: of the thread.
@@ -47,6 +50,8 @@ class Loop:
         os.set_blocking(self._woken, False)
         # A signal handler may call `stop` while its own thread is in `submit`.
         self._lock = threading.RLock()
+        self._moving = threading.Lock()  # held by whoever touches channels, transfers and lanes
+        self._starter: int | None = None
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
         for channel in self._channels.values():
@@ -61,6 +66,8 @@ class Loop:
 
     def submit(self, operation: Operation) -> None:
         """Starts an operation; from any thread."""
+        if operation.brief and self._start_here(operation):
+            return
         with self._lock:
             if not self._stopping:
                 self._submitted.append(operation)
@@ -75,7 +82,8 @@ class Loop:
             if not self._stopping:
                 self._stopping = reason
                 self._nudge()
-        if threading.current_thread() is not self._thread:
+        # A signal handler may interrupt `_start_here`, for whose end the thread waits.
+        if threading.get_ident() not in (self._thread.ident, self._starter):
             self._thread.join(5.0)
 
     def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
@@ -121,6 +129,28 @@ class Loop:
         self._unpark(peer)
         return transfer
 
+    def _start_here(self, operation: Operation) -> bool:
+        """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
+        if not self._moving.acquire(blocking=False):
+            return False
+        try:
+            if self._stopping or self._submitted:
+                return False
+            self._starter = threading.get_ident()
+            with torch.inference_mode():
+                self._start(operation)
+                self._advance()
+        except BaseException as error:
+            # Ctrl-C, say, between what went to the kernel and the note of it: the stream of bytes cannot be continued.
+            with self._lock:
+                self._stopping = self._stopping or f"{operation.name} was interrupted: {error!r}"
+                self._nudge()
+            raise
+        finally:
+            self._starter = None
+            self._moving.release()
+        return True
+
     @torch.inference_mode()  # without it, tensors that were made in that mode could not be written
     def _run(self) -> None:
         try:
@@ -132,25 +162,41 @@ class Loop:
 
     def _turn(self) -> None:
         while not self._stopping:
-            for fd, event in self._epoll.poll():
-                if fd == self._wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
-                    continue
-                channel = self._channels.get(fd)
-                if channel is not None and event & ~select.EPOLLOUT:
-                    self._guarded(channel, self._read if channel.parked is None else self._hang_up)
-                if fd in self._channels and event & select.EPOLLOUT:
-                    self._guarded(self._channels[fd], self._write)
-                self._advance()
-            while self._submitted:
-                self._start(self._submitted.popleft())
+            events = self._epoll.poll()
+            with self._moving:
+                self._move(events)
+
+    def _move(self, events: list[tuple[int, int]]) -> None:
+        for fd, event in events:
+            if fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                continue
+            channel = self._channels.get(fd)
+            if channel is not None and channel.parked is not None:
+                # Since `poll` returned, another thread may have parked it: that there is something to read is no error.
+                if event & (select.EPOLLHUP | select.EPOLLERR):
+                    self._guarded(channel, self._hang_up)
+            elif channel is not None and event & ~select.EPOLLOUT:
+                self._guarded(channel, self._read)
+            if fd in self._channels and event & select.EPOLLOUT:
+                self._guarded(self._channels[fd], self._write)
             self._advance()
+        while self._submitted:
+            self._start(self._submitted.popleft())
+        self._advance()
 
     def _end(self) -> None:
         with self._lock:
             self._stopping = self._stopping or "its thread has ended"
-        error = ConnectionAbortedError(self._stopping)
+        with self._moving:
+            self._drop(ConnectionAbortedError(self._stopping))
+        with self._lock:
+            os.close(self._wake)
+            os.close(self._woken)
+            self._woken = -1
+
+    def _drop(self, error: BaseException) -> None:
         for operation in [*self._running, *self._submitted]:
             operation.end(error)
         for channel in self._channels.values():
@@ -160,10 +206,6 @@ class Loop:
         self._ready.clear()
         self._submitted.clear()
         self._epoll.close()
-        with self._lock:
-            os.close(self._wake)
-            os.close(self._woken)
-            self._woken = -1
 
     def _nudge(self) -> None:
         if self._woken >= 0:
@@ -244,33 +286,9 @@ class Loop:
         operation.end(error)
 
     def _write(self, channel: Channel) -> None:
-        """Hands the kernel as much as it takes."""
-        while channel.out:
-            part = channel.out[0]
-            try:
-                if part.header:
-                    sent = channel.sock.sendmsg([part.header, part.rest]) - len(part.header)
-                    if sent < 0:
-                        part.header = part.header[sent:]
-                        continue
-                    part.header = b""
-                else:
-                    sent = channel.sock.send(part.rest)
-            except BlockingIOError:
-                if not channel.writing:
-                    channel.writing = True
-                    self._register(channel)
-                return
-            channel.queued -= sent
-            if sent == len(part.rest):
-                channel.out.popleft()
-                part.transfer.left -= 1
-                if not part.transfer.left:
-                    self._done(part.transfer)
-            else:
-                part.rest = part.rest[sent:]
-        if channel.writing:
-            channel.writing = False
+        left = channel.flush(self._done)
+        if left != channel.writing:
+            channel.writing = left
             self._register(channel)
 
     def _register(self, channel: Channel) -> None:
@@ -379,12 +397,8 @@ class Loop:
         raise ConnectionResetError("it broke while nothing was asked of it")
 
     def _check(self, code: int, total: int, transfer: Transfer) -> None:
-        ours = transfer.lane.operation.code
-        if code != ours:
-            raise PeerError(transfer.peer, mismatch(transfer.peer, code, ours))
-        if total != len(transfer.data):
-            raise PeerError(
-                transfer.peer,
-                f"rank {transfer.peer} sent {total} bytes where this rank expected {len(transfer.data)}: call "
-                f"{transfer.lane.operation.name} with the same sizes and dtypes on all ranks",
-            )
+        operation, expected = transfer.lane.operation, len(transfer.data)
+        if code != operation.code:
+            raise PeerError(transfer.peer, mismatch(transfer.peer, code, operation.code))
+        if total != expected:
+            raise PeerError(transfer.peer, wrong_size(transfer.peer, total, expected, operation.name))

@@ -95,6 +95,7 @@ class Operation:
         code: tells calls that do not fit together apart; see `signature`.
         lanes: the steps of each lane, which are started in this order, `window` at a time.
         window: how many lanes may be under way at once.
+        brief: whether its first steps take no longer than handing them to another thread.
         owner: kept alive until the operation has ended.
     """
 
@@ -105,6 +106,7 @@ class Operation:
         code: int,
         lanes: Iterator[Callable[[Lane], Steps]],
         window: int,
+        brief: bool = False,
         owner: object = None,
     ) -> None:
         self.name = name
@@ -112,6 +114,7 @@ class Operation:
         self.code = code
         self.lanes = lanes
         self.window = window
+        self.brief = brief
         self.active = 0
         self.started = 0
         self.error: BaseException | None = None
@@ -169,6 +172,14 @@ def mismatch(peer: int, theirs: int, ours: int) -> str:
     return (
         f"rank {peer} called {names[0]}{detail} where this rank called {names[1]}: all ranks must issue the same "
         "operations in the same order"
+    )
+
+
+def wrong_size(peer: int, theirs: int, ours: int, name: str) -> str:
+    """Returns what to say of a message that is not as long as expected."""
+    return (
+        f"rank {peer} sent {theirs} bytes where this rank expected {ours}: call {name} with the same sizes and dtypes on "
+        "all ranks"
     )
 
 

@@ -39,19 +39,21 @@ LIGHT = [
 ]
 
 
-def operation(number: int, lanes: Lanes, *, name: str = "send", code: int = SEND, window: int = 4) -> Operation:
+def operation(
+    number: int, lanes: Lanes, *, name: str = "send", code: int = SEND, window: int = 4, brief: bool = False
+) -> Operation:
     """An operation of some lanes."""
-    return Operation(name, number, code, iter(lanes), window)
+    return Operation(name, number, code, iter(lanes), window, brief)
 
 
-def sending(number: int, tensor: torch.Tensor, peer: int = 1) -> Operation:
+def sending(number: int, tensor: torch.Tensor, peer: int = 1, *, brief: bool = False) -> Operation:
     """One message to a peer."""
-    return operation(number, [messages(sends=[(peer, tensor)])])
+    return operation(number, [messages(sends=[(peer, tensor)])], brief=brief)
 
 
-def receiving(number: int, tensor: torch.Tensor, peer: int = 1) -> Operation:
+def receiving(number: int, tensor: torch.Tensor, peer: int = 1, *, brief: bool = False) -> Operation:
     """One message from a peer."""
-    return operation(number, [messages(receives=[(peer, tensor)])])
+    return operation(number, [messages(receives=[(peer, tensor)])], brief=brief)
 
 
 def wait(work: Operation, seconds: float = 10.0) -> None:

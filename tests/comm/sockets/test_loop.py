@@ -13,7 +13,7 @@ import torch
 
 from bagua_kernels.comm.sockets import loop as loop_module
 from bagua_kernels.comm.sockets.schedules import Ranks, all_to_all, messages
-from bagua_kernels.comm.sockets.transfer import signature
+from bagua_kernels.comm.sockets.transfer import Lane, Steps, signature
 from tests.comm.sockets.common import (
     array,
     by_hand,
@@ -174,8 +174,9 @@ def test_many_operations_under_way(window: int) -> None:
         got = [[torch.zeros_like(tensor) for tensor in row] for row in sent]
         works = []
         for number in range(200):
-            out = operation(number, [messages(sends=[(1, tensor)]) for tensor in sent[number]], window=window)
-            into = operation(number, [messages(receives=[(0, t)]) for t in got[number]], window=window)
+            how = {"window": window, "brief": number % 3 == 0}
+            out = operation(number, [messages(sends=[(1, tensor)]) for tensor in sent[number]], **how)
+            into = operation(number, [messages(receives=[(0, t)]) for t in got[number]], **how)
             a.submit(out)
             b.submit(into)
             works += [out, into]
@@ -184,7 +185,8 @@ def test_many_operations_under_way(window: int) -> None:
     assert all(torch.equal(*pair) for rows in zip(sent, got, strict=True) for pair in zip(*rows, strict=True))
 
 
-def test_two_threads_submit_at_once() -> None:
+@pytest.mark.parametrize("brief", [False, True])
+def test_two_threads_submit_at_once(brief: bool) -> None:
     """Each waits for its own."""
     wrong: list[int] = []
     with two() as (a, b):
@@ -192,7 +194,7 @@ def test_two_threads_submit_at_once() -> None:
         def talk(base: int) -> None:
             for number in range(base, base + 150):
                 got = torch.zeros(300, dtype=torch.uint8)
-                works = [sending(number, data(300, number)), receiving(number, got, peer=0)]
+                works = [sending(number, data(300, number), brief=brief), receiving(number, got, peer=0, brief=brief)]
                 a.submit(works[0])
                 b.submit(works[1])
                 for work in works:
@@ -265,3 +267,22 @@ def test_empty_messages_and_barriers() -> None:
             b.submit(works[1])
             for work in works:
                 wait(work)
+
+
+def test_brief_operation_starts_on_the_thread_that_submits_it() -> None:
+    """If the loop has nothing else in hand, and on the loop's own thread otherwise."""
+    threads = []
+
+    def steps(lane: Lane) -> Steps:
+        threads.append(threading.current_thread())
+        yield []
+
+    with by_hand() as (loop, _):
+        works = [operation(number, [steps], brief=number != 1) for number in range(3)]
+        for work in works[:2]:
+            loop.submit(work)
+            wait(work)
+        with loop._moving:
+            loop.submit(works[2])
+        wait(works[2])
+        assert threads == [threading.current_thread(), loop._thread, loop._thread]

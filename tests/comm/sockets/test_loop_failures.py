@@ -243,6 +243,29 @@ def test_stop_ends_what_is_under_way(who: str) -> None:
         assert loop._woken == -1
 
 
+@pytest.mark.parametrize("how", ["interrupted", "stopped"])
+def test_brief_operation_that_does_not_get_through_its_first_steps(how: str) -> None:
+    """What it has sent is not known after an interruption, so that the loop ends; stopping it there waits for nobody."""
+    with by_hand() as (loop, _):
+
+        def steps(lane: Lane) -> Steps:
+            if how == "interrupted":
+                raise KeyboardInterrupt
+            loop.stop("enough of it")
+            yield [lane.receive(1, torch.zeros(1, dtype=torch.uint8))]
+
+        waiting, work = receiving(0, torch.zeros(1, dtype=torch.uint8)), operation(1, [steps], brief=True)
+        loop.submit(waiting)
+        until(lambda: waiting in loop._running)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt) if how == "interrupted" else contextlib.nullcontext():
+            loop.submit(work)
+        assert time.monotonic() - started < 4
+        for each in (waiting, work):
+            with pytest.raises(RuntimeError, match="send was interrupted" if how == "interrupted" else "enough of it"):
+                wait(each, 5.0)
+
+
 def test_nothing_refers_to_tensors_of_a_stopped_loop() -> None:
     """What was under way is let go, though somebody still holds the loop."""
     with by_hand() as (loop, (peer,)):
