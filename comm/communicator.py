@@ -45,20 +45,20 @@ class Communicator(abc.ABC):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
         """Copies `tensor` of rank `src` into `tensor` of every rank."""
-        tensor = self._enter("broadcast", tensor=tensor)
+        tensor = self._enter("broadcast", "tensor", tensor)
         self._check_rank("src", src)
         return self._broadcast(tensor, src) if self.size > 1 and tensor.numel() else FINISHED
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Leaves the reduction over all ranks in `tensor` of rank `dst`; the other ranks' tensors stay as they are."""
-        tensor = self._enter("reduce", tensor=tensor)
+        tensor = self._enter("reduce", "tensor", tensor)
         self._check_rank("dst", dst)
         op = check_reduction(op, tensor.dtype)
         return self._reduce(tensor, dst, op) if self.size > 1 and tensor.numel() else FINISHED
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Work:
         """Replaces `tensor` of every rank by the reduction over all ranks; the result has the same bits everywhere."""
-        tensor = self._enter("all_reduce", tensor=tensor)
+        tensor = self._enter("all_reduce", "tensor", tensor)
         op = check_reduction(op, tensor.dtype)
         return self._all_reduce(tensor, op) if self.size > 1 and tensor.numel() else FINISHED
 
@@ -101,8 +101,8 @@ class Communicator(abc.ABC):
             output_splits: `size` numbers that sum to `output.numel()`.
             input_splits: `size` numbers that sum to `input.numel()`; entry r is rank r's `output_splits[rank]`.
         """
-        output = self._enter("all_to_all_v", output=output)
-        input = self._enter("all_to_all_v", input=input)
+        output = self._enter("all_to_all_v", "output", output)
+        input = self._enter("all_to_all_v", "input", input)
         self._check_dtypes("all_to_all_v", output, input)
         for name, splits, numel in (
             ("output_splits", output_splits, output.numel()),
@@ -123,7 +123,7 @@ class Communicator(abc.ABC):
         """Puts the inputs of all ranks, in rank order, into `output` of rank `dst`; the others pass no output."""
         self._check_rank("dst", dst)
         if self.rank != dst:
-            input = self._enter("gather", input=input)
+            input = self._enter("gather", "input", input)
             return self._gather(None, input, dst) if input.numel() else FINISHED
         if output is None:
             raise ValueError(
@@ -138,7 +138,7 @@ class Communicator(abc.ABC):
         """Puts part r of rank `src`'s `input` into `output` of rank r; the others pass no input."""
         self._check_rank("src", src)
         if self.rank != src:
-            output = self._enter("scatter", output=output)
+            output = self._enter("scatter", "output", output)
             return self._scatter(output, None, src) if output.numel() else FINISHED
         if input is None:
             raise ValueError(
@@ -151,13 +151,13 @@ class Communicator(abc.ABC):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Sends `tensor` to rank `dst`, which calls `recv` with the same tag and number of elements."""
-        tensor = self._enter("send", tensor=tensor)
+        tensor = self._enter("send", "tensor", tensor)
         self._check_peer("dst", dst, tag)
         return self._send(tensor, dst, tag) if tensor.numel() else FINISHED
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
         """Receives into `tensor` what rank `src` sends with the same tag."""
-        tensor = self._enter("recv", tensor=tensor)
+        tensor = self._enter("recv", "tensor", tensor)
         self._check_peer("src", src, tag)
         return self._recv(tensor, src, tag) if tensor.numel() else FINISHED
 
@@ -175,8 +175,8 @@ class Communicator(abc.ABC):
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):
             for peer in tensors:
                 self._check_peer(name, peer, tag)
-        outputs = {peer: self._enter("neighbour_exchange", outputs=tensor) for peer, tensor in outputs.items()}
-        inputs = {peer: self._enter("neighbour_exchange", inputs=tensor) for peer, tensor in inputs.items()}
+        outputs = {peer: self._enter("neighbour_exchange", "outputs", tensor) for peer, tensor in outputs.items()}
+        inputs = {peer: self._enter("neighbour_exchange", "inputs", tensor) for peer, tensor in inputs.items()}
         outputs = {peer: tensor for peer, tensor in outputs.items() if tensor.numel()}
         inputs = {peer: tensor for peer, tensor in inputs.items() if tensor.numel()}
         return self._neighbour_exchange(outputs, inputs, tag) if outputs or inputs else FINISHED
@@ -275,10 +275,9 @@ class Communicator(abc.ABC):
         if reason:
             raise CommunicationError(f"this communicator cannot be used any more: {reason}")
 
-    def _enter(self, operation: str, **named: torch.Tensor) -> torch.Tensor:
+    def _enter(self, operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Checks one tensor, and returns it detached from autograd."""
         self._check_usable()
-        ((name, tensor),) = named.items()
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{operation} expects {name} to be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
@@ -290,7 +289,7 @@ class Communicator(abc.ABC):
                 f"{operation} expects {name} to be contiguous, got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}: call contiguous(), resolve_conj() or resolve_neg()"
             )
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _enter_pair(
         self,
@@ -300,8 +299,8 @@ class Communicator(abc.ABC):
         output_factor: int = 1,
         input_factor: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self._enter(operation, output=output)
-        input = self._enter(operation, input=input)
+        output = self._enter(operation, "output", output)
+        input = self._enter(operation, "input", input)
         self._check_dtypes(operation, output, input)
         if output.numel() * input_factor != input.numel() * output_factor:
             raise ValueError(

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 # Between two looks at what other ranks reported; it also bounds how long Ctrl-C and `abort` take.
 _SLICE = 0.25
+_A_SLICE = timedelta(seconds=_SLICE)
 
 
 class Session:
@@ -215,11 +216,11 @@ class SessionWork(Pending):
 
     def _wait_in_slices(self) -> None:
         session = self._session
-        deadline = time.monotonic() + session.patience()
+        started, patience = time.monotonic(), session.patience()
+        left = patience
         while True:
-            left = deadline - time.monotonic()
             try:
-                self._handle.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
+                self._handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
                 return
             except RuntimeError as error:
                 if session.ended and session._failure is None:
@@ -233,6 +234,7 @@ class SessionWork(Pending):
                 raise self._fail(None, timed_out=False)
             if left <= _SLICE:
                 raise self._fail(None, timed_out=True)
+            left = started + patience - time.monotonic()
 
     def _settle(self, error: RuntimeError) -> None:
         """Decides about an operation that is complete after `wait` raised: it may have finished right after."""

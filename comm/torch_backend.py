@@ -34,6 +34,9 @@ _NATIVE: dict[ReduceOp, Any] = {
 }
 
 
+_MOVABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8))
+
+
 class TorchCommunicator(Communicator):
     """The ranks of a torch process group.
 
@@ -179,7 +182,7 @@ class TorchCommunicator(Communicator):
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = src
-        data = _bytes(tensor)
+        data = _movable(tensor)
         sent = tensor.nbytes * self._group.broadcast_copies(src)
         return self._start("broadcast", lambda: self._group.backend.broadcast([data], options), sent)
 
@@ -207,7 +210,7 @@ class TorchCommunicator(Communicator):
         return self._start("all_reduce", call, sent, self._divide_after(tensor, op))
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        parts, data = _bytes(output), _bytes(input)
+        parts, data = _movable(output), _movable(input)
         sent = (self.size - 1) * input.nbytes
         return self._start("all_gather", lambda: self._group.backend._allgather_base(parts, data), sent)
 
@@ -297,6 +300,13 @@ def _abandon_open() -> None:
     for communicator in list(_open):
         if not communicator.is_ended():
             communicator._group.abandon()
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Flattens a tensor; its elements become bytes unless every backend moves them as they are."""
+    if tensor.dtype not in _MOVABLE:
+        return _bytes(tensor)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
