@@ -9,7 +9,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -61,8 +63,13 @@ def together(c: comm.Communicator) -> float:
     return start
 
 
-def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: random.Random) -> dict[str, float]:
-    """Medians over rounds of the seconds until the last rank is done; the order in a round is random, the same everywhere."""
+def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: random.Random) -> dict[str, Any]:
+    """Times rivals in rounds; the order in a round is random, the same everywhere.
+
+    Returns:
+        `seconds`: for each rival the median over rounds of the seconds until the last rank is done; and, where both
+        ran, `interval`: between which ratios ours / Gloo lies with 95 % confidence (bootstrap over rounds).
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name in order.sample(sorted(calls), len(calls)):
@@ -71,7 +78,18 @@ def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: ra
             if number:
                 taken[name].append(time.monotonic() - started)
     everyone = c.all_gather_object(taken)
-    return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
+    slowest = {name: [max(times) for times in zip(*(one[name] for one in everyone), strict=True)] for name in calls}
+    told: dict[str, Any] = {"seconds": {name: statistics.median(times) for name, times in slowest.items()}}
+    if {"gloo", "ours"} <= set(calls):
+        told["interval"] = interval(np.array(slowest["ours"]), np.array(slowest["gloo"]))
+    return told
+
+
+def interval(ours: np.ndarray, gloo: np.ndarray, draws: int = 2000) -> list[float]:
+    """Returns the 2.5 % and the 97.5 % quantile of the ratio of medians when rounds are drawn with replacement."""
+    drawn = np.random.default_rng(0).integers(len(ours), size=(draws, len(ours)))
+    ratios = np.median(ours[drawn], axis=1) / np.median(gloo[drawn], axis=1)
+    return [float(value) for value in np.quantile(ratios, (0.025, 0.975))]
 
 
 def main() -> None:
@@ -82,7 +100,7 @@ def main() -> None:
     order, rows = random.Random(7), []
     for case in settings["cases"]:
         calls = rivals(c, case["operation"], case["bytes"], case["rivals"])
-        rows.append({**case, "seconds": measure(c, calls, case["rounds"], order)})
+        rows.append({**case, **measure(c, calls, case["rounds"], order)})
     if c.rank == 0:
         chosen = json.loads(tuning.to_json()) if tuning else None
         print("RESULT", json.dumps({"rows": rows, "tuning": chosen}), flush=True)

@@ -18,13 +18,16 @@ from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Tuning
 
-_SIZES = tuple(1 << shift for shift in range(10, 26, 3))  # bytes
+_SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
+_GROWTH = 4  # from one of these to the next, about
 _AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was fastest there is used
-_ROUNDS, _FEWEST = 7, 2
-_IN_A_ROW = 4
+_ROUNDS, _FEWEST = 7, 4
+# Training sends a bucket now and then. Right after another call, our thread and its code are warm, and a way looks
+# better than it is; so there is a pause, unless links are so long that delays decide and not processors.
+_PAUSE, _LONG, _IN_A_ROW = 2e-3, 2e-3, 3  # seconds, seconds, calls
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
-_SHARES = {"all_reduce": 0.4, "reduce_scatter": 0.2, "all_gather": 0.2, "all_to_all": 0.1, "broadcast": 0.1}
+_SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
 # How much faster than the base a way has to be to be taken: less is not told from noise, and a single all-reduce or
@@ -33,11 +36,12 @@ _SHORT, _LEAD_SHORT, _LEAD = 64 << 10, 1.10, {"all_reduce": 1.10, "broadcast": 1
 _EASE = {"all_gather": ("direct", 1.12)}  # overlaps with what else is under way, which is worth losing so much alone
 
 
-def tune(communicator: Communicator | None = _WORLD, *, budget: float = 4.0, apply: bool = True) -> Tuning:
+def tune(communicator: Communicator | None = _WORLD, *, budget: float = 6.0, apply: bool = True) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
 
-    1. For each size, every way takes turns with the others, small messages a few times in a row; a way's time is the
-       median over rounds of the slowest rank's time. All ranks learn all times, so that all decide alike.
+    1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
+       in a row; a way's time is the median over rounds of the slowest rank's time. All ranks learn all times, so that
+       all decide alike.
     2. Between two sizes whose fastest ways differ, the border is their geometric mean.
     3. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
     4. At the last size, more than one socket between two ranks is tried, if the communicator has them.
@@ -75,9 +79,10 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 4.0, app
 
 def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
     tuning = Tuning()
+    long = _barrier_time(communicator) > _LONG
     measured: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for operation, share in _SHARES.items():
-        rows = _sizes(communicator, operation, WAYS[operation], budget * share)
+        rows = _sizes(communicator, operation, WAYS[operation], budget * share, long)
         measured[operation] = rows
         chosen: dict[str, Any] = {
             operation: borders(rows, *_EASE.get(operation, ("", 1.0)), lead=_LEAD.get(operation, 1.0))
@@ -97,19 +102,19 @@ def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
 
 
 def _sizes(
-    communicator: StripedCommunicator, operation: str, ways: Sequence[str], budget: float
+    communicator: StripedCommunicator, operation: str, ways: Sequence[str], budget: float, long: bool
 ) -> list[tuple[int, dict[str, float]]]:
     """Returns, for each size that fits into the budget, the seconds of the ways that are still in the race."""
     rows: list[tuple[int, dict[str, float]]] = []
     started, left = time.perf_counter(), list(ways)
-    rounds = _ROUNDS
-    for nbytes in _SIZES:
+    rounds = _FEWEST if long else _ROUNDS  # where delays decide, times are much the same
+    for nbytes in _SIZES[:: 2 if long else 1]:
         calls = {
             way: _call(communicator, operation, nbytes, Tuning(**{operation: ((EVER, way),)}))  # type: ignore[arg-type]
             for way in left
         }
         # After a barrier ranks start up to a one-way delay apart; in a row, that counts once.
-        row = 1 if operation == "broadcast" or nbytes >= _AT_LEAST else _IN_A_ROW
+        row = _IN_A_ROW if long and operation != "broadcast" and nbytes < _AT_LEAST else 1
         times = _race(communicator, calls, rounds, row)
         rows.append((nbytes, times))
         best = min(times.values())
@@ -120,8 +125,8 @@ def _sizes(
             if way == "base" or times[way] < _HOPELESS * best or (nbytes < _AT_LEAST and way not in _WASTEFUL)
         ]
         spent = communicator.all_gather_object(time.perf_counter() - started)
-        turn = sum(times[way] for way in left) * 8 * row
-        rounds = int(min(_ROUNDS, max(_FEWEST, (budget - max(spent)) / turn - 1)))
+        turn = sum(times[way] for way in left) * _GROWTH * row
+        rounds = int(min(rounds, max(_FEWEST, (budget - max(spent)) / turn - 1)))
         if nbytes >= _AT_LEAST and max(spent) + turn * (rounds + 1) > budget:
             break
     return rows
@@ -149,6 +154,16 @@ def _call(communicator: StripedCommunicator, operation: str, nbytes: int, tuning
     return call
 
 
+def _barrier_time(communicator: Communicator) -> float:
+    """Returns the median seconds of a barrier, on the slowest rank."""
+    taken = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        communicator.barrier().wait()
+        taken.append(time.perf_counter() - started)
+    return float(max(communicator.all_gather_object(statistics.median(taken))))
+
+
 def _race(
     communicator: Communicator, calls: dict[str, Callable[[], None]], rounds: int, row: int = 1
 ) -> dict[str, float]:
@@ -157,6 +172,7 @@ def _race(
     for number in range(rounds + 1):
         for name, call in calls.items():
             communicator.barrier().wait()
+            time.sleep(_PAUSE)
             started = time.perf_counter()
             for _ in range(row):
                 call()

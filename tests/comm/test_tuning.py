@@ -174,6 +174,7 @@ def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monk
             for name, (operation, nbytes, tuning) in calls.items()
         }
 
+    monkeypatch.setattr(tuning_measure, "_barrier_time", lambda communicator: delay)
     monkeypatch.setattr(tuning_measure, "_call", call)
     monkeypatch.setattr(tuning_measure, "_race", race)
     tuning = tuning_measure._measure(model, 4.0)  # type: ignore[arg-type]
@@ -204,6 +205,7 @@ def test_ranks_agree_and_results_stay_right(apply: bool, monkeypatch: pytest.Mon
     """The same table on all ranks, followed if wanted."""
     monkeypatch.setattr(tuning_measure, "_SIZES", (1 << 10, 1 << 14, 1 << 20))
     monkeypatch.setattr(tuning_measure, "_AT_LEAST", 1 << 20)
+    monkeypatch.setattr(tuning_measure, "_LONG", math.inf)  # or every second size would do on a busy machine
     before = replace(Tuning(), piece=7777)
 
     def fn(c: StripedCommunicator) -> str:
