@@ -4,9 +4,10 @@ Each host is a network namespace with a host name of its own (h0, h1, …; they 
 bridge, the switch, in one more namespace. Nothing leads out of a lab: labs meet neither each other nor the machine's
 network, so that all use the same addresses. It takes root, iproute2 and util-linux; `available` tells what is missing.
 
-A token bucket of one millisecond of traffic at each end of a link limits its rate. TCP's segments are made to fit into
-it, so that the kernel need not cut them up. Delay, jitter and loss are the work of a process, `bench.netlab_relay`, and
-cost CPU time: a tenth of a core at 500 Mbit/s. Processes that a killed lab leaves, with their namespaces, are ended by
+A token bucket of two milliseconds of traffic at each end of a link limits its rate. With one millisecond, what flows is
+3 % below 500 Mbit/s: tokens are lost whenever all processors are busy for longer. TCP's segments are made to fit into the
+bucket, so that the kernel need not cut them up. Delay, jitter and loss are the work of a process, `bench.netlab_relay`,
+and cost CPU time: a tenth of a core at 500 Mbit/s. Processes that a killed lab leaves, with their namespaces, are ended by
 the next lab or by `python -m bench.netlab down`.
 """
 

@@ -22,7 +22,7 @@ _MTU = 1500
 _FRAME = _MTU + 14
 _HEADERS = 52  # of IP and TCP, with time stamps
 _UNLIMITED = 100_000.0  # Mbit/s; still through a bucket, which counts the bytes on the wire
-_BUCKET_MS = 1.0
+_BUCKET_MS = 2.0
 _QUEUE_MS = 20.0
 # Windows for the fastest long link, the usual congestion control, or what namespaces may use instead, and no IPv6 but on
 # the loopback, since devices would send of their own accord.

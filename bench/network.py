@@ -71,7 +71,7 @@ def large() -> list[dict[str, Any]]:
                 case("all_gather", 4 * _MEGA, 7),
                 case("broadcast", 16 * _MEGA, 7),
             ]
-            rows += labelled(run(lab, cases, 6.0), 4, rate, 0)
+            rows += labelled(run(lab, cases, 8.0), 4, rate, 0)
     return rows
 
 
@@ -82,7 +82,7 @@ def delayed() -> list[dict[str, Any]]:
         with netlab.Lab(hosts, 1000.0, 5.0) as lab:
             cases = [case("all_reduce", 4000, 21), case("all_reduce", _MEGA, 15)]
             cases += [case(name, nbytes, 11) for name in ("reduce_scatter", "all_gather") for nbytes in (4000, _MEGA)]
-            rows += labelled(run(lab, cases, 6.0), hosts, 1000.0, 5.0)
+            rows += labelled(run(lab, cases, 8.0), hosts, 1000.0, 5.0)
     return rows
 
 
@@ -96,7 +96,7 @@ def grid() -> list[dict[str, Any]]:
                 for nbytes, rounds in ((4000, 41), (_MEGA, 31), (16 * _MEGA, 11 if rate else 31)):
                     whole = operation in ("all_reduce", "broadcast")
                     cases.append(case(operation, nbytes if whole else nbytes // hosts, rounds))
-            rows += labelled(run(lab, cases, 6.0), hosts, rate, delay or 0)
+            rows += labelled(run(lab, cases, 8.0), hosts, rate, delay or 0)
     return rows
 
 

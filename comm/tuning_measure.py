@@ -24,19 +24,21 @@ _AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, 
 _ROUNDS, _FEWEST = 7, 4
 # Training sends a bucket now and then. Right after another call, our thread and its code are warm, and a way looks
 # better than it is; so there is a pause, unless links are so long that delays decide and not processors.
-_PAUSE, _LONG, _IN_A_ROW = 2e-3, 2e-3, 3  # seconds, seconds, calls
+_PAUSE, _LONG, _IN_A_ROW = 2e-3, 2e-3, 2  # seconds, seconds, calls
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
 _SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
-# How much faster than the base a way has to be to be taken: less is not told from noise, and a single all-reduce or
-# broadcast gains nothing else. The other operations, but for short messages, overlap better by sockets of their own.
-_SHORT, _LEAD_SHORT, _LEAD = 64 << 10, 1.10, {"all_reduce": 1.10, "broadcast": 1.10}
-_EASE = {"all_gather": ("direct", 1.12)}  # overlaps with what else is under way, which is worth losing so much alone
+# How much faster than the base a way has to be to be taken. Short messages: less is not told from noise, and a thread of
+# Python suffers more than Gloo from a cold start. A single all-reduce or broadcast: it gains nothing but time. The other
+# operations overlap better by sockets of their own.
+_SHORT, _LEAD_SHORT, _LEAD = 64 << 10, 1.25, {"all_reduce": 1.10, "broadcast": 1.10}
+# Overlaps with what else is under way, which is worth losing so much alone: to the best, and to the base.
+_EASE, _EASE_BASE = {"all_gather": ("direct", 1.12)}, 1.03
 
 
-def tune(communicator: Communicator | None = _WORLD, *, budget: float = 6.0, apply: bool = True) -> Tuning:
+def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, apply: bool = True) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
 
     1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
@@ -108,7 +110,7 @@ def _sizes(
     rows: list[tuple[int, dict[str, float]]] = []
     started, left = time.perf_counter(), list(ways)
     rounds = _FEWEST if long else _ROUNDS  # where delays decide, times are much the same
-    for nbytes in _SIZES[:: 2 if long else 1]:
+    for nbytes in _SIZES:
         calls = {
             way: _call(communicator, operation, nbytes, Tuning(**{operation: ((EVER, way),)}))  # type: ignore[arg-type]
             for way in left
@@ -189,16 +191,16 @@ def borders(
 
     Args:
         rows: (bytes, {way: seconds}), ascending.
-        favoured: a way that is taken where it is faster than the base and not much slower than the best.
+        favoured: a way that is taken where it is not slower than the base and not much slower than the best.
         favour: how many times as long as the best it may take.
-        lead: how many times as fast as the base a way has to be; short messages ask for 1.1 at least.
+        lead: how many times as fast as the base a way has to be; short messages ask for 1.25 at least.
     """
 
     def fastest(nbytes: int, times: dict[str, float]) -> str:
         ahead = max(lead, _LEAD_SHORT) if nbytes <= _SHORT else lead
         times = {way: seconds * (1.0 if way == "base" else ahead) for way, seconds in times.items()}
         best = min(times, key=lambda way: times[way])
-        if favoured in times and times[favoured] <= min(favour * times[best], times.get("base", math.inf)):
+        if favoured in times and times[favoured] <= min(favour * times[best], _EASE_BASE * times.get("base", math.inf)):
             return favoured
         return best
 
