@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
@@ -83,3 +85,19 @@ class CompressedAllReduce(AllReduce):
     def residuals(self) -> dict[str, Residuals | None]:
         """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._scatter.residuals, "owner": self._gather.residuals}
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """See `AllReduce.vectors`."""
+        state = self.state_dict()
+        if "owner" in state:
+            own = state["owner"].new_zeros(self.layout.chunk)
+            own[: state["owner"].numel()] = state["owner"]
+            whole = own.new_empty(self.layout.chunk * self.communicator.size)
+            self.communicator.all_gather(whole, own).wait()
+            state["owner"] = whole[: self.n].clone()
+        return state
+
+    def load_vectors(self, vectors: Mapping[str, torch.Tensor]) -> None:
+        """See `AllReduce.load_vectors`."""
+        shard = self.layout.shard(self.communicator.rank)
+        self.load_state_dict({key: v[shard] if key == "owner" else v for key, v in vectors.items()})

@@ -94,6 +94,18 @@ class AllReduce(abc.ABC):
         """The residuals themselves, by the names of `state_dict`; None where one is not kept."""
         return {}
 
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """The residuals as vectors of `n` elements, float32; collective.
+
+        Other than those of `state_dict`, they fit any other all-reduce of `n` elements, of other codecs and numbers of ranks
+        too: "owner" is the same on all ranks, put together from the owners of all chunks.
+        """
+        return self.state_dict()
+
+    def load_vectors(self, vectors: Mapping[str, torch.Tensor]) -> None:
+        """Takes what `vectors` gave; as `load_state_dict`."""
+        self.load_state_dict(vectors)
+
     @abc.abstractmethod
     def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
         """Does it, with checked arguments, more than one rank, and compression."""
