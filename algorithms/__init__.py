@@ -5,10 +5,44 @@ if __name__ != "bagua_kernels.algorithms":
 
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
 from bagua_kernels.algorithms.algorithm import Stats as Stats
-from bagua_kernels.algorithms.algorithm import from_spec as from_spec
-from bagua_kernels.algorithms.algorithm import names as names
-from bagua_kernels.algorithms.algorithm import register as register
 from bagua_kernels.algorithms.allreduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
+from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
+from bagua_kernels.algorithms.dgc import DGC as DGC
+from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
+from bagua_kernels.algorithms.guard import Guard as Guard
+from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
+from bagua_kernels.algorithms.quantized import QSGD as QSGD
+from bagua_kernels.algorithms.quantized import FP8AllReduce as FP8AllReduce
+from bagua_kernels.algorithms.quantized import NaturalCompression as NaturalCompression
+from bagua_kernels.algorithms.quantized import TernGrad as TernGrad
+from bagua_kernels.algorithms.registry import from_spec as from_spec
+from bagua_kernels.algorithms.registry import names as names
+from bagua_kernels.algorithms.registry import register as register
+from bagua_kernels.algorithms.signs import OneBitSGD as OneBitSGD
+from bagua_kernels.algorithms.signs import SignSGD as SignSGD
+from bagua_kernels.algorithms.sparse import RandomK as RandomK
+from bagua_kernels.algorithms.sparse import TopK as TopK
 
-__all__ = ["Algorithm", "ByteGrad", "GradientAllReduce", "Stats", "from_spec", "names", "register"]
+__all__ = [
+    "DGC",
+    "QSGD",
+    "Algorithm",
+    "ByteGrad",
+    "CompressedAllReduce",
+    "DoubleSqueeze",
+    "FP8AllReduce",
+    "GradientAllReduce",
+    "Guard",
+    "NaturalCompression",
+    "OneBitSGD",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "Stats",
+    "TernGrad",
+    "TopK",
+    "from_spec",
+    "names",
+    "register",
+]

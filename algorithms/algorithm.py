@@ -1,23 +1,25 @@
-"""What all algorithms share: a module used like `DistributedDataParallel`, and the registry that finds one by name."""
+"""What all algorithms share: a module that is used like `DistributedDataParallel`."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.engine import Counters, Engine
+from bagua_kernels.algorithms.engine import Counters, Engine, Member
+from bagua_kernels.algorithms.replicas import check_module, sparse_parameters, synchronize
+from bagua_kernels.algorithms.rows import Rows
+from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
-from bagua_kernels.compression.codec import parse_spec
 
-BROADCAST_BYTES = 64 << 20
 BUCKET_BYTES = 10 << 20
+_STATE = {"steps", "order", "vectors", "decisions"}
 
 
 @dataclass(frozen=True)
@@ -29,26 +31,35 @@ class Stats:
         bytes_sent: bytes put on the wire for gradients and buffers.
         wait_seconds: time that training waited for communication at the end of backward passes.
         exchange_seconds: time that the communication thread was busy, most of it beside backward.
+        residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
+        errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
     """
 
     steps: int
     bytes_sent: int
     wait_seconds: float
     exchange_seconds: float
+    residual_norm: float
+    errors: dict[str, float]
 
 
 class Algorithm(torch.nn.Module):
     """Base of all gradient-averaging algorithms.
 
     At construction, rank 0's parameters (frozen ones too) and buffers are given to all ranks. On one rank everything is left
-    to the module, bit for bit. A subclass says how a bucket is exchanged.
+    to the module, bit for bit. A subclass says how a bucket is exchanged, and what it remembers.
 
     Attributes:
         name: what `from_spec` knows the algorithm by.
+        weighable: whether ranks may have weights, of which `join` makes use.
+        late: whether the mean of a parameter may be other than zero though no rank has a gradient for it, because something
+            of earlier steps is still to come.
         module: the wrapped module.
     """
 
     name: ClassVar[str]
+    weighable = True
+    late = True
 
     def __init__(
         self,
@@ -81,8 +92,9 @@ class Algorithm(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self._engine: Engine | None = None
-        world = comm.world() if communicator is None else communicator
-        self._communicator = world.duplicate()
+        self._weighted = self._joining = False
+        self._world = comm.world() if communicator is None else communicator
+        self._communicator = self._world.duplicate()
         self._setup_bytes = 0
         if self._communicator.size == 1:
             return
@@ -91,14 +103,35 @@ class Algorithm(torch.nn.Module):
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
         self._setup_bytes = self._communicator.bytes_sent
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        if trainable:
-            self._engine = Engine(trainable, self.exchange, align=self.alignment, bucket_bytes=bucket_bytes)
+        rows = sparse_parameters(module)
+        members = [
+            Member(name, p, *self.place(name, p), sparse=p in rows)
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
+        if members:
+            self._engine = Engine(
+                members,
+                self._exchange,
+                align=self.alignment,
+                bucket_bytes=bucket_bytes,
+                reorder=self._reorder,
+                late=self.late,
+                name=self.name,
+            )
 
     @property
     def alignment(self) -> int:
         """Elements to whose multiples tensors are aligned in a bucket."""
         return 1
+
+    def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
+        """Says where the gradient of a parameter belongs.
+
+        Returns:
+            Its kind, by which buckets are told apart (`Bucket.kind`), and whether it is averaged without compression.
+        """
+        return None, False
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """Replaces `bucket.flat` and `bucket.exact` by their means over all ranks; runs on the communication thread.
@@ -109,12 +142,35 @@ class Algorithm(torch.nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must say how a bucket is exchanged")
 
+    def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
+        if isinstance(bucket, Rows):
+            bucket.exchange(self._communicator)
+        else:
+            self.exchange(bucket, step)
+
+    def remembered(self, bucket: Bucket) -> dict[str, Named]:
+        """What is remembered of a bucket from step to step: of each thing a tensor for each parameter's name; collective."""
+        return {}
+
+    def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
+        """Takes what `remembered` gave, of all parameters, after buckets were laid out anew; what is lacking starts anew."""
+
+    def decisions(self) -> list[Any]:
+        """What was decided in training and is no vector: equal on all ranks, to be pickled."""
+        return []
+
+    def take_decisions(self, decisions: list[Any]) -> None:
+        """Takes what `decisions` gave."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         if self._engine is not None:
             self._engine.check_idle()
-            if self.training and self.broadcast_buffers and self._engine.enabled:
-                synchronize(list(self.module.buffers()), self._communicator)
+            if self._engine.enabled and self.training:
+                trains = self._joining and not self._weighted and torch.is_grad_enabled()
+                source = self._announce(1.0) if trains else 0
+                if self.broadcast_buffers:
+                    synchronize(list(self.module.buffers()), self._communicator, source)
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -129,6 +185,96 @@ class Algorithm(torch.nn.Module):
         finally:
             self._engine.enabled = before
 
+    def weigh(self, weight: float) -> None:
+        """Gives this rank's next gradients a weight, such as its number of samples; collective, before the forward pass.
+
+        Means become weighted means until the next call, which each step needs: `sum(w_r g_r) / sum(w_r)` over ranks r. Call
+        `zero_grad` before: gradients that are still there would be weighted again.
+
+        Raises:
+            ValueError: the weight is negative or not finite, all ranks' are zero, or the algorithm knows no weights.
+        """
+        self._check_weighable()
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight must be finite and 0 or more, got {weight}")
+        self._weighted = True
+        if self._engine is not None and self._announce(weight) < 0:
+            raise ValueError("all ranks gave the weight 0, so there is nothing to average")
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
+
+        Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
+        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
+        Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
+
+        Raises:
+            ValueError: the algorithm knows no weights.
+        """
+        self._check_weighable()
+        self._joining = True
+        try:
+            yield
+            last = 0
+            while self._engine is not None and (source := self._announce(0.0)) >= 0:
+                last = source
+                if self.broadcast_buffers and self.training:
+                    synchronize(list(self.module.buffers()), self._communicator, source)
+                self._engine.take_part()
+            if self._engine is not None:
+                last = max(self._communicator.all_gather_object(last))
+                synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+                self._engine.weight = 1.0
+        finally:
+            self._joining = self._weighted = False
+
+    def _check_weighable(self) -> None:
+        if not self.weighable:
+            raise ValueError(
+                f"{type(self).__name__} as it was made knows no weights, and so neither weigh() nor join()"
+            )
+
+    def _announce(self, weight: float) -> int:
+        """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
+        assert self._engine is not None
+        weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
+        self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
+        given = weights.tolist()
+        total = math.fsum(given)
+        self._engine.weight = weight * len(given) / total if total else 0.0
+        return next((rank for rank, w in enumerate(given) if w > 0), -1)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the averaged gradients so that their norm over all parameters is at most `max_norm`; call it after backward.
+
+        Averaged gradients have the same bits on all ranks, so no message is needed.
+
+        Returns:
+            The norm before.
+        """
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
+        """Ends this algorithm and goes on with another on the same module and ranks; collective.
+
+        What this one remembers (residuals) is dropped; its count of steps is kept, so that random numbers do not repeat.
+
+        Args:
+            algorithm: the class.
+            **arguments: of its constructor; the communicator is this one's.
+
+        Returns:
+            The new wrapper; this one cannot be used any more.
+        """
+        steps, world = self.stats().steps, self._world
+        self.close()
+        other = algorithm(self.module, communicator=world, **arguments)
+        other.train(self.training)
+        if other._engine is not None:
+            other._engine.counters.steps = steps
+        return other
+
     def close(self) -> None:
         """Stops exchanging gradients and frees the connections; collective over all ranks."""
         if self._engine is not None:
@@ -140,128 +286,77 @@ class Algorithm(torch.nn.Module):
         """What the algorithm has done so far on this rank."""
         counters = Counters() if self._engine is None else self._engine.counters
         sent = self._communicator.bytes_sent - self._setup_bytes
-        return Stats(counters.steps, sent, counters.wait_seconds, counters.exchange_seconds)
+        waits = counters.wait_seconds, counters.exchange_seconds
+        return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors())
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback."""
+        return 0.0
+
+    def errors(self) -> dict[str, float]:
+        """What `Stats.errors` holds."""
+        return {}
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """What, beside the module's and the optimizer's state, a resumed run needs to go on as if uninterrupted."""
-        return {"steps": self.stats().steps}
+        """What, beside the module's and the optimizer's state, a resumed run needs to go on as if uninterrupted; collective.
 
-    def load_algorithm_state_dict(self, state: Mapping[str, Any]) -> None:
+        Returns:
+            `steps`; `order`, the names of parameters in the order of the buckets; in `vectors` for each thing remembered a
+            tensor for each name; and `decisions`. Each rank has its own, and needs it again.
+        """
+        vectors: dict[str, dict[str, torch.Tensor]] = {}
+        order: list[str] = []
+        if self._engine is not None:
+            order = [self._engine.members[position].name for position in self._engine.order]
+            for bucket in self._engine.buckets:
+                for key, named in self.remembered(bucket).items():
+                    vectors.setdefault(key, {}).update(named)
+        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self.decisions()}
+
+    def load_algorithm_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restores what `algorithm_state_dict` gave.
 
+        Args:
+            state: this rank's; or, if the number of ranks has changed, those of all ranks before: each rank then begins with
+                the mean of what they remembered, so that nothing that is still to be sent gets lost.
+
         Raises:
-            ValueError: the state has other keys.
+            ValueError: a state has other keys, or a vector another shape.
         """
-        if set(state) != {"steps"}:
-            raise ValueError(f"expected the state of {type(self).__name__} with the key 'steps', got {sorted(state)}")
-        if self._engine is not None:
-            self._engine.counters.steps = int(state["steps"])
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if set(one) != _STATE:
+                raise ValueError(
+                    f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
+                )
+        if self._engine is None:
+            return
+        positions = {member.name: position for position, member in enumerate(self._engine.members)}
+        if states[0]["order"] and set(states[0]["order"]) != set(positions):
+            differ = sorted(set(states[0]["order"]) ^ set(positions))
+            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+        self._engine.counters.steps = int(states[0]["steps"])
+        self.take_decisions(states[0]["decisions"])
+        order = [positions[name] for name in states[0]["order"]] or self._engine.order
+        self._lay_out(order, mean_of([one["vectors"] for one in states]))
+
+    def _lay_out(self, order: list[int], vectors: Mapping[str, Named]) -> None:
+        assert self._engine is not None
+        self._engine.lay_out(order)
+        for bucket in self._engine.buckets:
+            self.remember(bucket, vectors)
+
+    def _reorder(self, order: list[int]) -> None:
+        assert self._engine is not None
+        agreed = self._communicator.broadcast_object(order)
+        self._lay_out(agreed, self.algorithm_state_dict()["vectors"])
 
     @classmethod
     def from_spec(cls, spec: str, module: torch.nn.Module, **arguments: Any) -> Algorithm:
         """As the function `from_spec`, for this class only."""
+        from bagua_kernels.algorithms.registry import from_spec  # imports this file
+
         algorithm = from_spec(spec, module, **arguments)
         if not isinstance(algorithm, cls):
             raise ValueError(f"{spec!r} is a {type(algorithm).__name__}, expected a {cls.__name__}")
         return algorithm
-
-
-_algorithms: dict[str, type[Algorithm]] = {}
-
-
-def register(algorithm: type[Algorithm]) -> type[Algorithm]:
-    """Makes an algorithm known to `from_spec` by its `name`; usable as a decorator.
-
-    Raises:
-        ValueError: the name is taken by another class.
-    """
-    if _algorithms.setdefault(algorithm.name, algorithm) is not algorithm:
-        raise ValueError(f"the algorithm name {algorithm.name!r} is taken by {_algorithms[algorithm.name].__name__}")
-    return algorithm
-
-
-def names() -> list[str]:
-    """The names that `from_spec` knows."""
-    return sorted(_algorithms)
-
-
-def from_spec(
-    spec: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
-) -> Algorithm:
-    """Wraps a module in the algorithm that a text names, such as "bytegrad" or "bytegrad:block=128".
-
-    Args:
-        spec: a name, then its options.
-        module: what to wrap.
-        optimizer: as for the class.
-        **arguments: further arguments of the class.
-
-    Raises:
-        ValueError: the name or an option is unknown, or a value does not fit.
-    """
-    name, parsed = parse_spec(spec)
-    options: dict[str, Any] = {**parsed, **arguments}
-    if name not in _algorithms:
-        raise ValueError(f"there is no algorithm {name!r} in {spec!r}; known are {', '.join(names())}")
-    try:
-        return _algorithms[name](module, optimizer, **options)
-    except TypeError as error:
-        raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
-
-
-def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
-    """Raises unless a module has the same parameters and buffers on all ranks, on the communicator's device."""
-    for name, parameter in module.named_parameters():
-        if parameter.device != communicator.device:
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
-            )
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise TypeError(
-                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point"
-            )
-    state = [*module.named_parameters(), *module.named_buffers()]
-    own = [f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}" for name, t in state]
-    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
-    if len(set(communicator.all_gather_object(digest))) == 1:
-        return
-    everyone: list[list[str]] = communicator.all_gather_object(own)
-    for rank, theirs in enumerate(everyone):
-        for here, there in zip(everyone[0], theirs, strict=False):
-            if here != there:
-                raise ValueError(f"modules differ between ranks: rank 0 has {here!r} where rank {rank} has {there!r}")
-        if len(everyone[0]) != len(theirs):
-            raise ValueError(
-                f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
-            )
-
-
-def synchronize(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    """Overwrites tensors with rank 0's, bit for bit, many in one message.
-
-    Bytes are sent, not numbers: that serves every dtype and keeps NaN payloads and signs of zeros.
-    """
-    pending: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        pending.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= BROADCAST_BYTES:
-            _broadcast_together(pending, communicator)
-            pending, size = [], 0
-    if size:
-        _broadcast_together(pending, communicator)
-
-
-@torch.no_grad()
-def _broadcast_together(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    parts = [_bytes(tensor) for tensor in tensors]
-    together = torch.cat(parts)
-    communicator.broadcast(together, src=0).wait()
-    for tensor, part in zip(tensors, together.split([p.numel() for p in parts]), strict=True):
-        # An odd number of bytes before it may leave the part unaligned for the tensor's dtype; a clone is aligned.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

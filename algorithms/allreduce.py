@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from bagua_kernels.algorithms.algorithm import Algorithm, register
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import ReduceOp
+from bagua_kernels.comm import HierarchicalAllReduce, Nodes, ReduceOp
 
 
 @register
@@ -13,11 +19,52 @@ class GradientAllReduce(Algorithm):
 
     For each bucket of gradients, in the order in which backward completes them:
 
-    1. All-reduce the bucket, in the gradients' own dtype, to the mean over all ranks.
+    1. All-reduce the bucket, in the gradients' own dtype, to the mean over all ranks. With `hierarchical`, first inside each
+       node onto the owners of shards, then between nodes, and back (BAGUA, VLDB 2022, section 3.3).
     """
 
     name = "allreduce"
 
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        hierarchical: bool = False,
+        nodes: Nodes | Iterable[Iterable[int]] | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `Algorithm`.
+            optimizer: as for `Algorithm`.
+            hierarchical: see step 1; each bucket then has connections of its own.
+            nodes: which ranks share a node; found from the environment if None.
+            **arguments: as for `Algorithm`.
+        """
+        self.hierarchical = hierarchical
+        self.nodes = nodes
+        self._hierarchies: dict[tuple[int, torch.dtype], HierarchicalAllReduce] = {}
+        super().__init__(module, optimizer, **arguments)
+
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
-        self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+        if self.hierarchical:
+            self._hierarchy(bucket)(bucket.whole)
+        else:
+            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+
+    def _hierarchy(self, bucket: Bucket) -> HierarchicalAllReduce:
+        kind = (bucket.whole.numel(), bucket.whole.dtype)
+        if kind not in self._hierarchies:
+            self._hierarchies[kind] = HierarchicalAllReduce(
+                self._communicator, *kind, nodes=self.nodes, op=ReduceOp.AVG
+            )
+        return self._hierarchies[kind]
+
+    def close(self) -> None:
+        """See `Algorithm.close`."""
+        for hierarchy in self._hierarchies.values():
+            hierarchy.close()
+        super().close()

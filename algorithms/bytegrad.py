@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.algorithm import Algorithm, register
-from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm.compressed import CompressedAllReduce
-from bagua_kernels.compression import MinMaxUInt8, fold_seed
+from bagua_kernels.algorithms.compressed import CompressedAllReduce
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.compression import MinMaxUInt8
 
 
 @register
-class ByteGrad(Algorithm):
+class ByteGrad(CompressedAllReduce):
     """Synchronous data parallelism with gradients compressed to 8 bits (BAGUA, VLDB 2022; its `bytegrad` algorithm).
 
     For each bucket of gradients, in the order in which backward completes them:
@@ -37,7 +36,6 @@ class ByteGrad(Algorithm):
         *,
         block: int = 256,
         stochastic: bool = False,
-        seed: int = 0,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -47,24 +45,7 @@ class ByteGrad(Algorithm):
             optimizer: as for `Algorithm`.
             block: elements that share a range, a power of two from 32 to 4096; see `MinMaxUInt8`.
             stochastic: round at random instead of to nearest, which makes the mean unbiased.
-            seed: of stochastic rounding, equal on all ranks.
-            **arguments: as for `Algorithm`.
+            **arguments: as for `CompressedAllReduce`; error feedback is off unless asked for.
         """
-        self.codec = MinMaxUInt8(block, stochastic)
-        self.seed = seed
-        self._all_reduces: dict[int, CompressedAllReduce] = {}
-        super().__init__(module, optimizer, **arguments)
-
-    @property
-    def alignment(self) -> int:
-        """A block never spans two tensors."""
-        return self.codec.block
-
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        """See `Algorithm.exchange`."""
-        if bucket.index not in self._all_reduces:
-            self._all_reduces[bucket.index] = CompressedAllReduce(
-                self.codec, self._communicator, bucket.flat.numel(), bucket.exact.numel(), bucket.whole.dtype
-            )
-        all_reduce = self._all_reduces[bucket.index]
-        all_reduce(bucket.flat, bucket.exact, seed=fold_seed(self.seed, step, bucket.index))
+        codec = MinMaxUInt8(block, stochastic)
+        super().__init__(module, optimizer, codec=codec, **{"error_feedback": False, **arguments})

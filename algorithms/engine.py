@@ -2,118 +2,20 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Task
+from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
-Exchange = Callable[[Bucket, int], None]
-
-
-@dataclass
-class Task:
-    """One exchange of one bucket, handed to the communication thread.
-
-    Attributes:
-        bucket: what to exchange.
-        step: number of the backward pass it belongs to.
-        done: set when the exchange has ended, well or not.
-        error: what went wrong.
-        seconds: how long the exchange took on the communication thread.
-        ready: on a GPU, recorded when the gradients are in the bucket.
-        finished: on a GPU, recorded when the averages are.
-    """
-
-    bucket: Bucket
-    step: int
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    seconds: float = 0.0
-    ready: torch.cuda.Event | None = None
-    finished: torch.cuda.Event | None = None
-
-
-class CommunicationThread:
-    """Runs exchanges one after the other, in the order they are given, beside the training thread.
-
-    One thread and one order mean that all ranks start their collectives in the same order, without which collectives of
-    different buckets would meet.
-    """
-
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
-        """Starts the thread, which ends with this object.
-
-        Args:
-            exchange: what to do with each bucket: a method, of whose object the thread keeps no reference.
-            device: of the buckets.
-        """
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # A reference from the thread to the algorithm, or to `self`, would keep all of them alive for ever.
-        thread = threading.Thread(
-            target=_work,
-            args=(self._tasks, weakref.WeakMethod(exchange), device),
-            name="bagua_kernels communication",
-            daemon=True,
-        )
-        thread.start()
-        self.close = weakref.finalize(self, _end_thread, self._tasks, thread)
-
-    def start(self, bucket: Bucket, step: int) -> Task:
-        """Queues an exchange of a bucket whose gradients are in place on the current stream."""
-        task = Task(bucket, step)
-        if bucket.whole.is_cuda:
-            task.ready = torch.cuda.Event()
-            task.ready.record(torch.cuda.current_stream(bucket.whole.device))
-        self._tasks.put(task)
-        return task
-
-
-def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Ends the thread and waits for it: a thread that outlives the interpreter ends the process with an abort."""
-    tasks.put(None)
-    if thread is not threading.current_thread():
-        # An exchange that hangs is released by its communicator, at the latest when that is shut down.
-        thread.join(timeout=10.0)
-
-
-def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Exchange], device: torch.device) -> None:
-    stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-    failure: BaseException | None = None
-    while (task := tasks.get()) is not None:
-        begin = time.perf_counter()
-        try:
-            # After one failure the ranks no longer agree on what comes next.
-            if failure is not None:
-                raise failure
-            _run(task, exchange(), stream)
-        except BaseException as error:
-            task.error = failure = error
-        finally:
-            task.seconds = time.perf_counter() - begin
-            task.done.set()
-        # Waiting for the next task must not keep this one's tensors alive.
-        del task
-
-
-def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None) -> None:
-    if exchange is None:
-        raise RuntimeError(
-            "the algorithm was deleted while its gradients were exchanged; keep it until backward has ended"
-        )
-    if stream is None or task.ready is None:
-        exchange(task.bucket, task.step)
-        return
-    with torch.cuda.stream(stream):
-        stream.wait_event(task.ready)
-        exchange(task.bucket, task.step)
-        task.finished = torch.cuda.Event()
-        task.finished.record(stream)
+_LOOK_EVERY = (
+    64  # steps between two looks at whether buckets should be laid out anew, where a look waits for the device
+)
 
 
 @dataclass
@@ -131,6 +33,25 @@ class Counters:
     exchange_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Member:
+    """A parameter whose gradient is exchanged.
+
+    Attributes:
+        name: in the module.
+        parameter: itself.
+        kind: only parameters of one kind share a bucket.
+        exact: whether its gradient lies in the part of the bucket that is not compressed.
+        sparse: whether its gradient is sparse; it is then exchanged by itself, after the buckets.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    kind: Hashable = None
+    exact: bool = False
+    sparse: bool = False
+
+
 class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
@@ -138,57 +59,96 @@ class Engine:
     2. When all gradients of a bucket are there, and all buckets before it have been started, its exchange is started on the
        communication thread, while backward goes on.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
-       for, and each `grad` becomes the view of its bucket. A parameter without a gradient on any rank keeps `grad` None.
+       for, and each `grad` becomes the view of its bucket. A parameter without a gradient on any rank keeps `grad` None,
+       unless error feedback still had something for it.
+    4. After the first pass, and when gradients come in another order twice running, buckets are laid out in the order in
+       which they came on rank 0.
 
-    The last bucket carries, uncompressed, one flag a parameter: whether this rank has a gradient for it.
+    The last bucket carries, uncompressed, one flag a parameter: whether this rank has a gradient for it. One more says
+    whether gradients came in another order.
+
+    Attributes:
+        members: the parameters with dense gradients, in the reverse order of registration; positions count in this list.
+        rows: the others' gradients.
+        buckets: in the order in which they are exchanged.
+        groups: the positions of each bucket's parameters.
+        order: the positions in the order that buckets follow.
+        enabled: whether backward passes exchange gradients.
+        weight: what gradients are multiplied by before they are averaged.
+        counters: what happened so far.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        members: Sequence[Member],
         exchange: Exchange,
         *,
         align: int,
         bucket_bytes: int,
+        reorder: Callable[[list[int]], None],
+        late: bool = True,
+        name: str = "",
     ) -> None:
         """Lays out buckets and installs hooks.
 
         Args:
-            parameters: in the order in which a model registers them; buckets follow the reverse, in which backward
+            members: in the order in which a model registers them; at first buckets follow the reverse, in which backward
                 tends to finish them.
             exchange: given a bucket and the number of the backward pass, replaces `flat` and `exact` by their means over
                 all ranks; runs on the communication thread.
             align: elements to whose multiples tensors are aligned in a bucket.
             bucket_bytes: size from which a bucket takes no more tensors.
+            reorder: told the positions in the order in which gradients came, on all ranks at once when they come in another
+                order than that of the buckets on any; expected to call `lay_out`.
+            late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
+            name: of the algorithm, for profilers.
         """
-        self.parameters = list(reversed(parameters))
-        groups = partition(self.parameters, bucket_bytes)
-        self.buckets = [
-            Bucket(
-                [self.parameters[p] for p in group],
-                align=align,
-                exact=len(self.parameters) if index == len(groups) - 1 else 0,
-                index=index,
-            )
-            for index, group in enumerate(groups)
-        ]
-        self.members = groups
-        # Position of a parameter -> its bucket and its place in there.
-        self.slots = {position: (bucket, slot) for bucket, group in zip(self.buckets, groups, strict=True)
-                      for slot, position in enumerate(group)}  # fmt: skip
+        self._late = late
+        self.members = [member for member in reversed(members) if not member.sparse]
+        self.rows = [Rows(m.name, m.parameter, -1 - i) for i, m in enumerate(m for m in members if m.sparse)]
+        self._sparse = [m.parameter for m in members if m.sparse]
         self.enabled = True
+        self.weight = 1.0
         self.counters = Counters()
-        self._thread = CommunicationThread(exchange, self.buckets[0].whole.device)
+        self._align = align
+        self._bucket_bytes = bucket_bytes
+        self._reorder = reorder
+        self.lay_out(list(range(len(self.members))))
+        self._thread = CommunicationThread(exchange, members[0].parameter.device, name)
         self._running = False
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
         self._missing: list[int] = []
         self._tasks: list[Task] = []
+        self._last_order: list[int] = []
         engine = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(engine, position))
-            for position, parameter in enumerate(self.parameters)
+            member.parameter.register_post_accumulate_grad_hook(_hook(engine, position))
+            for position, member in enumerate(self.members)
         ]
+        self._hooks += [p.register_post_accumulate_grad_hook(_hook(engine, None)) for p in self._sparse]
+
+    def lay_out(self, order: list[int]) -> None:
+        """Makes new buckets, whose parameters follow an order of positions."""
+        members = [self.members[position] for position in order]
+        groups = partition([m.parameter for m in members], self._bucket_bytes, [m.kind for m in members])
+        self.order = order
+        self.groups = [[order[place] for place in group] for group in groups]
+        self.buckets = [
+            Bucket(
+                [self.members[p].parameter for p in group],
+                align=self._align,
+                exact=[self.members[p].exact for p in group],
+                flags=len(self.members) + 1 if index == len(groups) - 1 else 0,
+                index=index,
+                kind=self.members[group[0]].kind,
+                names=[self.members[p].name for p in group],
+            )
+            for index, group in enumerate(self.groups)
+        ]
+        # Position of a parameter -> its bucket and its place in there.
+        self.slots = {position: (bucket, slot) for bucket, group in zip(self.buckets, self.groups, strict=True)
+                      for slot, position in enumerate(group)}  # fmt: skip
 
     def close(self) -> None:
         """Removes the hooks and ends the communication thread."""
@@ -196,22 +156,38 @@ class Engine:
             hook.remove()
         self._thread.close()
 
-    def gradient_ready(self, position: int) -> None:
-        """Takes one parameter's gradient, which backward has just completed."""
+    def gradient_ready(self, position: int | None) -> None:
+        """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
         if not self.enabled:
             return
         if not self._running:
             self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if position is None:
+            return
         if position in self._arrived:
-            shape = tuple(self.parameters[position].shape)
+            member = self.members[position]
             raise RuntimeError(
-                f"a parameter of shape {shape} got a second gradient in one backward pass; if the model is checkpointed, use "
-                "use_reentrant=False"
+                f"parameter {member.name!r} of shape {tuple(member.parameter.shape)} got a second gradient in one backward "
+                "pass; if the model is checkpointed, use use_reentrant=False"
             )
         self._fill(position)
-        self._arrived.add(position)
+        self._arrived[position] = None
         self._missing[self.slots[position][0].index] -= 1
         self._start_complete()
+
+    def take_part(self) -> None:
+        """Exchanges zeros, as a backward pass without any gradient would; `grad` is left alone."""
+        self._begin()
+        try:
+            for position in range(len(self.members)):
+                bucket, slot = self.slots[position]
+                bucket.fill(slot, None)
+            self._finish([None] * len(self.rows))
+            self._consider_order()
+        finally:
+            self._running = False
+        self.counters.steps += 1
 
     def check_idle(self) -> None:
         """Raises if the last backward pass ended in an exception while exchanges were under way.
@@ -228,23 +204,25 @@ class Engine:
 
     def _begin(self) -> None:
         self._running = True
-        self._arrived = set()
+        self._arrived = {}
         self._present = set()
-        self._missing = [len(group) for group in self.members]
+        self._missing = [len(group) for group in self.groups]
         self._tasks = []
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _fill(self, position: int) -> None:
-        gradient = self.parameters[position].grad
+        member = self.members[position]
+        gradient = member.parameter.grad
         if gradient is not None:
             if gradient.is_sparse:
                 raise TypeError(
-                    f"gradients must be dense, got a sparse one for a parameter of shape {tuple(gradient.shape)}; "
-                    "make the embedding with sparse=False"
+                    f"gradients must be dense, got a sparse one for parameter {member.name!r} of shape "
+                    f"{tuple(gradient.shape)}; make the embedding with sparse=False"
                 )
             self._present.add(position)
         bucket, slot = self.slots[position]
         bucket.fill(slot, gradient)
+        if self.weight != 1.0:
+            bucket.views[slot].mul_(self.weight)
 
     def _start_complete(self) -> None:
         while (index := len(self._tasks)) < len(self.buckets) and self._missing[index] == 0:
@@ -253,25 +231,41 @@ class Engine:
             self._tasks.append(self._thread.start(self.buckets[index], self.counters.steps))
 
     def _write_flags(self) -> None:
-        flags = self.buckets[-1].exact
-        if len(self._present) == len(self.parameters):
-            flags.fill_(1)
-        else:
-            flags.copy_(torch.tensor([float(p in self._present) for p in range(len(self.parameters))]))
+        present = [float(p in self._present) for p in range(len(self.members))]
+        self.buckets[-1].flags.copy_(torch.tensor([*present, float(self._another_order())]))
+
+    def _another_order(self) -> bool:
+        if len(self._arrived) < len(self.members):
+            return False
+        order = list(self._arrived)
+        lasting = order == self._last_order or self.counters.steps == 0
+        self._last_order = order
+        return lasting and order != self.order
 
     def _end(self) -> None:
         """Runs when backward has ended; exceptions leave `backward()`."""
         try:
-            for position in range(len(self.parameters)):
+            for position in range(len(self.members)):
                 if position not in self._arrived:
                     self._fill(position)
-            self._missing = [0] * len(self.buckets)
-            self._start_complete()
-            self._wait()
+            self._finish([parameter.grad for parameter in self._sparse])
             self._publish()
         finally:
             self._running = False
         self.counters.steps += 1
+
+    def _finish(self, sparse: Sequence[torch.Tensor | None]) -> None:
+        self._missing = [0] * len(self.buckets)
+        self._start_complete()
+        for rows, gradient in zip(self.rows, sparse, strict=True):
+            if gradient is not None and not gradient.is_sparse:
+                raise TypeError(
+                    f"expected a sparse gradient for parameter {rows.name!r}, whose embedding has sparse=True, got a dense "
+                    "one; make the embedding with sparse=False if it is used otherwise too"
+                )
+            rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
+            self._tasks.append(self._thread.start(rows, self.counters.steps))
+        self._wait()
 
     def _wait(self) -> None:
         begin = time.perf_counter()
@@ -287,17 +281,29 @@ class Engine:
                 torch.cuda.current_stream(task.bucket.whole.device).wait_event(task.finished)
 
     def _publish(self) -> None:
-        unused: set[int] = set()
-        if len(self._present) < len(self.parameters):
+        for rows, parameter in zip(self.rows, self._sparse, strict=True):
+            parameter.grad = rows.gradient
+        if not self.buckets:
+            return
+        flags, unused = self.buckets[-1].flags, set()
+        if len(self._present) < len(self.members):
             # Reading the flags waits for the device, so do it only where a flag can be 0.
-            unused = {position for position, flag in enumerate(self.buckets[-1].exact.tolist()) if flag == 0}
-        for position, parameter in enumerate(self.parameters):
-            if position not in unused:
-                bucket, slot = self.slots[position]
-                parameter.grad = bucket.views[slot]
+            unused = {position for position, flag in enumerate(flags[:-1].tolist()) if flag == 0}
+        for position, member in enumerate(self.members):
+            bucket, slot = self.slots[position]
+            if position not in unused or (self._late and bool(bucket.views[slot].any())):
+                member.parameter.grad = bucket.views[slot]
+        self._consider_order()
+
+    def _consider_order(self) -> None:
+        if not self.buckets:
+            return
+        flag = self.buckets[-1].flags[-1]
+        if (not flag.is_cuda or self.counters.steps % _LOOK_EVERY == 0) and float(flag) > 0:
+            self._reorder(list(self._arrived) if len(self._arrived) == len(self.members) else self.order)
 
 
-def _hook(engine: weakref.ref[Engine], position: int) -> Callable[[torch.Tensor], None]:
+def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -15,21 +15,38 @@ class Bucket:
 
     Attributes:
         index: position among the buckets of a model.
+        kind: what its tensors have in common beside dtype and device: how they are to be encoded, for one.
+        names: of its tensors, for what is remembered of them.
         flat: shape (n,), the views and the gaps between them; n is a multiple of `align`.
-        exact: shape (exact,), further elements of the same buffer, for what must not be compressed.
+        exact: further elements of the same buffer, for what must not be compressed: whole tensors, and then `flags`.
+        flags: the last elements of `exact`.
         whole: `flat` and then `exact`.
-        views: one view of `flat` for each tensor, with the tensor's shape and, if that is dense, its strides.
+        views: one view of the buffer for each tensor, with the tensor's shape and, if that is dense, its strides.
+        spans: where each tensor's elements lie in `whole`, in the order of memory.
         gaps: the elements of `flat` between the end of each view and the next boundary.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, align: int, exact: int = 0, index: int = 0) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        align: int,
+        exact: Sequence[bool] | None = None,
+        flags: int = 0,
+        index: int = 0,
+        kind: Hashable = None,
+        names: Sequence[str] = (),
+    ) -> None:
         """Lays out buffers for tensors like these.
 
         Args:
             tensors: of one dtype and on one device; only their shapes, strides, dtype and device are used.
-            align: elements to whose multiples every tensor is aligned.
-            exact: number of further elements.
+            align: elements to whose multiples every tensor of `flat` is aligned.
+            exact: for each tensor whether it lies in the exact part; none does if None.
+            flags: number of further elements.
             index: position among the buckets of a model.
+            kind: see above.
+            names: of the tensors.
 
         Raises:
             ValueError: there is no tensor, or the tensors differ in dtype or device.
@@ -38,21 +55,31 @@ class Bucket:
         if len(kinds) != 1:
             raise ValueError(f"a bucket holds tensors of one dtype on one device, got {sorted(map(str, kinds))}")
         ((dtype, device),) = kinds
-        offsets = []
+        aside = [False] * len(tensors) if exact is None else list(exact)
+        steps = [1 if out else align for out in aside]
+        sizes = [-(-t.numel() // step) * step for t, step in zip(tensors, steps, strict=True)]
+        offsets = [0] * len(tensors)
+        ends = []
         end = 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.numel() // align) * align
+        for part in (False, True):
+            for position, size in enumerate(sizes):
+                if aside[position] is part:
+                    offsets[position] = end
+                    end += size
+            ends.append(end)
         self.index = index
-        self.whole = torch.zeros(end + exact, dtype=dtype, device=device)
-        self.flat = self.whole[:end]
-        self.exact = self.whole[end:]
+        self.kind = kind
+        self.names = list(names)
+        self.whole = torch.zeros(end + flags, dtype=dtype, device=device)
+        self.flat, self.exact = self.whole[: ends[0]], self.whole[ends[0] :]
+        self.flags = self.whole[end:]
         self.views = [
-            self.flat.as_strided(t.shape, dense_strides(t), offset) for t, offset in zip(tensors, offsets, strict=True)
+            self.whole.as_strided(t.shape, dense_strides(t), offset) for t, offset in zip(tensors, offsets, strict=True)
         ]
-        ends = [*offsets[1:], end]
+        self.spans = [slice(offset, offset + t.numel()) for t, offset in zip(tensors, offsets, strict=True)]
         self.gaps = [
-            self.flat[offset + t.numel() : stop] for t, offset, stop in zip(tensors, offsets, ends, strict=True)
+            self.whole[offset + t.numel() : offset + size]
+            for t, offset, size in zip(tensors, offsets, sizes, strict=True)
         ]
 
     def fill(self, slot: int, tensor: torch.Tensor | None) -> None:
@@ -88,24 +115,27 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def partition(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Splits tensors, in the given order, into buckets of one dtype and device each.
+def partition(
+    tensors: Sequence[torch.Tensor], bucket_bytes: int, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Splits tensors, in the given order, into buckets of one kind, dtype and device each.
 
     A bucket closes once it holds at least `bucket_bytes`; tensors of different kinds fill different buckets meanwhile.
 
     Args:
         tensors: what to distribute.
         bucket_bytes: target size in bytes.
+        kinds: of the tensors; all the same if None.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
         all of it is there.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []
     for position, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
+        kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)
         sizes[kind] = sizes.get(kind, 0) + tensor.numel() * tensor.element_size()
         if sizes[kind] >= bucket_bytes:

@@ -46,16 +46,20 @@ def gradients(module: nn.Module) -> list[torch.Tensor | None]:
 
 def train(
     communicator: Communicator,
-    wrap: Callable[..., Algorithm],
+    wrap: Callable[..., Algorithm] | Algorithm,
     steps: int = 3,
     dtype: torch.dtype = torch.float32,
+    first: int = 0,
+    momentum: float = 0.9,
     **arguments: object,
 ) -> tuple[list[torch.Tensor], Algorithm]:
     """Trains for a few steps from different seeds on each rank; returns the parameters and the algorithm."""
-    module = Odd(seed=communicator.rank).to(dtype)
-    algorithm = wrap(module, communicator=communicator, **arguments)
-    optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
+    if isinstance(wrap, Algorithm):
+        algorithm = wrap
+    else:
+        algorithm = wrap(Odd(seed=communicator.rank).to(dtype), communicator=communicator, **arguments)
+    optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1, momentum=momentum)
+    for step in range(first, first + steps):
         optimizer.zero_grad()
         algorithm(batch(communicator.rank, step).to(dtype)).float().square().mean().backward()
         optimizer.step()

@@ -90,11 +90,13 @@ def test_exchanges_start_in_order_and_during_backward() -> None:
     assert log.index(("exchange", 0)) < log.index(("backward", 1))
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_dense_gradient_of_a_sparse_embedding_is_refused() -> None:
     def rank(communicator: Communicator) -> None:
-        algorithm = ByteGrad(nn.Embedding(10, 4, sparse=True), communicator=communicator)
-        with pytest.raises(TypeError, match=r"sparse one.*sparse=False"):
-            algorithm(torch.tensor([1, 2])).sum().backward()
+        embedding = nn.Embedding(10, 4, sparse=True)
+        algorithm = ByteGrad(embedding, communicator=communicator)
+        with pytest.raises(TypeError, match=r"sparse gradient for parameter 'weight'.*sparse=False"):
+            embedding.weight.square().sum().backward()
+        algorithm.close()
 
     run_ranks(2, rank)
 
@@ -153,12 +155,20 @@ def test_wrong_device_and_dtype_are_refused() -> None:
             ByteGrad(nn.Linear(3, 3, device="meta"), communicator=communicator)
         with pytest.raises(TypeError, match=r"'weight' is torch\.complex64"):
             ByteGrad(nn.Linear(3, 3, dtype=torch.complex64), communicator=communicator)
-        algorithm = ByteGrad(nn.Linear(3, 3, dtype=torch.float64), communicator=communicator)
-        loss = algorithm(torch.ones(1, 3, dtype=torch.float64)).sum()
-        with pytest.raises(TypeError, match=r"float32, float16, bfloat16, got torch\.float64"):
-            loss.backward()
 
     run_ranks(2, rank)
+
+
+def test_float64_is_exact() -> None:
+    """No codec takes it, and whoever computes in it wants it all."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        algorithm = ByteGrad(nn.Linear(3, 3, dtype=torch.float64), communicator=communicator)
+        algorithm(torch.full((1, 3), 1.0 + communicator.rank, dtype=torch.float64)).sum().backward()
+        return algorithm.module.weight.grad
+
+    for grad in run_ranks(2, rank):
+        assert (grad == 1.5).all()
 
 
 def test_optimizer_state_becomes_rank_0s() -> None:
@@ -192,7 +202,7 @@ class TestPartition:
             Bucket([torch.empty(3), torch.empty(3, dtype=torch.float16)], align=1)
 
     def test_alignment_and_gaps(self) -> None:
-        bucket = Bucket([torch.empty(3), torch.empty(2, 4)], align=8, exact=2)
+        bucket = Bucket([torch.empty(3), torch.empty(2, 4)], align=8, flags=2)
         assert bucket.flat.numel() == 16
         assert bucket.whole.numel() == 18
         assert [v.storage_offset() for v in bucket.views] == [0, 8]

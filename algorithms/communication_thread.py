@@ -1,0 +1,122 @@
+"""The thread that exchanges buckets beside training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from bagua_kernels.algorithms.rows import Rows
+from bagua_kernels.bucket import Bucket
+
+Exchange = Callable[[Bucket | Rows, int], None]
+
+
+@dataclass
+class Task:
+    """One exchange of one bucket, handed to the communication thread.
+
+    Attributes:
+        bucket: what to exchange.
+        step: number of the backward pass it belongs to.
+        done: set when the exchange has ended, well or not.
+        error: what went wrong.
+        seconds: how long the exchange took on the communication thread.
+        ready: on a GPU, recorded when the gradients are in the bucket.
+        finished: on a GPU, recorded when the averages are.
+        label: what profilers call it.
+    """
+
+    bucket: Bucket | Rows
+    step: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    seconds: float = 0.0
+    ready: torch.cuda.Event | None = None
+    finished: torch.cuda.Event | None = None
+    label: str = "bagua_kernels exchange"
+
+
+class CommunicationThread:
+    """Runs exchanges one after the other, in the order they are given, beside the training thread.
+
+    One thread and one order mean that all ranks start their collectives in the same order, without which collectives of
+    different buckets would meet.
+    """
+
+    def __init__(self, exchange: Exchange, device: torch.device, name: str) -> None:
+        """Starts the thread, which ends with this object.
+
+        Args:
+            exchange: what to do with each bucket: a method, of whose object the thread keeps no reference.
+            device: of the buckets.
+            name: of the algorithm, for profilers.
+        """
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # A reference from the thread to the algorithm, or to `self`, would keep all of them alive for ever.
+        thread = threading.Thread(
+            target=_work,
+            args=(self._tasks, weakref.WeakMethod(exchange), device),
+            name="bagua_kernels communication",
+            daemon=True,
+        )
+        thread.start()
+        self.close = weakref.finalize(self, _end_thread, self._tasks, thread)
+
+    def start(self, bucket: Bucket | Rows, step: int) -> Task:
+        """Queues an exchange of a bucket whose gradients are in place on the current stream."""
+        task = Task(bucket, step, label=f"bagua_kernels {self._name}, bucket {bucket.index}")
+        if bucket.whole.is_cuda:
+            task.ready = torch.cuda.Event()
+            task.ready.record(torch.cuda.current_stream(bucket.whole.device))
+        self._tasks.put(task)
+        return task
+
+
+def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+    """Ends the thread and waits for it: a thread that outlives the interpreter ends the process with an abort."""
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        # An exchange that hangs is released by its communicator, at the latest when that is shut down.
+        thread.join(timeout=10.0)
+
+
+def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Exchange], device: torch.device) -> None:
+    stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    failure: BaseException | None = None
+    while (task := tasks.get()) is not None:
+        begin = time.perf_counter()
+        try:
+            # After one failure the ranks no longer agree on what comes next.
+            if failure is not None:
+                raise failure
+            _run(task, exchange(), stream)
+        except BaseException as error:
+            task.error = failure = error
+        finally:
+            task.seconds = time.perf_counter() - begin
+            task.done.set()
+        # Waiting for the next task must not keep this one's tensors alive.
+        del task
+
+
+def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None) -> None:
+    if exchange is None:
+        raise RuntimeError(
+            "the algorithm was deleted while its gradients were exchanged; keep it until backward has ended"
+        )
+    if stream is None or task.ready is None:
+        with torch.profiler.record_function(task.label):
+            exchange(task.bucket, task.step)
+        return
+    with torch.cuda.stream(stream), torch.profiler.record_function(task.label), torch.cuda.nvtx.range(task.label):
+        stream.wait_event(task.ready)
+        exchange(task.bucket, task.step)
+        task.finished = torch.cuda.Event()
+        task.finished.record(stream)

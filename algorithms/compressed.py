@@ -1,0 +1,176 @@
+"""Gradient averaging through any codec: what most algorithms of this package are special cases of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.guard import Guard, Sample, answer
+from bagua_kernels.algorithms.plan import Encoding, Plan, Schedule
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.vectors import Named, gather, scatter
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import ReduceOp
+from bagua_kernels.comm.compressed import AllReduce, all_reduce_for
+from bagua_kernels.compression import Codec, Contractive, fold_seed
+
+# For codecs of few bits, or few elements. They would starve small tensors: blocks are filled up with zeros, which make the mean
+# magnitude of a block smaller, and what is largest in a bucket is seldom in a bias.
+LARGE_MATRICES: dict[str, Any] = {"exact": "1d", "min_numel": 512}
+
+
+@register
+class CompressedAllReduce(Algorithm):
+    """Synchronous data parallelism with gradients that travel as a codec's payloads.
+
+    For each bucket of gradients, in the order in which backward completes them:
+
+    1. In the first `warmup_steps` steps, average it without compression, as `GradientAllReduce` does.
+    2. With error feedback, add what this rank's earlier payloads of it lacked (Karimireddy et al., ICML 2019, algorithm 2).
+    3. Average it by the all-reduce that suits the codec (`bagua_kernels.comm.compressed.all_reduce_for`): in two passes over
+       the chunks' owners for dense codecs (BAGUA, VLDB 2022, section 3.1), by all-gather for sparse ones, and by the
+       network's own sum for linear ones. Owners keep what the encoded mean lacks, too (DoubleSqueeze, Tang et al., ICML 2019).
+    4. Keep what was lacking; give everyone the same bits.
+
+    Parameters that are `exact` travel uncompressed behind the payload of their bucket.
+    """
+
+    name = "compressed"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        codec: Encoding = "minmax_uint8",
+        error_feedback: bool | None = None,
+        owner_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        groups: Mapping[str, Encoding] | None = None,
+        exact: str | tuple[str, ...] | list[str] = (),
+        min_numel: int = 0,
+        seed: int = 0,
+        guard: Guard | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
+
+        Args:
+            module: as for `Algorithm`.
+            optimizer: as for `Algorithm`.
+            codec: a codec, its spec, or codecs by the step from which on they are used: `{0: "minmax_uint8", 1000:
+                "minmax_uint4"}`. None stands for no compression.
+            error_feedback: whether each rank keeps what its payloads lack; by default where the codec is biased.
+            owner_feedback: whether the owners of chunks do; by default as `error_feedback`.
+            warmup_steps: steps without compression at the beginning.
+            groups: other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`.
+            exact: patterns of names of parameters to average without compression; "1d" for all biases and norms.
+            min_numel: parameters with fewer elements are exact too.
+            seed: of random numbers.
+            guard: looks now and then how much is lost; `stats().errors` tells.
+            **arguments: as for `Algorithm`.
+
+        Raises:
+            TypeError: a codec is none.
+            ValueError: a spec or a number does not fit, or as for `Algorithm`.
+        """
+        self.plan = Plan.make(codec, warmup_steps, groups, exact, min_numel)
+        self.error_feedback = error_feedback
+        self.owner_feedback = owner_feedback
+        self.seed = seed
+        self.guard = guard
+        self._errors: dict[str, float] = {}
+        self._instead: dict[Hashable, Codec | None] = {}
+        self._all_reduces: dict[int, AllReduce] = {}
+        self._recalled: dict[int, Mapping[str, torch.Tensor]] = {}
+        super().__init__(module, optimizer, **arguments)
+
+    @property
+    def alignment(self) -> int:
+        """A block never spans two tensors."""
+        return self.plan.alignment()
+
+    def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
+        """See `Algorithm.place`."""
+        return self.plan.place(name, parameter)
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        """See `Algorithm.exchange`."""
+        codec = self.codec_at(bucket, step)
+        if codec is None or not bucket.flat.numel():
+            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            return
+        sample = None
+        if self.guard is not None and (step + bucket.index) % self.guard.every == 0:
+            sample = Sample(bucket, self._communicator)
+        self._all_reduce(bucket, codec)(bucket.flat, bucket.exact, seed=fold_seed(self.seed, step, bucket.index))
+        if self.guard is not None and sample is not None:
+            error, errors = sample.errors(bucket)
+            self._errors.update(errors)
+            then = answer(self.guard, codec, bucket, error)
+            if then != codec:
+                self._instead[bucket.kind] = then
+
+    def codec_at(self, bucket: Bucket, step: int) -> Codec | None:
+        """What encodes a bucket in a step; None if nothing does."""
+        assert isinstance(bucket.kind, Schedule)
+        planned = bucket.kind.at(step)
+        # What the guard decided holds on, but a warm-up stays one.
+        return self._instead.get(bucket.kind, planned) if planned is not None else None
+
+    def errors(self) -> dict[str, float]:
+        """See `Algorithm.errors`."""
+        return dict(self._errors)
+
+    def _all_reduce(self, bucket: Bucket, codec: Codec) -> AllReduce:
+        """The bucket's all-reduce, which goes on with the residuals of the codec before; collective when the codec changes."""
+        found = self._all_reduces.get(bucket.index)
+        if found is not None and found.codec == codec:
+            return found
+        vectors = found.vectors() if found is not None else self._recalled.pop(bucket.index, {})
+        lossy = isinstance(codec.bias, Contractive) and codec.bias.delta < 1
+        feedback = lossy if self.error_feedback is None else self.error_feedback
+        made = all_reduce_for(
+            codec,
+            self._communicator,
+            bucket.flat.numel(),
+            bucket.exact.numel(),
+            bucket.whole.dtype,
+            worker_residual=feedback,
+            owner_residual=feedback if self.owner_feedback is None else self.owner_feedback,
+        )
+        self._all_reduces[bucket.index] = made
+        if vectors:
+            made.load_vectors(vectors)
+        return made
+
+    def remembered(self, bucket: Bucket) -> dict[str, Named]:
+        """The residuals; see `Algorithm.remembered`."""
+        found = self._all_reduces.get(bucket.index)
+        vectors = self._recalled.get(bucket.index, {}) if found is None else found.vectors()
+        return {key: scatter(bucket, vector) for key, vector in vectors.items()}
+
+    def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
+        """See `Algorithm.remember`."""
+        self._all_reduces.pop(bucket.index, None)
+        self._recalled[bucket.index] = {
+            key: gather(bucket, vectors[key]) for key in ("worker", "owner") if key in vectors
+        }
+
+    def decisions(self) -> list[Any]:
+        """What the guard decided; see `Algorithm.decisions`."""
+        return list(self._instead.items())
+
+    def take_decisions(self, decisions: list[Any]) -> None:
+        """See `Algorithm.take_decisions`."""
+        self._instead = dict(decisions)
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        norms = [r.norm() for a in self._all_reduces.values() for r in a.residuals().values() if r is not None]
+        norms += [vector.norm() for vectors in self._recalled.values() for vector in vectors.values()]
+        return math.sqrt(math.fsum(float(norm) ** 2 for norm in norms))

@@ -1,0 +1,118 @@
+"""Which codec encodes the gradients of which parameter at which step."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bagua_kernels.compression import Codec, from_spec
+
+Encoding = Codec | str | Mapping[int, Codec | str] | None
+EXACT_DTYPES = (torch.float64,)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Codecs by step.
+
+    Attributes:
+        starts: the steps from which on each codec is used, ascending, the first of them 0; None stands for no compression.
+    """
+
+    starts: tuple[tuple[int, Codec | None], ...]
+
+    def at(self, step: int) -> Codec | None:
+        """The codec of a step."""
+        return next(codec for start, codec in reversed(self.starts) if start <= step)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """All of them."""
+        return [codec for _, codec in self.starts if codec is not None]
+
+
+def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
+    """Makes a schedule.
+
+    Args:
+        encoding: a codec, its spec, None, or any of these by the step from which on it is used.
+        warmup_steps: steps without compression at the beginning.
+
+    Raises:
+        ValueError: a step is negative, a spec is none, or `warmup_steps` is negative.
+        TypeError: what should be a codec is none.
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}")
+    given = dict(encoding) if isinstance(encoding, Mapping) else {0: encoding}
+    for start in given:
+        if not isinstance(start, int) or start < 0:
+            raise ValueError(f"codecs are given by the step from which on they are used, 0 or more, got {start!r}")
+    codecs = {start: _codec(given[start]) for start in sorted(given)}
+    starts: dict[int, Codec | None] = {0: None}
+    for start, codec in codecs.items():
+        starts[max(start, warmup_steps)] = codec
+    if len(starts) > 1 and min(codecs) <= 0 and not warmup_steps:
+        starts[0] = codecs[0]
+    return Schedule(tuple(sorted(starts.items(), key=lambda item: item[0])))
+
+
+def _codec(given: Codec | str | None) -> Codec | None:
+    if isinstance(given, str):
+        return from_spec(given)
+    if given is not None and not isinstance(given, Codec):
+        raise TypeError(f"expected a codec, the spec of one, or None, got {given!r}")
+    return given
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each parameter's gradient is sent.
+
+    Attributes:
+        default: of most parameters.
+        groups: patterns of parameters' names, as in file names, and the schedule of those that match; the first match counts.
+        exact: patterns of the names of parameters that are averaged without compression in the same message; "1d" stands for
+            all that have fewer than two dimensions.
+        min_numel: parameters with fewer elements are exact too.
+    """
+
+    default: Schedule
+    groups: tuple[tuple[str, Schedule], ...] = ()
+    exact: tuple[str, ...] = ()
+    min_numel: int = 0
+
+    @classmethod
+    def make(
+        cls,
+        encoding: Encoding,
+        warmup_steps: int = 0,
+        groups: Mapping[str, Encoding] | None = None,
+        exact: str | tuple[str, ...] | list[str] = (),
+        min_numel: int = 0,
+    ) -> Plan:
+        """Makes a plan of what a user writes; errors as of `schedule`."""
+        return cls(
+            schedule(encoding, warmup_steps),
+            tuple((pattern, schedule(codec, warmup_steps)) for pattern, codec in (groups or {}).items()),
+            (exact,) if isinstance(exact, str) else tuple(exact),
+            min_numel,
+        )
+
+    def place(self, name: str, parameter: torch.Tensor) -> tuple[Schedule, bool]:
+        """Returns a parameter's schedule, and whether it is exact."""
+        found = next((s for pattern, s in self.groups if fnmatch.fnmatchcase(name, pattern)), self.default)
+        exact = (
+            parameter.dtype in EXACT_DTYPES
+            or parameter.numel() < self.min_numel
+            or any((p == "1d" and parameter.dim() < 2) or fnmatch.fnmatchcase(name, p) for p in self.exact)
+        )
+        return found, exact
+
+    def alignment(self, of: Callable[[Codec], int] = lambda codec: codec.block) -> int:
+        """The least number of elements that whole blocks of all its codecs make up; blocks are powers of two."""
+        schedules = [self.default, *(s for _, s in self.groups)]
+        return max((of(codec) for s in schedules for codec in s.codecs), default=1)

@@ -1,0 +1,127 @@
+"""PowerSGD: gradients travel as two thin factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from bagua_kernels import compression
+from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.plan import EXACT_DTYPES
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.vectors import Named
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import ReduceOp
+
+
+@register
+class PowerSGD(Algorithm):
+    """Low-rank gradient compression with error feedback (Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2).
+
+    For each bucket of gradients, in the order in which backward completes them:
+
+    1. In the first `start_step` steps, average it as it is: early gradients are not of low rank.
+    2. Add each matrix's residual: M. Multiply by its right factor, P = M Q, and average P over the ranks, and in the same
+       message all tensors that are not compressed.
+    3. Make P's columns orthonormal. Q = M^T P; average Q.
+    4. The gradient is P Q^T, the same on all ranks; the residual is this rank's M less that.
+
+    Buckets follow one another, so that backward overlaps with all but the last; in each, two messages.
+    """
+
+    name = "powersgd"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        rank: int = 1,
+        start_step: int = 0,
+        min_compression: float = 2.0,
+        warm_start: bool = True,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
+
+        Args:
+            module: as for `Algorithm`.
+            optimizer: as for `Algorithm`.
+            rank: columns of a factor; 1 to 4.
+            start_step: steps without compression at the beginning.
+            min_compression: a matrix is compressed if its factors are so many times smaller than itself.
+            warm_start: begin each step with the right factors of the last.
+            seed: of the first right factors.
+            **arguments: as for `Algorithm`.
+
+        Raises:
+            ValueError: a number is out of its range, or as for `Algorithm`.
+        """
+        if start_step < 0:
+            raise ValueError(f"start_step must be 0 or more, got {start_step}")
+        self.config = compression.PowerSGD(rank, seed, min_compression, warm_start)
+        self.start_step = start_step
+        self._states: dict[int, compression.LowRank] = {}
+        super().__init__(module, optimizer, **arguments)
+
+    def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
+        """See `Algorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""
+        return None, parameter.dim() < 2 or not parameter.numel() or parameter.dtype in EXACT_DTYPES
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        """See `Algorithm.exchange`."""
+        state = self._state(bucket)
+        if step < self.start_step or len(state.dense) == len(bucket.views):
+            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            return
+        dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
+        left = state.left(bucket.views)
+        together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
+        self._communicator.all_reduce(together, ReduceOp.AVG).wait()
+        means = together[left.numel() :].split([view.numel() for view in dense])
+        right = state.right(together[: left.numel()])
+        self._communicator.all_reduce(right, ReduceOp.AVG).wait()
+        state.finish(right, bucket.views)
+        for view, mean in zip(dense, means, strict=True):
+            view.copy_(mean.view(view.shape))
+
+    def _state(self, bucket: Bucket) -> compression.LowRank:
+        if bucket.index not in self._states:
+            end = bucket.flat.numel()
+            # What has one dimension stays dense.
+            shapes = [
+                view.shape if span.stop <= end else torch.Size([view.numel()])
+                for view, span in zip(bucket.views, bucket.spans, strict=True)
+            ]
+            self._states[bucket.index] = self.config.start(shapes, bucket.names, device=bucket.whole.device)
+        return self._states[bucket.index]
+
+    def remembered(self, bucket: Bucket) -> dict[str, Named]:
+        """Residuals, right factors, and how many steps they have seen; see `Algorithm.remembered`."""
+        state = self._state(bucket).state_dict()
+        steps = {name: torch.tensor(float(state["step"])) for name in state["residuals"]}
+        return {"residual": state["residuals"], "right": state["rights"], "compressed_steps": steps}
+
+    def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
+        """See `Algorithm.remember`."""
+        self._states.pop(bucket.index, None)
+        state = self._state(bucket)
+        own = state.state_dict()
+        names = list(own["residuals"])
+        if names and all(name in vectors.get("residual", {}) for name in names):
+            state.load_state_dict(
+                {
+                    "step": int(vectors["compressed_steps"][names[0]]),
+                    "residuals": {name: vectors["residual"][name] for name in names},
+                    "rights": {name: vectors["right"][name] for name in names},
+                }
+            )
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        residuals = [r for state in self._states.values() for r in state.state_dict()["residuals"].values()]
+        return math.sqrt(math.fsum(float(r.norm()) ** 2 for r in residuals))

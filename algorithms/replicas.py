@@ -1,0 +1,76 @@
+"""Makes the replicas of a module equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from bagua_kernels.comm import Communicator
+
+_TOGETHER = 64 << 20  # bytes in one message
+
+
+def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
+    """Raises unless a module has the same parameters and buffers on all ranks, on the communicator's device."""
+    for name, parameter in module.named_parameters():
+        if parameter.device != communicator.device:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise TypeError(
+                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point"
+            )
+    state = [*module.named_parameters(), *module.named_buffers()]
+    own = [f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}" for name, t in state]
+    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    if len(set(communicator.all_gather_object(digest))) == 1:
+        return
+    everyone: list[list[str]] = communicator.all_gather_object(own)
+    for rank, theirs in enumerate(everyone):
+        for here, there in zip(everyone[0], theirs, strict=False):
+            if here != there:
+                raise ValueError(f"modules differ between ranks: rank 0 has {here!r} where rank {rank} has {there!r}")
+        if len(everyone[0]) != len(theirs):
+            raise ValueError(
+                f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
+            )
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
+    """The weights of embeddings that make sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {part.weight for part in module.modules() if isinstance(part, kinds) and part.sparse}
+
+
+def synchronize(tensors: Sequence[torch.Tensor], communicator: Communicator, src: int = 0) -> None:
+    """Overwrites tensors with those of rank `src`, bit for bit, many in one message.
+
+    Bytes are sent, not numbers: that serves every dtype and keeps NaN payloads and signs of zeros.
+    """
+    pending: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        pending.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _TOGETHER:
+            _broadcast_together(pending, communicator, src)
+            pending, size = [], 0
+    if size:
+        _broadcast_together(pending, communicator, src)
+
+
+@torch.no_grad()
+def _broadcast_together(tensors: Sequence[torch.Tensor], communicator: Communicator, src: int) -> None:
+    parts = [_bytes(tensor) for tensor in tensors]
+    together = torch.cat(parts)
+    communicator.broadcast(together, src).wait()
+    for tensor, part in zip(tensors, together.split([p.numel() for p in parts]), strict=True):
+        # An odd number of bytes before it may leave the part unaligned for the tensor's dtype; a clone is aligned.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

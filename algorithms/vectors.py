@@ -1,0 +1,58 @@
+"""Vectors like a bucket's, taken apart into one tensor a parameter and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from bagua_kernels.bucket import Bucket
+
+Named = Mapping[str, torch.Tensor]
+
+_GAP = " (gap)"
+
+
+def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns each tensor's share of a vector like `bucket.flat`, flat; none of tensors in the exact part.
+
+    A codec turns the zeros of a gap into something else, so that something is remembered of gaps too.
+    """
+    return {name: vector[span].clone() for name, span in _shares(bucket) if span.start < span.stop <= vector.numel()}
+
+
+def gather(bucket: Bucket, named: Named) -> torch.Tensor:
+    """Undoes `scatter`, for a bucket of any tensors; what is lacking is zero.
+
+    Raises:
+        ValueError: a tensor has another number of elements than its parameter.
+    """
+    vector = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.flat.device)
+    for name, span in _shares(bucket):
+        if span.stop > vector.numel() or name not in named:
+            continue
+        count = span.stop - span.start
+        if named[name].numel() == count:
+            vector[span] = named[name].view(-1).to(vector)
+        elif not name.endswith(_GAP):  # which are other ones where blocks are
+            raise ValueError(
+                f"what is remembered of {name!r} has {named[name].numel()} elements, the parameter {count}"
+            )
+    return vector
+
+
+def _shares(bucket: Bucket) -> Iterator[tuple[str, slice]]:
+    for name, span, gap in zip(bucket.names, bucket.spans, bucket.gaps, strict=True):
+        yield name, span
+        yield name + _GAP, slice(span.stop, span.stop + gap.numel())
+
+
+def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The mean of what several ranks remember, by keys and names; one rank's own is returned bit for bit."""
+    if len(several) == 1:
+        return {key: dict(named) for key, named in several[0].items()}
+    keys = {key: set(named) for one in several for key, named in one.items()}
+    return {
+        key: {name: torch.stack([one[key][name].double() for one in several]).mean(0).float() for name in sorted(names)}
+        for key, names in keys.items()
+    }
