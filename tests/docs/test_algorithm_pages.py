@@ -1,0 +1,173 @@
+"""What docs/algorithms says: every algorithm has a page, its example runs, and tables are those of the code."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import threading
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bagua_kernels import algorithms, comm
+from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names, registry
+from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression import Contractive
+
+FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
+INDEX = (FOLDER / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md")) if path.name != "README.md"}
+ROW = re.compile(r"^\| \[`(?P<name>\w+)`\]\((?P<page>[\w-]+\.md)\) \|(?P<cells>.*)\|$", re.MULTILINE)
+# By the algorithm's name: its page, and the other columns.
+ROWS = {
+    row["name"]: (row["page"], [cell.strip(" `") for cell in row["cells"].split("|")]) for row in ROW.finditer(INDEX)
+}
+# What is registered may be described later.
+LATER = {"qadam", "onebit_adam"}
+BLOCKS = [(name, i, code) for name, text in [("README.md", INDEX), *PAGES.items()]
+          for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))]  # fmt: skip
+
+every_row = pytest.mark.parametrize("name", ROWS)
+
+
+def make_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.ReLU(), nn.Linear(40, 5))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.45)
+    return net
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rank 1 has one batch more where a page says that this is allowed, and others than rank 0."""
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(8, 24, generator=generator), torch.arange(8) % 5) for _ in range(4)]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Makes `comm.init` and the like those of the thread that calls them."""
+    here = threading.local()
+    monkeypatch.setattr(comm, "init", lambda: here.communicator)
+    monkeypatch.setattr(comm, "world", lambda: here.communicator)
+    monkeypatch.setattr(comm, "device", lambda: here.communicator.device)
+    return here
+
+
+def run(code: CodeType, communicator: Communicator, here: threading.local) -> dict[str, Any]:
+    here.communicator = communicator
+    loader = batches(communicator.rank)
+    if "join" in code.co_names:
+        loader = loader[: 3 + communicator.rank]
+    given: dict[str, Any] = {"torch": torch, "F": F, "net": make_net(), "loader": loader, "print": lambda *_: None}
+    exec(code, given)
+    return given
+
+
+@pytest.mark.parametrize(("page", "number", "source"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS])
+def test_code_runs_on_two_ranks(page: str, number: int, source: str, ranks: threading.local) -> None:
+    code = compile(source, page, "exec")
+
+    def rank(communicator: Communicator) -> tuple[list[torch.Tensor], Algorithm]:
+        model = run(code, communicator, ranks)["model"]
+        assert isinstance(model, Algorithm)
+        if "backward" in source:
+            stats = model.stats()
+            assert stats.steps == 4
+            assert stats.bytes_sent > 0 or "switch_to" in source
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        if "optimizer.step" in source:
+            changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), make_net().parameters(), strict=True)]
+            assert all(changed)
+        return [p.detach().clone() for p in model.parameters()], model
+
+    (first, model), (second, _) = run_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    if page in PAGES:
+        assert {row_page for row_page, cells in ROWS.values() if cells[0] == type(model).__name__} == {page}
+
+
+def test_index_has_every_algorithm_and_no_other() -> None:
+    assert set(ROWS) - LATER == set(names()) - LATER
+    assert sorted(page for page, _ in ROWS.values()) == sorted(PAGES)
+
+
+def test_pages_are_short_and_begin_alike() -> None:
+    for name, text in PAGES.items():
+        lines = text.splitlines()
+        assert len(lines) <= 60, name
+        assert [line for line in lines if line.startswith("## ")] == [
+            "## Steps", "## Options", "## Example", "## When", "## Source"
+        ], name  # fmt: skip
+        assert sum(page == name for page, _, _ in BLOCKS) == 1, name
+
+
+@every_row
+def test_page_names_the_algorithm_and_its_class(name: str) -> None:
+    page, (cls, *_) = ROWS[name]
+    assert PAGES[page].startswith(f"# {cls}\n\n`{name}`")
+    assert getattr(algorithms, cls) is registry._algorithms[name]
+
+
+def test_links_lead_somewhere() -> None:
+    for name, text in [("README.md", INDEX), *PAGES.items()]:
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            path, _, anchor = target.partition("#")
+            found = FOLDER / (path or name)
+            assert found.exists(), f"{name}: {target}"
+            if anchor:
+                heads = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-"))
+                         for h in re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)}  # fmt: skip
+                assert anchor in heads or f'id="{anchor}"' in found.read_text(), f"{name}: {target}"
+
+
+def options(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", text, re.MULTILINE))
+
+
+def arguments(make: FunctionType) -> dict[str, str]:
+    """The options of a constructor and the text of their defaults."""
+    found = inspect.signature(make).parameters.values()
+    return {p.name: repr(p.default) for p in found if p.kind is p.KEYWORD_ONLY}
+
+
+@every_row
+def test_options_are_those_of_the_constructor(name: str) -> None:
+    page, _ = ROWS[name]
+    assert options(PAGES[page]) == arguments(vars(registry._algorithms[name])["__init__"])
+
+
+def test_options_of_all() -> None:
+    assert options(INDEX) == {"optimizer": "None", **arguments(vars(Algorithm)["__init__"])}
+
+
+@every_row
+def test_index_says_what_the_codec_says(name: str) -> None:
+    _, (cls, size, sent, bias, feedback, when) = ROWS[name]
+    found = registry._algorithms[name]
+    assert when
+    if not issubclass(found, CompressedAllReduce):
+        return
+
+    def rank(communicator: Communicator) -> Algorithm:
+        return found(copy.deepcopy(make_net()), communicator=communicator)
+
+    (algorithm,) = run_ranks(1, rank)
+    assert isinstance(algorithm, CompressedAllReduce)
+    codec = algorithm.plan.default.at(10**9)
+    assert codec is not None
+    assert size == f"{codec.payload_size(10**6) / 10**6:.3f}"
+    gathered = name in ("topk", "dgc")
+    assert sent == ("by the codec" if name == "compressed" else "b (P-1)" if gathered else "2 b (P-1)/P")
+    biased = isinstance(codec.bias, Contractive)
+    # TernGrad clips.
+    assert bias == ("biased" if biased or name == "terngrad" else "unbiased")
+    kept = biased if algorithm.error_feedback is None else algorithm.error_feedback
+    assert feedback == ("yes" if kept else "no")
