@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bagua_kernels.compression import _numba_cpu_low_rank
 from bagua_kernels.compression.codec import MASK, fold_seed
 from bagua_kernels.compression.orthonormal import finite, gaussian, name_number, orthonormalize, power_of_two
 
@@ -160,10 +161,19 @@ class LowRank:
         """
         self._check_tensors("tensors", tensors)
         for s in self._stacks:
+            # A column that became zero would stay zero whatever gradients come.
+            right = torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept)
+            given = [tensors[m.place] for m in s.matrices]
+            if _numba_cpu_low_rank.suits(s.total, given):
+                for i, gradient in enumerate(given):
+                    if not _numba_cpu_low_rank.project(
+                        s.total[i], s.residual[i], gradient.reshape(s.total[i].shape), right[i], s.left[i]
+                    ):
+                        s.left[i] = math.nan
+                continue
             for m, total, residual in zip(s.matrices, s.total, s.residual, strict=True):
                 torch.add(residual.view(m.shape), tensors[m.place], out=total.view(m.shape))
-            # A column that became zero would stay zero whatever gradients come.
-            torch.bmm(s.total, torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept), out=s.left)
+            torch.bmm(s.total, right, out=s.left)
             # The product alone would not do: a library may skip what it would multiply by zero.
             s.left.masked_fill_(~finite(s.total), math.nan)
         self._next = "right"
@@ -184,7 +194,8 @@ class LowRank:
         for factors in self._factors:
             orthonormalize(factors)
         for s in self._stacks:
-            torch.bmm(s.total.transpose(1, 2), s.left, out=s.right)
+            # Transposing the thin factors instead of the matrices is three times as fast on a CPU.
+            s.right.copy_(torch.bmm(s.left.transpose(1, 2), s.total).transpose(1, 2))
         self._next = "finish"
         return self._right
 
@@ -201,7 +212,24 @@ class LowRank:
         """
         self._check_tensors("out", out)
         self._take("finish", right, self._right)
-        for s in self._stacks:
+        for place, s in enumerate(self._stacks):
+            into = [out[m.place] for m in s.matrices]
+            if _numba_cpu_low_rank.suits(s.total, into):
+                kept = []
+                for i, tensor in enumerate(into):
+                    dense = tensor if tensor.is_contiguous() else self._scratch[0, : tensor.numel()]
+                    kept.append(
+                        _numba_cpu_low_rank.approximate(s.total[i], s.left[i], s.right[i], dense.view(s.total[i].shape))
+                    )
+                    if dense is not tensor:
+                        tensor.copy_(dense.view(tensor.shape))
+                if all(kept):
+                    self._stacks[place] = s._replace(total=s.residual, residual=s.total)
+                else:
+                    for i in (i for i, good in enumerate(kept) if good):
+                        s.residual[i] = s.total[i]
+                self._keep(s)
+                continue
             for i, m in enumerate(s.matrices):
                 total, p, q = s.total[i], s.left[i].unsqueeze(2), s.right[i]
                 # Column by column instead of a matrix product, whose rounding differs between libraries and devices.
@@ -212,14 +240,17 @@ class LowRank:
                 out[m.place].copy_(approximation.view(m.shape))
                 total.view(m.shape).sub_(out[m.place])
             torch.where(finite(s.total), s.total, s.residual, out=s.residual)
-            if self.config.warm_start:
-                # Only the direction of a column counts; its length, that of a gradient, could overflow the next product.
-                good = finite(s.left) & finite(s.right)
-                torch.where(good, s.right / power_of_two(s.right), s.kept, out=s.kept)
+            self._keep(s)
         self.step += 1
         self._next = "left"
         if not self.config.warm_start:
             self._draw()
+
+    def _keep(self, s: _Stack) -> None:
+        if self.config.warm_start:
+            # Only the direction of a column counts; its length, that of a gradient, could overflow the next product.
+            good = finite(s.left) & finite(s.right)
+            torch.where(good, s.right / power_of_two(s.right), s.kept, out=s.kept)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the step, and by name of the residuals, which differ from rank to rank, and of the right factors."""
