@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ class Stats:
     """What an algorithm has done since it was made, on this rank.
 
     Attributes:
-        steps: backward passes whose gradients were exchanged.
+        steps: backward passes whose gradients were exchanged; a rank alone exchanges none.
         bytes_sent: bytes put on the wire for gradients and buffers.
         wait_seconds: time that training waited for communication at the end of backward passes.
         exchange_seconds: time that the communication thread was busy, most of it beside backward.
@@ -93,6 +94,7 @@ class Algorithm(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._engine: Engine | None = None
         self._weighted = self._joining = False
+        self._steps_alone = 0
         self._world = comm.world() if communicator is None else communicator
         self._communicator = self._world.duplicate()
         self._setup_bytes = 0
@@ -284,7 +286,7 @@ class Algorithm(torch.nn.Module):
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
-        counters = Counters() if self._engine is None else self._engine.counters
+        counters = Counters(self._steps_alone) if self._engine is None else self._engine.counters
         sent = self._communicator.bytes_sent - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds
         return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors())
@@ -330,6 +332,13 @@ class Algorithm(torch.nn.Module):
                     f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
                 )
         if self._engine is None:
+            self._steps_alone = int(states[0]["steps"])
+            if any(named for one in states for named in one["vectors"].values()):
+                warnings.warn(
+                    "one rank alone exchanges nothing, so that what the ranks of the saved state remembered is dropped",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return
         positions = {member.name: position for position, member in enumerate(self._engine.members)}
         if states[0]["order"] and set(states[0]["order"]) != set(positions):

@@ -102,6 +102,8 @@ class CompressedAllReduce(Algorithm):
         """See `Algorithm.exchange`."""
         codec = self.codec_at(bucket, step)
         if codec is None or not bucket.flat.numel():
+            found = self._all_reduces.pop(bucket.index, None)
+            self._hand_over(bucket, self._recalled.pop(bucket.index, {}) if found is None else found.vectors(), set())
             self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         sample = None
@@ -146,7 +148,14 @@ class CompressedAllReduce(Algorithm):
         self._all_reduces[bucket.index] = made
         if vectors:
             made.load_vectors(vectors)
+            self._hand_over(bucket, vectors, {key for key, kept in made.residuals().items() if kept is not None})
         return made
+
+    def _hand_over(self, bucket: Bucket, vectors: Mapping[str, torch.Tensor], kept: set[str]) -> None:
+        """Adds residuals to the gradient for which the next all-reduce has no place."""
+        for key in sorted(vectors.keys() - kept):
+            # The mean of what workers lack is to come yet; the owners' is the same here on all ranks, as is its mean.
+            bucket.flat.add_(vectors[key])
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """The residuals; see `Algorithm.remembered`."""

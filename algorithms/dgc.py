@@ -12,6 +12,7 @@ from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllRed
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.compression import Codec
 
 
 @register
@@ -25,7 +26,8 @@ class DGC(CompressedAllReduce):
     3. Send the `ratio` of elements of v that are largest in magnitude; everyone adds up everyone's.
     4. Set v to zero where it was sent, and u too (momentum factor masking, section 3.3): it is stale there.
 
-    What arrives already contains the momentum, so the optimizer is SGD without. In the first steps the ratio falls from a
+    Tensors that are exact are averaged as they are, and get their momentum then. What arrives already contains the momentum, so
+    the optimizer is SGD without. In the first steps the ratio falls from a
     quarter, as `warmup` says, since early gradients change fast. Masking at a high ratio undoes momentum: at 10 % it trains
     slower than dense SGD.
     """
@@ -82,27 +84,38 @@ class DGC(CompressedAllReduce):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
-        g, m = bucket.flat, self.momentum
+        n = bucket.flat.numel()
+        codec = self.codec_at(bucket, step) if n else None
         if self.clip is not None:
             most = self.clip / self._communicator.size**0.5
-            for view, span in zip(bucket.views, bucket.spans, strict=True):
-                if span.stop <= g.numel():
-                    view.mul_((most / view.float().norm()).clamp(max=1.0))
-        u, finite = self._velocity(bucket), g.isfinite()
+            for view in bucket.views:
+                view.mul_((most / view.float().norm()).clamp(max=1.0))
+        velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
+        self._move(velocity[:n], bucket.flat)
+        before = None if codec is None or not self.masking else self._residual(bucket, codec) + bucket.flat
+        super().exchange(bucket, step)
+        # These were averaged without memory, so that momentum may as well come afterwards.
+        self._move(velocity[n:], exact)
+        if codec is not None and before is not None:
+            sent = (before != 0) & (self._residual(bucket, codec) == 0)
+            velocity[:n].masked_fill_(sent, 0.0)
+
+    def _move(self, u: torch.Tensor, g: torch.Tensor) -> None:
+        """Momentum correction: updates the velocity, and replaces the gradient by what it moves parameters by."""
         # What is not finite goes to everyone and is not kept: it would stay in the velocity for ever.
-        moved = (u + g).mul_(m) if self.nesterov else (u * m).add_(g)
+        finite = g.isfinite()
+        moved = (u + g).mul_(self.momentum) if self.nesterov else (u * self.momentum).add_(g)
         torch.where(finite, moved, u, out=u)
         g.copy_(torch.where(finite, u + g if self.nesterov else u, g))
-        super().exchange(bucket, step)
-        codec = self.codec_at(bucket, step)
-        if self.masking and codec is not None and g.numel():
-            residual = self._all_reduce(bucket, codec).residuals()["worker"]
-            if residual is not None:
-                u.masked_fill_(residual.state() == 0, 0.0)
+
+    def _residual(self, bucket: Bucket, codec: Codec) -> torch.Tensor:
+        residual = self._all_reduce(bucket, codec).residuals()["worker"]
+        assert residual is not None
+        return residual.state()
 
     def _velocity(self, bucket: Bucket) -> torch.Tensor:
         if bucket.index not in self._velocities:
-            self._velocities[bucket.index] = torch.zeros_like(bucket.flat, dtype=torch.float32)
+            self._velocities[bucket.index] = gather(bucket, {}, exact=True)
         return self._velocities[bucket.index]
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
@@ -112,4 +125,4 @@ class DGC(CompressedAllReduce):
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
         super().remember(bucket, vectors)
-        self._velocities[bucket.index] = gather(bucket, vectors.get("velocity", {}))
+        self._velocities[bucket.index] = gather(bucket, vectors.get("velocity", {}), exact=True)

@@ -14,20 +14,26 @@ _GAP = " (gap)"
 
 
 def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns each tensor's share of a vector like `bucket.flat`, flat; none of tensors in the exact part.
+    """Returns each tensor's share, flat, of a vector like `bucket.flat`, or like that and the exact tensors.
 
     A codec turns the zeros of a gap into something else, so that something is remembered of gaps too.
     """
     return {name: vector[span].clone() for name, span in _shares(bucket) if span.start < span.stop <= vector.numel()}
 
 
-def gather(bucket: Bucket, named: Named) -> torch.Tensor:
+def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
     """Undoes `scatter`, for a bucket of any tensors; what is lacking is zero.
+
+    Args:
+        bucket: its tensors.
+        named: their shares.
+        exact: whether the vector is to cover exact tensors too.
 
     Raises:
         ValueError: a tensor has another number of elements than its parameter.
     """
-    vector = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.flat.device)
+    numel = bucket.whole.numel() - bucket.flags.numel() if exact else bucket.flat.numel()
+    vector = torch.zeros(numel, dtype=torch.float32, device=bucket.flat.device)
     for name, span in _shares(bucket):
         if span.stop > vector.numel() or name not in named:
             continue

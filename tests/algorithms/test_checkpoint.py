@@ -1,0 +1,92 @@
+"""Checkpoints of what algorithms remember, by real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua_kernels import comm
+from bagua_kernels.algorithms import Algorithm, from_spec
+from bagua_kernels.algorithms.checkpoint import load, save
+from bagua_kernels.comm.testing import run_processes
+from tests.algorithms.ranks import Odd, batch
+
+SPECS = [
+    "double_squeeze:min_numel=0,exact=none",
+    "powersgd:min_compression=0.5",
+    "dgc:ratio=0.2,min_numel=0,exact=none",
+]
+
+
+def make(spec: str) -> Algorithm:
+    module = Odd(seed=0)
+    return from_spec(spec, module)
+
+
+def steps(algorithm: Algorithm, first: int, last: int) -> None:
+    optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        algorithm(batch(comm.world().rank, step)).square().mean().backward()
+        optimizer.step()
+
+
+def resumes(path: str) -> None:
+    """Trains four steps, and two that are saved and two more by others."""
+    comm.init(timeout=20)
+    for number, spec in enumerate(SPECS):
+        whole = make(spec)
+        steps(whole, 0, 4)
+        half = make(spec)
+        steps(half, 0, 2)
+        save(half, f"{path}/{number}")
+        again = make(spec)
+        again.module.load_state_dict(half.module.state_dict())
+        load(again, f"{path}/{number}")
+        assert again.stats().steps == 2
+        steps(again, 2, 4)
+        for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+            assert torch.equal(a, b), spec
+    comm.shutdown()
+
+
+def goes_on(path: str) -> None:
+    """Loads what more ranks have saved, and prints the mean of the residuals before and after."""
+    communicator = comm.init(timeout=20)
+    algorithm = make(SPECS[0])
+    load(algorithm, f"{path}/0")
+    named = algorithm.algorithm_state_dict()["vectors"]["worker"]
+    total = torch.cat([named[name] for name in sorted(named)])
+    communicator.all_reduce(total, comm.ReduceOp.AVG).wait()
+    steps(algorithm, 2, 3)
+    print(json.dumps({"mean": total.tolist(), "steps": algorithm.stats().steps}))
+    comm.shutdown()
+
+
+def residuals(path: str) -> None:
+    """Prints the mean of the residuals that were saved, as the ranks that saved them have it."""
+    communicator = comm.init(timeout=20)
+    algorithm = make(SPECS[0])
+    load(algorithm, f"{path}/0")
+    named = algorithm.algorithm_state_dict()["vectors"]["worker"]
+    total = torch.cat([named[name] for name in sorted(named)])
+    communicator.all_reduce(total, comm.ReduceOp.AVG).wait()
+    print(json.dumps({"mean": total.tolist()}))
+    comm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_resume_through_files(tmp_path: Path) -> None:
+    """Bit-identical on as many ranks; on fewer the mean of what was remembered is kept."""
+    for target, size in ((resumes, 3), (residuals, 3), (goes_on, 2)):
+        results = run_processes(target, size, args=(str(tmp_path),), timeout=120)
+        assert [r.returncode for r in results] == [0] * size, results[0].stderr[-3000:]
+        if target is residuals:
+            before = json.loads(results[0].stdout.splitlines()[-1])["mean"]
+    after = [json.loads(r.stdout.splitlines()[-1]) for r in results]
+    assert [a["steps"] for a in after] == [3, 3]
+    assert any(before)
+    assert torch.allclose(torch.tensor(after[0]["mean"]), torch.tensor(before), atol=1e-7)
