@@ -13,9 +13,9 @@ from bagua_kernels.algorithms.communication_thread import CommunicationThread, E
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
-_LOOK_EVERY = (
-    64  # steps between two looks at whether buckets should be laid out anew, where a look waits for the device
-)
+_FIRST_BYTES = 1 << 20  # of the first bucket: the wire is idle until it is full
+# Steps between two looks at whether buckets should be laid out anew, where a look waits for the device.
+_LOOK_EVERY = 64
 
 
 @dataclass
@@ -131,7 +131,8 @@ class Engine:
     def lay_out(self, order: list[int]) -> None:
         """Makes new buckets, whose parameters follow an order of positions."""
         members = [self.members[position] for position in order]
-        groups = partition([m.parameter for m in members], self._bucket_bytes, [m.kind for m in members])
+        kinds, first = [m.kind for m in members], min(self._bucket_bytes, _FIRST_BYTES)
+        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, first)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
         self.buckets = [

@@ -116,7 +116,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def partition(
-    tensors: Sequence[torch.Tensor], bucket_bytes: int, kinds: Sequence[Hashable] | None = None
+    tensors: Sequence[torch.Tensor],
+    bucket_bytes: int,
+    kinds: Sequence[Hashable] | None = None,
+    first_bytes: int | None = None,
 ) -> list[list[int]]:
     """Splits tensors, in the given order, into buckets of one kind, dtype and device each.
 
@@ -126,6 +129,7 @@ def partition(
         tensors: what to distribute.
         bucket_bytes: target size in bytes.
         kinds: of the tensors; all the same if None.
+        first_bytes: target size of the first bucket that closes, if another.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
@@ -138,7 +142,7 @@ def partition(
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)
         sizes[kind] = sizes.get(kind, 0) + tensor.numel() * tensor.element_size()
-        if sizes[kind] >= bucket_bytes:
+        if sizes[kind] >= (bucket_bytes if buckets or first_bytes is None else first_bytes):
             buckets.append(open_buckets.pop(kind))
             del sizes[kind]
     buckets.extend(open_buckets.values())
