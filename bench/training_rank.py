@@ -1,0 +1,359 @@
+"""One rank of a training benchmark: builds rivals, has links set to rates, takes steps in turns, and prints seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_kernels import algorithms, comm
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm.tuning import Tuning
+from bench.network_rank import together
+from bench.training_models import batch, model
+
+Times = dict[str, list[float]]
+
+_SMALL_BUCKETS = 1 << 20
+_WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
+_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+_PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps
+OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
+    "allreduce": (algorithms.GradientAllReduce, {}),
+    "bytegrad": (algorithms.ByteGrad, {}),
+    "int8": (algorithms.CompressedAllReduce, {"codec": "absmax_int8", "error_feedback": False}),
+    "sign": (algorithms.SignSGD, {}),
+    "topk": (algorithms.TopK, {"ratio": 0.01}),
+    **{f"powersgd {rank}": (algorithms.PowerSGD, {"rank": rank}) for rank in (1, 2, 4)},
+}
+
+
+class Silent(algorithms.GradientAllReduce):
+    """All the work of the engine, and no communication."""
+
+    name = "silent"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        pass
+
+
+def ddp(module: torch.nn.Module, hook: str) -> torch.nn.Module:
+    """DDP as it is, or with a communication hook."""
+    if hook.startswith("powersgd"):
+        # With several buckets the hook's collectives meet those of other buckets on Gloo, and a rank aborts.
+        wrapped = DistributedDataParallel(module, bucket_cap_mb=1000)
+        rank = int(hook.split()[1])
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+    wrapped = DistributedDataParallel(module, broadcast_buffers=hook != "silent")
+    if hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "silent":
+        # Not a function with annotations: DDP compares them with classes, and here they are strings.
+        wrapped.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+    return wrapped
+
+
+def _done(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(x)
+    return future
+
+
+class Rival:
+    """A copy of a model with its optimizer, and a way to train it."""
+
+    def __init__(
+        self,
+        name: str,
+        of: str,
+        keep: bool = False,
+        wrapper: type[algorithms.Algorithm] | None = None,
+        **options: Any,
+    ) -> None:
+        """Builds it; collective.
+
+        Args:
+            name: "alone", "ddp", "ddp" and a hook, or one of `OURS`.
+            of: the model's name.
+            keep: whether gradients are zeroed instead of dropped before a step.
+            wrapper: the algorithm, instead of the one that the name says.
+            **options: more arguments of ours.
+        """
+        module, self.keep = model(of), keep
+        self.algorithm: algorithms.Algorithm | None = None
+        self.module = module
+        if wrapper is not None:
+            self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
+        elif name in OURS:
+            kind, arguments = OURS[name]
+            self.module = self.algorithm = kind(module, **arguments, **options)
+        elif name.startswith("ddp"):
+            self.module = ddp(module, name.removeprefix("ddp").strip())
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+        self.x, self.y = batch(of, comm.rank())
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def loss(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=not self.keep)
+        return torch.nn.functional.cross_entropy(self.module(self.x), self.y)
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def local(self) -> None:
+        """Forward and backward as far as they can be had without communication; its gradients are dropped."""
+        quiet = getattr(self.module, "no_sync", contextlib.nullcontext)
+        with quiet():
+            self.backward()
+        self.optimizer.zero_grad()
+
+    def warm_up(self) -> None:
+        for _ in range(_WARM):
+            self.step()
+
+    def follow(self, tuning: Tuning | None) -> None:
+        """Has the algorithm's own communicator, which was made before, follow a tuning."""
+        if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
+            self.algorithm._communicator.retune(tuning or Tuning())
+
+    def close(self) -> None:
+        if self.algorithm is not None:
+            self.algorithm.close()
+
+
+class Links:
+    """The links of the lab, whose rate rank 0 has set by the process that made it."""
+
+    def __init__(self, c: comm.Communicator, address: str) -> None:
+        self._communicator = c
+        self._connection = Client(address, "AF_UNIX") if c.rank == 0 else None
+
+    def set(self, rate: float | None) -> None:
+        """Waits for all ranks, and limits all links to `rate` Mbit/s; collective."""
+        self._communicator.barrier().wait()
+        if self._connection is not None:
+            self._connection.send(rate)
+            if problem := self._connection.recv():
+                raise RuntimeError(f"the links could not be set to {rate} Mbit/s: {problem}")
+        self._communicator.barrier().wait()
+
+
+def measure(
+    c: comm.Communicator, rivals: dict[str, Rival], rounds: int, counted: int, order: random.Random
+) -> tuple[Times, dict[str, dict[str, float]]]:
+    """Takes steps in blocks of one rival; the order of blocks in a round is random, the same everywhere.
+
+    A block begins with forward and backward that are not counted, and without communication, since on a slow link that
+    takes most of the time and gains nothing by being warm.
+
+    Returns:
+        For each rival the seconds of each step of the slowest rank; and of a step, the mean over ranks: `cpu` seconds,
+        `bytes` that left the host, and of ours the seconds of `exchange` and those that training `wait`ed for them.
+    """
+    taken: Times = {name: [] for name in rivals}
+    costs = {name: dict.fromkeys(("cpu", "bytes", "exchange", "wait"), 0.0) for name in rivals}
+    for _ in range(rounds):
+        for name in order.sample(sorted(rivals), len(rivals)):
+            rival, cost = rivals[name], costs[name]
+            rival.local()
+            before = _engine(rival)
+            last = together(c)
+            before |= _host()
+            for _ in range(counted):
+                rival.step()
+                now = time.monotonic()
+                taken[name].append(now - last)
+                last = now
+            after = _host()
+            # A rank that is through must not compute beside the others' last step.
+            c.barrier().wait()
+            after |= _engine(rival)
+            for what, value in after.items():
+                cost[what] += value - before[what]
+    everyone = c.all_gather_object((taken, costs))
+    slowest = {
+        name: [max(times) for times in zip(*(theirs[name] for theirs, _ in everyone), strict=True)] for name in rivals
+    }
+    steps = rounds * counted * c.size
+    means = {
+        name: {what: sum(theirs[name][what] for _, theirs in everyone) / steps for what in costs[name]}
+        for name in rivals
+    }
+    return slowest, means
+
+
+def _host() -> dict[str, float]:
+    return {"cpu": time.process_time(), "bytes": float(_SENT.read_text())}
+
+
+def _engine(rival: Rival) -> dict[str, float]:
+    if rival.algorithm is None:
+        return {}
+    # This sums up residuals, so it is not called between steps.
+    stats = rival.algorithm.stats()
+    return {"exchange": stats.exchange_seconds, "wait": stats.wait_seconds}
+
+
+def tuned(c: comm.Communicator, budget: float, known: str | None) -> Tuning | None:
+    if c.size == 1 or not isinstance(c, comm.StripedCommunicator):
+        return None
+    if known is None:
+        return comm.tune(budget=budget)
+    tuning = Tuning.from_json(known)
+    c.retune(tuning)
+    return tuning
+
+
+def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
+    """All rates for all groups of rivals. Not all rivals at once: four ranks' copies would not fit into the memory."""
+    order, rows, tunings = random.Random(7), [], dict(settings["tunings"])
+    for group in settings["groups"]:
+        # Unlimited, for parameters are broadcast when a rival is made.
+        links.set(None)
+        rivals = {name: Rival(name, settings["model"]) for name in group}
+        for rival in rivals.values():
+            rival.warm_up()
+        for rate, rounds, counted in settings["rates"]:
+            links.set(rate)
+            tuning = tuned(c, settings["budget"], tunings.get(str(rate)))
+            if tuning is not None:
+                tunings[str(rate)] = tuning.to_json()
+            for rival in rivals.values():
+                rival.follow(tuning)
+            taken, costs = measure(c, rivals, rounds, counted, order)
+            rows.append({"rate_mbit": rate, "times": taken, "costs": costs})
+        for rival in rivals.values():
+            rival.close()
+        rivals.clear()
+        gc.collect()
+    return {"rows": rows, "tunings": tunings}
+
+
+def engine(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
+    """What the engine costs by itself: rank 0 trains on, while the other waits and leaves it the machine."""
+    del links
+    rivals = {
+        "alone": Rival("alone", "resnet18"),
+        "engine": Rival("", "resnet18", wrapper=Silent),
+        "ddp": Rival("ddp silent", "resnet18"),
+        "alone, gradients kept": Rival("alone", "resnet18", keep=True),
+        "engine, gradients kept": Rival("", "resnet18", keep=True, wrapper=Silent),
+    }
+    for rival in rivals.values():
+        rival.warm_up()
+    taken: Times = {name: [] for name in rivals}
+    cpu: Times = {name: [] for name in rivals}
+    order = random.Random(7)
+    if c.rank == 0:
+        for _ in range(settings["rounds"]):
+            for name in order.sample(sorted(rivals), len(rivals)):
+                rivals[name].step()
+                for _ in range(settings["counted"]):
+                    started, before = time.perf_counter(), time.process_time()
+                    rivals[name].step()
+                    taken[name].append(time.perf_counter() - started)
+                    cpu[name].append(time.process_time() - before)
+    c.barrier().wait()
+    for rival in rivals.values():
+        rival.close()
+    return {"times": taken, "cpu": cpu}
+
+
+def overlap(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
+    """How much of communication backward hides where both take about as long.
+
+    Buckets are small: none can be sent before its last gradient is there, and the last one only after backward.
+    """
+    rows, order = [], random.Random(7)
+    for name in ("allreduce", "bytegrad"):
+        links.set(None)
+        rivals = {each: Rival(each, settings["model"]) for each in ("alone", "ddp")}
+        rivals[name] = Rival(name, settings["model"], bucket_bytes=_SMALL_BUCKETS)
+        for rival in rivals.values():
+            rival.warm_up()
+        _, costs = measure(c, rivals, 2, 3, order)
+        # What all ranks compute alike from what they gathered.
+        backward = max(c.all_gather_object(backward_seconds(rivals["alone"])))
+        rate = round(costs[name]["bytes"] * 8 / (backward * 1e6 * _PAYLOAD), 1)
+        links.set(rate)
+        tuning = tuned(c, settings["budget"], None)
+        for rival in rivals.values():
+            rival.follow(tuning)
+        taken, costs = measure(c, rivals, settings["rounds"], settings["counted"], order)
+        seconds = {each: statistics.median(times) for each, times in taken.items()}
+        busy, waited = costs[name]["exchange"], costs[name]["wait"]
+        shares = {"hidden": 1 - (seconds[name] - seconds["alone"]) / busy, "beside_backward": 1 - waited / busy}
+        place = {"name": name, "rate_mbit": rate, "bucket_bytes": _SMALL_BUCKETS, "backward": backward}
+        rows.append({**place, "seconds": seconds, "exchange": busy, "wait": waited, **shares})
+        if name == "allreduce" and settings["trace"]:
+            trace(c, settings, tuning)
+        for rival in rivals.values():
+            rival.close()
+    return {"rows": rows}
+
+
+def backward_seconds(rival: Rival) -> float:
+    """The median seconds of backward alone."""
+    taken = []
+    for _ in range(7):
+        loss = rival.loss()
+        started = time.perf_counter()
+        loss.backward()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def trace(c: comm.Communicator, settings: dict[str, Any], tuning: Tuning | None) -> None:
+    """Writes rank 0's profile of three steps; exchanges are on a thread of their own."""
+    rival = Rival("allreduce", settings["model"], bucket_bytes=_SMALL_BUCKETS)
+    rival.warm_up()
+    rival.follow(tuning)
+    together(c)
+    # Without this, threads that the profiler's own thread did not start are left out.
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every) as profile:
+        for _ in range(3):
+            with torch.profiler.record_function("forward and backward"):
+                rival.backward()
+            with torch.profiler.record_function("optimizer"):
+                rival.optimizer.step()
+    if c.rank == 0:
+        profile.export_chrome_trace(settings["trace"])
+    rival.close()
+
+
+PARTS = {"steps": steps, "engine": engine, "overlap": overlap}
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    c = comm.init(timeout=300)
+    assert dist.is_initialized()
+    told = PARTS[settings["part"]](c, Links(c, settings["links"]), settings)
+    if c.rank == 0:
+        print("RESULT", json.dumps(told), flush=True)
+    comm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
