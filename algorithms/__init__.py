@@ -10,8 +10,11 @@ from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
 from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.dgc import DGC as DGC
 from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
+from bagua_kernels.algorithms.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.guard import Guard as Guard
+from bagua_kernels.algorithms.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
+from bagua_kernels.algorithms.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.quantized import QSGD as QSGD
 from bagua_kernels.algorithms.quantized import FP8AllReduce as FP8AllReduce
 from bagua_kernels.algorithms.quantized import NaturalCompression as NaturalCompression
@@ -32,11 +35,14 @@ __all__ = [
     "CompressedAllReduce",
     "DoubleSqueeze",
     "FP8AllReduce",
+    "FrozenAdam",
     "GradientAllReduce",
     "Guard",
     "NaturalCompression",
+    "OneBitAdam",
     "OneBitSGD",
     "PowerSGD",
+    "QAdam",
     "RandomK",
     "SignSGD",
     "Stats",

@@ -13,7 +13,7 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
-from bagua_kernels.algorithms.replicas import check_module, sparse_parameters, synchronize
+from bagua_kernels.algorithms.replicas import average, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
@@ -43,6 +43,13 @@ class Stats:
     residual_norm: float
     errors: dict[str, float]
 
+    def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
+        """Adds everything to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
+        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm"):
+            writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
+        for name, error in self.errors.items():
+            writer.add_scalar(f"{prefix}/error/{name}", error, step)
+
 
 class Algorithm(torch.nn.Module):
     """Base of all gradient-averaging algorithms.
@@ -70,6 +77,7 @@ class Algorithm(torch.nn.Module):
         communicator: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         broadcast_buffers: bool = True,
+        average_buffers: bool = False,
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -81,6 +89,7 @@ class Algorithm(torch.nn.Module):
             bucket_bytes: gradients are exchanged in buckets of about this size. Smaller ones start earlier and overlap
                 better with backward; larger ones pay the network's latency less often.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
+            average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
 
         Raises:
             TypeError: a trainable parameter is complex.
@@ -91,7 +100,8 @@ class Algorithm(torch.nn.Module):
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers or average_buffers
+        self.average_buffers = average_buffers
         self._engine: Engine | None = None
         self._weighted = self._joining = False
         self._steps_alone = 0
@@ -171,7 +181,9 @@ class Algorithm(torch.nn.Module):
             if self._engine.enabled and self.training:
                 trains = self._joining and not self._weighted and torch.is_grad_enabled()
                 source = self._announce(1.0) if trains else 0
-                if self.broadcast_buffers:
+                if self.average_buffers and not self._joining:
+                    average(list(self.module.buffers()), self._communicator)
+                elif self.broadcast_buffers:
                     synchronize(list(self.module.buffers()), self._communicator, source)
         return self.module(*args, **kwargs)
 
@@ -208,7 +220,8 @@ class Algorithm(torch.nn.Module):
         """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
 
         Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
-        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
+        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained,
+        but not the state of its optimizer.
         Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
 
         Raises:

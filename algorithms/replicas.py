@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, ReduceOp
 
 _TOGETHER = 64 << 20  # bytes in one message
 
@@ -60,6 +60,18 @@ def synchronize(tensors: Sequence[torch.Tensor], communicator: Communicator, src
             pending, size = [], 0
     if size:
         _broadcast_together(pending, communicator, src)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
+    """Replaces tensors of floating point by their means over all ranks, and others by rank 0's; many in one message."""
+    synchronize([t for t in tensors if not t.is_floating_point()], communicator)
+    for dtype in sorted({t.dtype for t in tensors if t.is_floating_point()}, key=str):
+        parts = [t for t in tensors if t.dtype == dtype]
+        together = torch.cat([t.detach().reshape(-1) for t in parts])
+        communicator.all_reduce(together, ReduceOp.AVG).wait()
+        for tensor, mean in zip(parts, together.split([t.numel() for t in parts]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
 
 
 @torch.no_grad()

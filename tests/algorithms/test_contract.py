@@ -18,8 +18,10 @@ from bagua_kernels.algorithms import (
     FP8AllReduce,
     GradientAllReduce,
     NaturalCompression,
+    OneBitAdam,
     OneBitSGD,
     PowerSGD,
+    QAdam,
     RandomK,
     SignSGD,
     TernGrad,
@@ -51,12 +53,15 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "randomk": lambda *args, **kw: RandomK(*args, ratio=0.1, **{**ALL, **kw}),
     "dgc": lambda *args, **kw: DGC(*args, **{**ALL, **kw}),
     "powersgd": PowerSGD,
+    "qadam": QAdam,
+    "onebit_adam": OneBitAdam,
 }
 # Largest error of a mean gradient after one step, relative to the largest gradient of its parameter. Where all but a few bits
 # or elements are remembered for later, it says no more than that nothing grew; test_simulation.py has the values.
 LOSSY = 2.2
 ERROR = {
-    "allreduce": 1e-6,
+    # These follow their own optimizer, which is not the one here, so that they stay in their exact phase.
+    **dict.fromkeys(("allreduce", "qadam", "onebit_adam"), 1e-6),
     "bytegrad": 2.5 / 255,
     "bytegrad_stochastic": 4.5 / 255,
     "compressed": 2.5 / 255,
@@ -314,6 +319,8 @@ PAYLOAD: dict[str, Callable[[int], float]] = {
     "randomk": lambda n: 4 * n * 0.1,
     "dgc": payload("topk:ratio=0.001"),
     "powersgd": lambda n: 4 * 2 * 512,
+    "qadam": lambda n: 4 * n,
+    "onebit_adam": lambda n: 4 * n,
 }
 
 

@@ -526,3 +526,41 @@ def test_guard_that_makes_no_sense() -> None:
     for options, message in (({"every": 0}, "every"), ({"bound": 0.0}, "bound"), ({"action": "pray"}, "action")):
         with pytest.raises(ValueError, match=message):
             Guard(**options)
+
+
+def test_buffers_may_be_averaged() -> None:
+    """Running means of both ranks, and what cannot be averaged is rank 0's."""
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, int]:
+        module = nn.BatchNorm1d(7, momentum=1.0)
+        algorithm = GradientAllReduce(module, communicator=communicator, average_buffers=True)
+        module.running_mean.fill_(float(communicator.rank))
+        module.num_batches_tracked.fill_(10 * communicator.rank)
+        module.momentum = 0.0
+        algorithm(batch(0, 0))
+        return module.running_mean.clone(), int(module.num_batches_tracked)
+
+    for mean, count in run_ranks(3, rank):
+        assert mean.tolist() == [1.0] * 7
+        assert count == 1
+
+
+def test_stats_for_a_board() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.seen: dict[str, tuple[float, int]] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.seen[name] = (value, step)
+
+    def rank(communicator: Communicator) -> None:
+        algorithm = TopK(Odd(), communicator=communicator, guard=Guard(every=1, bound=10), exact=(), min_numel=0)
+        loss_of(algorithm, communicator.rank, 0).backward()
+        writer, stats = Writer(), algorithm.stats()
+        stats.write(writer, 17, "run")
+        assert writer.seen["run/steps"] == (1, 17)
+        assert writer.seen["run/bytes_sent"] == (stats.bytes_sent, 17)
+        assert writer.seen["run/residual_norm"][0] > 0
+        assert writer.seen["run/error/second.weight"][0] == stats.errors["second.weight"]
+
+    run_ranks(2, rank)

@@ -53,3 +53,23 @@ def test_a_killed_rank_is_named(victim: int) -> None:
         assert result.returncode != 0
         assert "RankLostError" in result.stderr
         assert f"rank {victim}" in result.stderr.split("RankLostError")[-1]
+
+
+def compiled() -> None:
+    """Trains a compiled module and a plain one, each of them wrapped."""
+    communicator = comm.init(timeout=30)
+    plain, other = (from_spec("bytegrad", Odd(seed=0), bucket_bytes=500) for _ in range(2))
+    other.module.compile(backend="aot_eager")
+    for step in range(3):
+        for algorithm in (plain, other):
+            algorithm.zero_grad()
+            algorithm(batch(communicator.rank, step)).square().mean().backward()
+        for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.allclose(a.grad, b.grad, atol=2 / 255 * float(a.grad.abs().max()))
+    comm.shutdown()
+
+
+def test_compiled_modules() -> None:
+    results = run_processes(compiled, 2, timeout=120)
+    assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]
