@@ -17,6 +17,7 @@ from torch import nn
 
 from bagua_kernels import algorithms, comm
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names, registry
+from bagua_kernels.algorithms.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
 
@@ -28,8 +29,6 @@ ROW = re.compile(r"^\| \[`(?P<name>\w+)`\]\((?P<page>[\w-]+\.md)\) \|(?P<cells>.
 ROWS = {
     row["name"]: (row["page"], [cell.strip(" `") for cell in row["cells"].split("|")]) for row in ROW.finditer(INDEX)
 }
-# What is registered may be described later.
-LATER = {"qadam", "onebit_adam"}
 BLOCKS = [(name, i, code) for name, text in [("README.md", INDEX), *PAGES.items()]
           for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))]  # fmt: skip
 
@@ -95,7 +94,7 @@ def test_code_runs_on_two_ranks(page: str, number: int, source: str, ranks: thre
 
 
 def test_index_has_every_algorithm_and_no_other() -> None:
-    assert set(ROWS) - LATER == set(names()) - LATER
+    assert set(ROWS) == set(names())
     assert sorted(page for page, _ in ROWS.values()) == sorted(PAGES)
 
 
@@ -142,6 +141,14 @@ def arguments(make: FunctionType) -> dict[str, str]:
 def test_options_are_those_of_the_constructor(name: str) -> None:
     page, _ = ROWS[name]
     assert options(PAGES[page]) == arguments(vars(registry._algorithms[name])["__init__"])
+
+
+def test_options_of_both_adams() -> None:
+    """They stand together on one page, as `name=default`."""
+    own = arguments(vars(MomentumAllReduce)["__init__"])
+    del own["freeze_step"]
+    rows = re.findall(r"^\| (`\w+=.*?) \|", PAGES["qadam.md"], re.MULTILINE)
+    assert dict(re.findall(r"`(\w+)=(.*?)`", " ".join(rows))) == own
 
 
 def test_options_of_all() -> None:
