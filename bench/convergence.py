@@ -1,0 +1,332 @@
+"""Trains with every algorithm and compares what is reached: `python -m bench.convergence [--output …/convergence.json]`.
+
+    digits     1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples a step, SGD
+    fashion    Fashion-MNIST, the network of the example, 4 x 16 examples a step, SGD
+
+Ranks are threads. Each run of a seed begins with the same parameters and sees the same examples in the same order, so that only
+the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
+float32 without compression.
+
+Bars: on digits, error feedback brings signs, the largest 0.1 %, rank 1 and DoubleSqueeze to within 8 % of the training loss of
+all-reduce, and without it they are a fifth or more above; on fashion, each algorithm as it is by default reaches the test
+accuracy of all-reduce to within half a point.
+
+Neither task has momentum in its optimizer: with it, error feedback by signs does not bear the learning rate of fashion, as the
+last row there shows. `DGC`, whose momentum is its own, is compared with all-reduce that has it in the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from bagua_kernels import algorithms
+from bagua_kernels.algorithms import Algorithm, Stats
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, run_ranks
+from bench import speed
+from bench.convergence_tasks import TASKS, Data, Task
+
+RANKS = 4
+NEAR, WORSE, POINTS = 1.08, 1.2, 0.005
+MOMENTUM = 0.9
+BASELINE, WITH_MOMENTUM = "all-reduce", "all-reduce, momentum"
+
+
+class ForgetfulPowerSGD(algorithms.PowerSGD):
+    """PowerSGD whose residuals are dropped, to see what they are good for."""
+
+    name = "forgetful_powersgd"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        """See `Algorithm.exchange`."""
+        super().exchange(bucket, step)
+        state = self._state(bucket)
+        kept = state.state_dict()
+        for residual in kept["residuals"].values():
+            residual.zero_()
+        state.load_state_dict(kept)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        label: unique.
+        kind: the algorithm.
+        options: of its constructor; with none it counts as the algorithm's default.
+        bar: what is expected on digits: "near" the training loss of the baseline, "worse" than it, or nothing; "none": nor on
+            fashion.
+        rate: learning rate instead of the task's.
+        momentum: of the optimizer instead of the task's; `DGC` has its own.
+        baseline: label of the row it is compared with.
+        tasks: those it is trained on.
+    """
+
+    label: str
+    kind: type[Algorithm]
+    options: dict[str, Any] = field(default_factory=dict)
+    bar: str = ""
+    rate: float | None = None
+    momentum: float | None = None
+    baseline: str = BASELINE
+    tasks: tuple[str, ...] = ("digits", "fashion")
+
+
+DIGITS = ("digits",)
+FORGET = {"error_feedback": False}
+ROWS = [
+    Row(BASELINE, algorithms.GradientAllReduce),
+    Row(WITH_MOMENTUM, algorithms.GradientAllReduce, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
+    Row("sign", algorithms.SignSGD, bar="near"),
+    Row("sign, no feedback", algorithms.SignSGD, FORGET, bar="worse", tasks=DIGITS),
+    Row("sign, majority vote", algorithms.SignSGD, {"majority_vote": True}, rate=1e-3, tasks=DIGITS),
+    Row("1-bit", algorithms.OneBitSGD),
+    Row("double squeeze", algorithms.DoubleSqueeze, bar="near"),
+    Row(
+        "double squeeze, owners forget",
+        algorithms.CompressedAllReduce,
+        {"codec": "sign", "error_feedback": True, "owner_feedback": False},
+        bar="worse",
+        tasks=DIGITS,
+    ),
+    Row("top 1 %", algorithms.TopK),
+    Row("top 1 %, no feedback", algorithms.TopK, FORGET, tasks=DIGITS),
+    Row("top 0.1 %", algorithms.TopK, {"ratio": 0.001}, bar="near", tasks=DIGITS),
+    Row("top 0.1 %, no feedback", algorithms.TopK, {"ratio": 0.001, **FORGET}, bar="worse", tasks=DIGITS),
+    Row("random 1 %", algorithms.RandomK),
+    Row("random 1 %, no feedback", algorithms.RandomK, FORGET, tasks=DIGITS),
+    Row("DGC 0.1 %", algorithms.DGC, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
+    Row("PowerSGD rank 1", algorithms.PowerSGD, bar="near"),
+    Row("PowerSGD rank 1, no feedback", ForgetfulPowerSGD, {"rank": 1}, bar="worse", tasks=DIGITS),
+    Row("ByteGrad", algorithms.ByteGrad),
+    Row("QSGD", algorithms.QSGD),
+    Row("TernGrad", algorithms.TernGrad),
+    Row("natural", algorithms.NaturalCompression),
+    Row("FP8", algorithms.FP8AllReduce),
+    # What the optimizer's momentum makes of error feedback.
+    Row(
+        "sign, momentum", algorithms.SignSGD, bar="none", momentum=MOMENTUM, baseline=WITH_MOMENTUM, tasks=("fashion",)
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank has at the end of a run."""
+
+    model: torch.nn.Module
+    stats: Stats
+
+
+def train(
+    communicator: Communicator, task: Task, row: Row, start: torch.nn.Module, data: Data, order: torch.Tensor
+) -> Trained:
+    """One rank's part of a run.
+
+    Args:
+        communicator: the ranks.
+        task: what to train.
+        row: how.
+        start: the model at the beginning; left alone.
+        data: all of it.
+        order: which examples each rank sees at each step, shape (steps, ranks, batch).
+    """
+    model = copy.deepcopy(start)
+    momentum = task.momentum if row.momentum is None else row.momentum
+    rate = (1 - momentum) * (task.rate if row.rate is None else row.rate)
+    if row.kind is algorithms.DGC:
+        momentum = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+    algorithm = row.kind(model, optimizer, communicator=communicator, **row.options)
+    mine = order[:, communicator.rank]
+    for step, batch in enumerate(mine):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * task.schedule(step / len(mine))
+        optimizer.zero_grad()
+        F.cross_entropy(algorithm(data.x[batch]), data.y[batch]).backward()
+        optimizer.step()
+    stats = algorithm.stats()
+    algorithm.close()
+    return Trained(model, stats)
+
+
+def order_of(examples: int, task: Task, steps: int, seed: int) -> torch.Tensor:
+    """Draws the examples of all steps and ranks, shape (steps, ranks, batch): each once before any comes again."""
+    # Of its own: PyTorch's global generator is shared by all threads, in whatever order they come.
+    generator = torch.Generator().manual_seed(seed)
+    each = RANKS * task.batch
+    passes = -(-steps // (examples // each))
+    orders = [torch.randperm(examples, generator=generator)[: examples // each * each] for _ in range(passes)]
+    return torch.cat(orders)[: steps * each].view(steps, RANKS, task.batch)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Mean loss, and share of right answers."""
+    model.eval()
+    outputs = torch.cat([model(part) for part in x.split(1000)])
+    return F.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).float().mean().item()
+
+
+def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, Any]:
+    """Trains once.
+
+    Raises:
+        RuntimeError: the ranks do not end with the same bits.
+    """
+    torch.manual_seed(seed)
+    start = task.model()
+    order = order_of(len(data.x), task, steps, seed)
+    began = time.perf_counter()
+    trained = run_ranks(RANKS, train, task, row, start, data, order, timeout=120.0)
+    seconds = time.perf_counter() - began
+    first, *others = ([p.detach().view(torch.int32) for p in one.model.parameters()] for one in trained)
+    if not all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True)):
+        raise RuntimeError(f"{row.label} on {task.name}: the ranks ended with different parameters")
+    loss, _ = evaluate(trained[0].model, data.x[: task.looked_at], data.y[: task.looked_at])
+    _, accuracy = evaluate(trained[0].model, data.test_x, data.test_y)
+    sent = max(one.stats.bytes_sent for one in trained) / steps
+    return {"seed": seed, "loss": loss, "accuracy": accuracy, "bytes_per_step": sent, "seconds": seconds}
+
+
+def summary(task: Task, row: Row, steps: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The means of a row's runs, and what it takes to repeat them."""
+    options = {"momentum": row.momentum, "rate": row.rate}
+    return {
+        "label": row.label,
+        "algorithm": row.kind.name,
+        "options": row.options,
+        **{key: value for key, value in options.items() if value is not None},
+        "baseline": row.baseline,
+        "steps": steps,
+        "loss": statistics.fmean(one["loss"] for one in runs),
+        "accuracy": statistics.fmean(one["accuracy"] for one in runs),
+        "bytes_per_step": runs[0]["bytes_per_step"],
+        "runs": runs,
+    }
+
+
+def judge(task: Task, rows: list[dict[str, Any]]) -> None:
+    """Adds to each row how it compares with its baseline, and whether its bar is met; None where there is no bar."""
+    found = {one["label"]: one for one in rows}
+    bars = {row.label: row for row in ROWS}
+    for one in rows:
+        base, row = found[one["baseline"]], bars[one["label"]]
+        one["loss_ratio"] = one["loss"] / base["loss"]
+        one["loss_ratios"] = [r["loss"] / b["loss"] for r, b in zip(one["runs"], base["runs"], strict=True)]
+        one["accuracy_difference"] = one["accuracy"] - base["accuracy"]
+        one["bar"], one["met"] = "", None
+        if one is base:
+            continue
+        if task.name == "digits" and row.bar == "near":
+            one["bar"], one["met"] = f"loss ≤ {NEAR} x", one["loss_ratio"] <= NEAR
+        elif task.name == "digits" and row.bar == "worse":
+            # What has diverged to NaN is worse, too.
+            one["bar"], one["met"] = f"loss ≥ {WORSE} x", not one["loss_ratio"] < WORSE
+        elif task.name == "fashion" and not row.options and row.bar != "none":
+            one["bar"], one["met"] = f"accuracy ≥ -{POINTS:.1%}", one["accuracy_difference"] >= -POINTS
+
+
+def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
+    seeds = len(rows[0]["runs"])
+    grid = Table(
+        title=f"{task.name}: {RANKS} ranks, {rows[0]['steps']} steps, means of {seeds} seeds", title_justify="left"
+    )
+    grid.add_column("")
+    for heading in ("training loss", "of all-reduce's", "by seed", "test accuracy", "difference", "bytes a step", "s"):
+        grid.add_column(heading, justify="right")
+    grid.add_column("bar")
+    for one in rows:
+        verdict = "" if one["met"] is None else "met" if one["met"] else "[bold]MISSED[/bold]"
+        grid.add_row(
+            one["label"],
+            f"{one['loss']:.4f}",
+            f"{one['loss_ratio']:.3f}",
+            " ".join(f"{ratio:.3f}" for ratio in one["loss_ratios"]),
+            f"{one['accuracy']:.2%}",
+            f"{one['accuracy_difference'] * 100:+.2f}",
+            f"{one['bytes_per_step']:,.0f}",
+            f"{statistics.fmean(r['seconds'] for r in one['runs']):.0f}",
+            f"{one['bar']} {verdict}",
+        )
+    return grid
+
+
+def wanted(task: Task, only: str | None) -> list[Row]:
+    """The rows whose labels contain one of the names, and what they are compared with."""
+    rows = [row for row in ROWS if task.name in row.tasks]
+    if only is None:
+        return rows
+    chosen = [row for row in rows if any(name in row.label for name in only.split(","))]
+    needed = {BASELINE, *(row.baseline for row in chosen)}
+    return [row for row in rows if row in chosen or row.label in needed]
+
+
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare(task: Task, rows: list[Row], steps: int, seeds: int, console: Console) -> Iterator[dict[str, Any]]:
+    """Trains with all rows of a task; yields what is known after each."""
+    data = task.data()
+    results: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {"batch": task.batch, "rate": task.rate, "momentum": task.momentum, "ranks": RANKS}
+    settings |= {"steps": steps, "seeds": list(range(seeds)), "rows": results}
+    for row in rows:
+        runs = [run(task, row, data, steps, seed) for seed in range(seeds)]
+        results.append(summary(task, row, steps, runs))
+        last = results[-1]
+        seconds = statistics.fmean(one["seconds"] for one in runs)
+        console.print(f"{task.name}: {row.label}: {last['loss']:.4f}, {last['accuracy']:.2%}, {seconds:.0f} s a run")
+        judge(task, results)
+        yield settings
+    console.print(table(task, results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, help="one of them; both by default")
+    parser.add_argument("--only", metavar="NAMES", help="rows whose labels contain one of these, separated by commas")
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each row")
+    parser.add_argument("--output", type=Path, help="JSON file to write; a task that is not run keeps what it holds")
+    options = parser.parse_args()
+    if options.seeds < 1 or (options.steps is not None and options.steps < 1):
+        parser.error("steps and seeds must be 1 or more")
+    # Four ranks fill a small machine without further threads.
+    torch.set_num_threads(1)
+    console = speed.console()
+    report: dict[str, Any] = {}
+    if options.output and options.output.exists():
+        report = json.loads(options.output.read_text())
+    for name in [options.task] if options.task else TASKS:
+        task = TASKS[name]
+        steps = options.steps or task.steps
+        for known in compare(task, wanted(task, options.only), steps, options.seeds, console):
+            report |= {name: finite(known), "machine": speed.machine()}
+            if options.output:
+                speed.write(options.output, report)
+
+
+if __name__ == "__main__":
+    main()
