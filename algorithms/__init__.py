@@ -4,7 +4,6 @@ if __name__ != "bagua_kernels.algorithms":
     raise ImportError(f"import this package as bagua_kernels.algorithms, not as {__name__}")
 
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
-from bagua_kernels.algorithms.algorithm import Stats as Stats
 from bagua_kernels.algorithms.allreduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
 from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
@@ -26,6 +25,7 @@ from bagua_kernels.algorithms.signs import OneBitSGD as OneBitSGD
 from bagua_kernels.algorithms.signs import SignSGD as SignSGD
 from bagua_kernels.algorithms.sparse import RandomK as RandomK
 from bagua_kernels.algorithms.sparse import TopK as TopK
+from bagua_kernels.algorithms.stats import Stats as Stats
 
 __all__ = [
     "DGC",

@@ -6,7 +6,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,40 +14,13 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
 from bagua_kernels.algorithms.replicas import average, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
+from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "order", "vectors", "decisions"}
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an algorithm has done since it was made, on this rank.
-
-    Attributes:
-        steps: backward passes whose gradients were exchanged; a rank alone exchanges none.
-        bytes_sent: bytes put on the wire for gradients and buffers.
-        wait_seconds: time that training waited for communication at the end of backward passes.
-        exchange_seconds: time that the communication thread was busy, most of it beside backward.
-        residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
-        errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
-    """
-
-    steps: int
-    bytes_sent: int
-    wait_seconds: float
-    exchange_seconds: float
-    residual_norm: float
-    errors: dict[str, float]
-
-    def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
-        """Adds everything to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
-        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm"):
-            writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
-        for name, error in self.errors.items():
-            writer.add_scalar(f"{prefix}/error/{name}", error, step)
 
 
 class Algorithm(torch.nn.Module):
@@ -103,7 +75,8 @@ class Algorithm(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers or average_buffers
         self.average_buffers = average_buffers
         self._engine: Engine | None = None
-        self._weighted = self._joining = False
+        self._joining = False
+        self._announced: int | None = None
         self._steps_alone = 0
         self._world = comm.world() if communicator is None else communicator
         self._communicator = self._world.duplicate()
@@ -167,6 +140,9 @@ class Algorithm(torch.nn.Module):
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """Takes what `remembered` gave, of all parameters, after buckets were laid out anew; what is lacking starts anew."""
 
+    def forget(self) -> None:
+        """Drops what is kept by the number of a bucket, since these are laid out anew."""
+
     def decisions(self) -> list[Any]:
         """What was decided in training and is no vector: equal on all ranks, to be pickled."""
         return []
@@ -179,8 +155,10 @@ class Algorithm(torch.nn.Module):
         if self._engine is not None:
             self._engine.check_idle()
             if self._engine.enabled and self.training:
-                trains = self._joining and not self._weighted and torch.is_grad_enabled()
-                source = self._announce(1.0) if trains else 0
+                source = 0
+                if self._joining:
+                    source = self._announced if self._announced is not None else self._announce(1.0)
+                self._announced = None
                 if self.average_buffers and not self._joining:
                     average(list(self.module.buffers()), self._communicator)
                 elif self.broadcast_buffers:
@@ -202,17 +180,18 @@ class Algorithm(torch.nn.Module):
     def weigh(self, weight: float) -> None:
         """Gives this rank's next gradients a weight, such as its number of samples; collective, before the forward pass.
 
-        Means become weighted means until the next call, which each step needs: `sum(w_r g_r) / sum(w_r)` over ranks r. Call
-        `zero_grad` before: gradients that are still there would be weighted again.
+        The next mean becomes a weighted one: `sum(w_r g_r) / sum(w_r)` over ranks r. Call `zero_grad` before: gradients that
+        are still there would be weighted again.
 
         Raises:
-            ValueError: the weight is negative or not finite, all ranks' are zero, or the algorithm knows no weights.
+            ValueError: on all ranks, if a weight is negative or not finite or all are zero; or the algorithm knows no weights.
         """
         self._check_weighable()
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight must be finite and 0 or more, got {weight}")
-        self._weighted = True
-        if self._engine is not None and self._announce(weight) < 0:
+        if self._engine is None:
+            _check_weights([weight])
+            return
+        self._announced = self._announce(weight)
+        if self._announced < 0:
             raise ValueError("all ranks gave the weight 0, so there is nothing to average")
 
     @contextlib.contextmanager
@@ -228,7 +207,7 @@ class Algorithm(torch.nn.Module):
             ValueError: the algorithm knows no weights.
         """
         self._check_weighable()
-        self._joining = True
+        self._joining, self._announced = True, None
         try:
             yield
             last = 0
@@ -240,9 +219,8 @@ class Algorithm(torch.nn.Module):
             if self._engine is not None:
                 last = max(self._communicator.all_gather_object(last))
                 synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
-                self._engine.weight = 1.0
         finally:
-            self._joining = self._weighted = False
+            self._joining = False
 
     def _check_weighable(self) -> None:
         if not self.weighable:
@@ -253,11 +231,13 @@ class Algorithm(torch.nn.Module):
     def _announce(self, weight: float) -> int:
         """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
         assert self._engine is not None
+        self._engine.check_idle()
         weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
         self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
         given = weights.tolist()
+        _check_weights(given)
         total = math.fsum(given)
-        self._engine.weight = weight * len(given) / total if total else 0.0
+        self._engine.weight = weight * len(given) / total if total else 1.0  # nobody takes another step
         return next((rank for rank, w in enumerate(given) if w > 0), -1)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -282,10 +262,11 @@ class Algorithm(torch.nn.Module):
         Returns:
             The new wrapper; this one cannot be used any more.
         """
-        steps, world = self.stats().steps, self._world
+        steps = self.stats().steps
+        other = algorithm(self.module, communicator=self._world, **arguments)
         self.close()
-        other = algorithm(self.module, communicator=world, **arguments)
         other.train(self.training)
+        other._steps_alone = steps
         if other._engine is not None:
             other._engine.counters.steps = steps
         return other
@@ -319,14 +300,19 @@ class Algorithm(torch.nn.Module):
             `steps`; `order`, the names of parameters in the order of the buckets; in `vectors` for each thing remembered a
             tensor for each name; and `decisions`. Each rank has its own, and needs it again.
         """
-        vectors: dict[str, dict[str, torch.Tensor]] = {}
         order: list[str] = []
         if self._engine is not None:
+            self._engine.check_idle()
             order = [self._engine.members[position].name for position in self._engine.order]
-            for bucket in self._engine.buckets:
-                for key, named in self.remembered(bucket).items():
-                    vectors.setdefault(key, {}).update(named)
-        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self.decisions()}
+        vectors, decisions = self._remembered(), self.decisions()
+        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": decisions}
+
+    def _remembered(self) -> dict[str, dict[str, torch.Tensor]]:
+        vectors: dict[str, dict[str, torch.Tensor]] = {}
+        for bucket in () if self._engine is None else self._engine.buckets:
+            for key, named in self.remembered(bucket).items():
+                vectors.setdefault(key, {}).update(named)
+        return vectors
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restores what `algorithm_state_dict` gave.
@@ -365,13 +351,15 @@ class Algorithm(torch.nn.Module):
     def _lay_out(self, order: list[int], vectors: Mapping[str, Named]) -> None:
         assert self._engine is not None
         self._engine.lay_out(order)
+        self.forget()
         for bucket in self._engine.buckets:
             self.remember(bucket, vectors)
 
     def _reorder(self, order: list[int]) -> None:
         assert self._engine is not None
         agreed = self._communicator.broadcast_object(order)
-        self._lay_out(agreed, self.algorithm_state_dict()["vectors"])
+        if agreed != self._engine.order:
+            self._lay_out(agreed, self._remembered())
 
     @classmethod
     def from_spec(cls, spec: str, module: torch.nn.Module, **arguments: Any) -> Algorithm:
@@ -382,3 +370,10 @@ class Algorithm(torch.nn.Module):
         if not isinstance(algorithm, cls):
             raise ValueError(f"{spec!r} is a {type(algorithm).__name__}, expected a {cls.__name__}")
         return algorithm
+
+
+def _check_weights(weights: Sequence[float]) -> None:
+    """Raises unless all weights are such."""
+    for rank, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight must be finite and 0 or more, got {weight} on rank {rank}")

@@ -63,8 +63,12 @@ class GradientAllReduce(Algorithm):
             )
         return self._hierarchies[kind]
 
+    def forget(self) -> None:
+        """See `Algorithm.forget`."""
+        for kind in list(self._hierarchies):
+            self._hierarchies.pop(kind).close()
+
     def close(self) -> None:
         """See `Algorithm.close`."""
-        for hierarchy in self._hierarchies.values():
-            hierarchy.close()
+        self.forget()
         super().close()

@@ -89,16 +89,17 @@ def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread)
 
 def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Exchange], device: torch.device) -> None:
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-    failure: BaseException | None = None
+    failure = ""
     while (task := tasks.get()) is not None:
         begin = time.perf_counter()
         try:
             # After one failure the ranks no longer agree on what comes next.
-            if failure is not None:
-                raise failure
+            if failure:
+                raise RuntimeError(f"an exchange before this one failed: {failure}")
             _run(task, exchange(), stream)
         except BaseException as error:
-            task.error = failure = error
+            # Only its text is kept: its traceback holds the algorithm.
+            task.error, failure = error, failure or f"{error!r}"
         finally:
             task.seconds = time.perf_counter() - begin
             task.done.set()

@@ -113,7 +113,7 @@ class CompressedAllReduce(Algorithm):
         if self.guard is not None and sample is not None:
             error, errors = sample.errors(bucket)
             self._errors.update(errors)
-            then = answer(self.guard, codec, bucket, error)
+            then = answer(self.guard, codec, bucket, error, self.alignment)
             if then != codec:
                 self._instead[bucket.kind] = then
 
@@ -165,10 +165,14 @@ class CompressedAllReduce(Algorithm):
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
-        self._all_reduces.pop(bucket.index, None)
         self._recalled[bucket.index] = {
             key: gather(bucket, vectors[key]) for key in ("worker", "owner") if key in vectors
         }
+
+    def forget(self) -> None:
+        """See `Algorithm.forget`."""
+        self._all_reduces.clear()
+        self._recalled.clear()
 
     def decisions(self) -> list[Any]:
         """What the guard decided; see `Algorithm.decisions`."""

@@ -27,7 +27,7 @@ class DGC(CompressedAllReduce):
     4. Set v to zero where it was sent, and u too (momentum factor masking, section 3.3): it is stale there.
 
     Tensors that are exact are averaged as they are, and get their momentum then. What arrives already contains the momentum, so
-    the optimizer is SGD without. In the first steps the ratio falls from a
+    the optimizer is SGD without; sparse gradients of embeddings get none. In the first steps the ratio falls from a
     quarter, as `warmup` says, since early gradients change fast. Masking at a high ratio undoes momentum: at 10 % it trains
     slower than dense SGD.
     """
@@ -117,6 +117,11 @@ class DGC(CompressedAllReduce):
         if bucket.index not in self._velocities:
             self._velocities[bucket.index] = gather(bucket, {}, exact=True)
         return self._velocities[bucket.index]
+
+    def forget(self) -> None:
+        """See `Algorithm.forget`."""
+        super().forget()
+        self._velocities.clear()
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """The residuals, and the velocity; see `Algorithm.remembered`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Task
 from bagua_kernels.algorithms.rows import Rows
@@ -74,7 +76,7 @@ class Engine:
         groups: the positions of each bucket's parameters.
         order: the positions in the order that buckets follow.
         enabled: whether backward passes exchange gradients.
-        weight: what gradients are multiplied by before they are averaged.
+        weight: what the next gradients are multiplied by before they are averaged.
         counters: what happened so far.
     """
 
@@ -121,6 +123,7 @@ class Engine:
         self._missing: list[int] = []
         self._tasks: list[Task] = []
         self._last_order: list[int] = []
+        self._asked: list[int] = []
         engine = weakref.ref(self)
         self._hooks = [
             member.parameter.register_post_accumulate_grad_hook(_hook(engine, position))
@@ -162,6 +165,7 @@ class Engine:
         if not self.enabled:
             return
         if not self._running:
+            _refuse_reentrant()
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if position is None:
@@ -169,8 +173,7 @@ class Engine:
         if position in self._arrived:
             member = self.members[position]
             raise RuntimeError(
-                f"parameter {member.name!r} of shape {tuple(member.parameter.shape)} got a second gradient in one backward "
-                "pass; if the model is checkpointed, use use_reentrant=False"
+                f"parameter {member.name!r} of shape {tuple(member.parameter.shape)} got a second gradient in one backward pass"
             )
         self._fill(position)
         self._arrived[position] = None
@@ -178,17 +181,15 @@ class Engine:
         self._start_complete()
 
     def take_part(self) -> None:
-        """Exchanges zeros, as a backward pass without any gradient would; `grad` is left alone."""
+        """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
+        self.check_idle()
         self._begin()
-        try:
-            for position in range(len(self.members)):
-                bucket, slot = self.slots[position]
-                bucket.fill(slot, None)
-            self._finish([None] * len(self.rows))
-            self._consider_order()
-        finally:
-            self._running = False
-        self.counters.steps += 1
+        for position in range(len(self.members)):
+            bucket, slot = self.slots[position]
+            bucket.fill(slot, None)
+        self._finish([None] * len(self.rows))
+        self._consider_order()
+        self._rest()
 
     def check_idle(self) -> None:
         """Raises if the last backward pass ended in an exception while exchanges were under way.
@@ -241,18 +242,28 @@ class Engine:
         order = list(self._arrived)
         lasting = order == self._last_order or self.counters.steps == 0
         self._last_order = order
-        return lasting and order != self.order
+        # Asked once: where ranks differ for good, rank 0's order stays.
+        asks = lasting and order not in (self.order, self._asked)
+        if asks:
+            self._asked = order
+        return asks
 
     def _end(self) -> None:
         """Runs when backward has ended; exceptions leave `backward()`."""
-        try:
-            for position in range(len(self.members)):
-                if position not in self._arrived:
-                    self._fill(position)
-            self._finish([parameter.grad for parameter in self._sparse])
-            self._publish()
-        finally:
-            self._running = False
+        for position in range(len(self.members)):
+            if position not in self._arrived:
+                self._fill(position)
+        self._finish([parameter.grad for parameter in self._sparse])
+        self._publish()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Not reached after an exception, so that `check_idle` notices what is still under way."""
+        self._running = False
+        self._tasks = []
+        for rows in self.rows:
+            rows.gradient = None
+        self.weight = 1.0
         self.counters.steps += 1
 
     def _finish(self, sparse: Sequence[torch.Tensor | None]) -> None:
@@ -311,3 +322,18 @@ def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.
             alive.gradient_ready(position)
 
     return hook
+
+
+def _refuse_reentrant() -> None:
+    """Raises within the backward pass that a reentrant checkpoint runs inside of backward.
+
+    Its end is not that of the whole: the gradients of all other parameters are not there yet.
+    """
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise RuntimeError(
+                "gradients came out of a reentrant activation checkpoint, which runs a backward pass of its own: use "
+                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+            )

@@ -71,22 +71,25 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return difference / norm
 
 
-def wider(codec: Codec) -> Codec | None:
-    """The next codec with more bits an element; None, which is no compression, after 16."""
+def wider(codec: Codec, alignment: int) -> Codec | None:
+    """The next codec with more bits an element; None, which is no compression, after 16.
+
+    Blocks are no larger than what tensors are aligned to in a bucket; where that is less than a block can be, 16 bits follow.
+    """
     if isinstance(codec, Cast):
         return None
     bits = codec.rule.bits if isinstance(codec, BlockCodec) else 0
-    if bits < 4:
-        return AbsMaxInt4()
-    return AbsMaxInt8() if bits < 8 else Cast()
+    if bits >= 8 or alignment < 32:
+        return Cast()
+    return AbsMaxInt4(block=min(128, alignment)) if bits < 4 else AbsMaxInt8(block=min(256, alignment))
 
 
-def answer(guard: Guard, codec: Codec, bucket: Bucket, error: float) -> Codec | None:
-    """What encodes the bucket's kind from the next step on."""
+def answer(guard: Guard, codec: Codec, bucket: Bucket, error: float, alignment: int) -> Codec | None:
+    """What encodes buckets of this kind from now on."""
     # What is not finite is an overflow, of which the optimizer or the gradient scaler knows.
     if not error > guard.bound:
         return codec
-    then = {"warn": codec, "widen": wider(codec), "exact": None}[guard.action]
+    then = {"warn": codec, "widen": wider(codec, alignment), "exact": None}[guard.action]
     what = "nothing is changed" if then is codec else f"going on with {then or 'exact means'}"
     warnings.warn(
         f"the mean of bucket {bucket.index} ({bucket.names[0]} and {len(bucket.names) - 1} more) by {codec} has a relative "

@@ -124,6 +124,7 @@ class MomentumAllReduce(CompressedAllReduce):
         self.scaler = scaler
         self._members = {name: (p, numbers[p]) for name, p in trained.items()}
         self._checked: set[str] = set()
+        self._sends_momentum = False
         super().__init__(module, self.optimizer, **arguments)
         communicator = self._communicator
         if communicator.size == 1:
@@ -143,7 +144,8 @@ class MomentumAllReduce(CompressedAllReduce):
         if not self.optimizer.frozen:
             super().exchange(bucket, step)
             return
-        compressed = bucket.flat.numel() if self.codec_at(bucket, step) is not None else 0
+        self._sends_momentum = self.codec_at(bucket, step) is not None
+        compressed = bucket.flat.numel() if self._sends_momentum else 0
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
         parts = list(zip(bucket.names, bucket.views, moments, bucket.spans, strict=True))
@@ -163,6 +165,22 @@ class MomentumAllReduce(CompressedAllReduce):
                 # What is not finite becomes NaN, for others to see: infinity times 0 is.
                 bounded = x.clamp(-most, most).add_(x, alpha=0)
                 x.copy_(bounded.sub_(m, alpha=of.beta).mul_(scale / (1 - of.beta)) if sent else bounded)
+
+    def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:
+        """Residuals are of momentum; where gradients follow uncompressed, they become what moves momentum as much."""
+        if self.optimizer.frozen and not self._sends_momentum:
+            scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+            vectors = {key: vector.clone() for key, vector in vectors.items()}
+            for name, span in zip(bucket.names, bucket.spans, strict=True):
+                of = _Moments(self.optimizer, *self._members[name])
+                for vector in vectors.values():
+                    vector[span].mul_(scale / (1 - of.beta))
+        super()._hand_over(bucket, vectors, kept)
+
+    def close(self) -> None:
+        """See `Algorithm.close`; from then on the optimizer is Adam, as it has come to be."""
+        self.optimizer.freeze_step, self.optimizer.knows_scale, self.optimizer.agree = None, True, bool
+        super().close()
 
     def _stopped(self, name: str, v: Tensor) -> Tensor:
         """Which elements of a parameter have no momentum.

@@ -100,6 +100,10 @@ class PowerSGD(Algorithm):
             self._states[bucket.index] = self.config.start(shapes, bucket.names, device=bucket.whole.device)
         return self._states[bucket.index]
 
+    def forget(self) -> None:
+        """See `Algorithm.forget`."""
+        self._states.clear()
+
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """Residuals, right factors, and how many steps they have seen; see `Algorithm.remembered`."""
         state = self._state(bucket).state_dict()
@@ -108,7 +112,6 @@ class PowerSGD(Algorithm):
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
-        self._states.pop(bucket.index, None)
         state = self._state(bucket)
         own = state.state_dict()
         names = list(own["residuals"])

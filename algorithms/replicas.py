@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 import torch
 
+from bagua_kernels.bucket import dense_strides
 from bagua_kernels.comm import Communicator, ReduceOp
 
 _TOGETHER = 64 << 20  # bytes in one message
 
 
 def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
-    """Raises unless a module has the same parameters and buffers on all ranks, on the communicator's device."""
-    for name, parameter in module.named_parameters():
-        if parameter.device != communicator.device:
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
-            )
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise TypeError(
-                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point"
-            )
+    """Raises, on all ranks, unless a module has the same parameters and buffers on all, on the communicator's device."""
+    problems: list[tuple[type[Exception], str] | None] = communicator.all_gather_object(_problem(module, communicator))
+    for kind, text in filter(None, [problems[communicator.rank], *problems]):
+        raise kind(text)
+    sparse = sparse_parameters(module)
     state = [*module.named_parameters(), *module.named_buffers()]
-    own = [f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}" for name, t in state]
+    own = [
+        f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}"
+        + (f" strides={dense_strides(t)} sparse={t in sparse}" if t.requires_grad else "")
+        for name, t in state
+    ]
     digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
@@ -37,6 +37,19 @@ def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
             raise ValueError(
                 f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
             )
+
+
+def _problem(module: torch.nn.Module, communicator: Communicator) -> tuple[type[Exception], str] | None:
+    for name, parameter in module.named_parameters():
+        if parameter.device != communicator.device:
+            text = f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
+            return ValueError, text
+        if parameter.requires_grad and not parameter.is_floating_point():
+            return (
+                TypeError,
+                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point",
+            )
+    return None
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.Tensor]:

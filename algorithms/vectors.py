@@ -33,7 +33,8 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
         ValueError: a tensor has another number of elements than its parameter.
     """
     numel = bucket.whole.numel() - bucket.flags.numel() if exact else bucket.flat.numel()
-    vector = torch.zeros(numel, dtype=torch.float32, device=bucket.flat.device)
+    dtype = torch.promote_types(bucket.whole.dtype, torch.float32)
+    vector = torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
     for name, span in _shares(bucket):
         if span.stop > vector.numel() or name not in named:
             continue

@@ -153,7 +153,7 @@ def engine(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Two ranks, so that each has a core, on links on which communication takes as long as backward."""
-    settings = {"model": "tr", "rounds": max(2, (options.steps or 12) // 3), "counted": 3, "trace": options.trace}
+    settings = {"model": "resnet18", "rounds": max(2, (options.steps or 12) // 3), "counted": 3, "trace": options.trace}
     rows: list[dict[str, Any]] = run(2, "overlap", settings)["rows"]
     return rows
 
@@ -205,7 +205,7 @@ def show_engine(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def show_overlap(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="tr, 2 hosts: share of communication that backward hides; ms a step")
+    table = Table(title="ResNet-18, 2 hosts: share of communication that backward hides; ms a step")
     for column in ("", "Mbit/s", "alone", "ddp", "with it", "exchange", "hidden", "beside backward"):
         table.add_column(column, justify="right")
     for row in rows:

@@ -269,7 +269,7 @@ class StripedCommunicator(Communicator):
         return self._start("scatter", code, [star], output.nbytes * self.size)
 
     def _barrier(self) -> Work:
-        token = torch.empty(0, dtype=torch.uint8)
+        token = torch.empty(0, dtype=torch.uint8, device="cpu")
         lane = schedules.all_to_all(self._ranks, [token] * self.size, [token] * self.size)
         return self._start("barrier", signature("barrier"), [lane], 0)
 

@@ -80,7 +80,7 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
 
 
 def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
-    tuning = Tuning()
+    tuning = replace(communicator.tuning, stripes=1, measured={})
     long = _barrier_time(communicator) > _LONG
     measured: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for operation, share in _SHARES.items():
@@ -112,7 +112,7 @@ def _sizes(
     rounds = _FEWEST if long else _ROUNDS  # where delays decide, times are much the same
     for nbytes in _SIZES:
         calls = {
-            way: _call(communicator, operation, nbytes, Tuning(**{operation: ((EVER, way),)}))  # type: ignore[arg-type]
+            way: _call(communicator, operation, nbytes, replace(communicator.tuning, **{operation: ((EVER, way),)}))  # type: ignore[arg-type]
             for way in left
         }
         # After a barrier ranks start up to a one-way delay apart; in a row, that counts once.

@@ -55,7 +55,7 @@ class Channel:
     """One socket, what waits to leave through it, and what has arrived."""
 
     __slots__ = (
-        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "writing",
+        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "torn", "writing",
     )  # fmt: skip
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -65,6 +65,7 @@ class Channel:
         self.out: deque[Part] = deque()
         self.queued = 0
         self.writing = False
+        self.torn = False  # whether bytes may have gone of which there is no note
         self.staging = memoryview(bytearray(STAGING))
         self.begin = self.end = 0
         self.arrival: Arrival | None = None
@@ -80,6 +81,7 @@ class Channel:
         Returns:
             Whether something is left.
         """
+        self.torn = True
         while self.out:
             part = self.out[0]
             try:
@@ -92,6 +94,7 @@ class Channel:
                 else:
                     sent = self.sock.send(part.rest)
             except BlockingIOError:
+                self.torn = False
                 return True
             self.queued -= sent
             if sent == len(part.rest):
@@ -101,4 +104,5 @@ class Channel:
                     done(part.transfer)
             else:
                 part.rest = part.rest[sent:]
+        self.torn = False
         return False

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -50,8 +51,8 @@ class Loop:
         os.set_blocking(self._woken, False)
         # A signal handler may call `stop` while its own thread is in `submit`.
         self._lock = threading.RLock()
-        self._moving = threading.Lock()  # held by whoever touches channels, transfers and lanes
-        self._starter: int | None = None
+        # Held by whoever touches channels, transfers and lanes. It knows its owner, but is not taken twice.
+        self._moving: Any = threading.RLock()
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
         for channel in self._channels.values():
@@ -83,7 +84,7 @@ class Loop:
                 self._stopping = reason
                 self._nudge()
         # A signal handler may interrupt `_start_here`, for whose end the thread waits.
-        if threading.get_ident() not in (self._thread.ident, self._starter):
+        if threading.current_thread() is not self._thread and not self._moving._is_owned():
             self._thread.join(5.0)
 
     def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
@@ -131,24 +132,24 @@ class Loop:
 
     def _start_here(self, operation: Operation) -> bool:
         """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
-        if not self._moving.acquire(blocking=False):
+        if self._moving._is_owned():  # in a signal handler
             return False
         try:
-            if self._stopping or self._submitted:
+            if not self._moving.acquire(blocking=False) or self._stopping or self._submitted:
                 return False
-            self._starter = threading.get_ident()
             with torch.inference_mode():
                 self._start(operation)
                 self._advance()
         except BaseException as error:
-            # Ctrl-C, say, between what went to the kernel and the note of it: the stream of bytes cannot be continued.
+            # Raised by a signal's handler between what went to the kernel and the note of it, say: the stream of bytes cannot
+            # be continued.
             with self._lock:
                 self._stopping = self._stopping or f"{operation.name} was interrupted: {error!r}"
                 self._nudge()
             raise
         finally:
-            self._starter = None
-            self._moving.release()
+            if self._moving._is_owned():
+                self._moving.release()
         return True
 
     @torch.inference_mode()  # without it, tensors that were made in that mode could not be written
@@ -189,8 +190,11 @@ class Loop:
     def _end(self) -> None:
         with self._lock:
             self._stopping = self._stopping or "its thread has ended"
-        with self._moving:
-            self._drop(ConnectionAbortedError(self._stopping))
+        # Not for ever, for an exception may have come between taking and giving it back.
+        owned = self._moving.acquire(timeout=5.0)
+        self._drop(ConnectionAbortedError(self._stopping))
+        if owned:
+            self._moving.release()
         with self._lock:
             os.close(self._wake)
             os.close(self._woken)
@@ -241,6 +245,8 @@ class Loop:
                 if not lane.advance():
                     continue
             except Exception as error:  # whatever a step may raise: the waiting thread gets it
+                if any(channel.torn for channel in self._channels.values()):
+                    raise
                 self._fail(operation, error)
                 continue
             operation.active -= 1

@@ -24,7 +24,7 @@ class Scratch:
         """Returns `n` elements."""
         free = self._free.get((n, dtype))
         if not free:
-            return torch.empty(n, dtype=dtype)
+            return torch.empty(n, dtype=dtype, device="cpu")  # whatever the default of the thread
         tensor = free.pop()
         self._kept -= tensor.nbytes
         self._count -= 1

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
 from bagua_kernels.bucket import Bucket, partition
@@ -147,6 +148,78 @@ def test_different_modules_are_refused(make, message: str) -> None:
             ByteGrad(make(communicator.rank), communicator=communicator)
 
     run_ranks(2, rank)
+
+
+def test_layouts_that_differ_are_refused() -> None:
+    """Buckets follow the strides of parameters, so that equal shapes are not enough."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Linear(4, 3)
+        if communicator.rank:
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+        with pytest.raises(ValueError, match=r"strides=\(4, 1\).*rank 1 has .*strides=\(1, 3\)"):
+            GradientAllReduce(module, communicator=communicator)
+        with pytest.raises(ValueError, match=r"sparse=True.*sparse=False"):
+            GradientAllReduce(nn.Embedding(3, 2, sparse=communicator.rank == 0), communicator=communicator)
+
+    run_ranks(2, rank)
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    """They would end a backward pass of their own before other gradients are there."""
+
+    class Checkpointed(Odd):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(lambda y: torch.tanh(self.first(y)), x.requires_grad_(), use_reentrant=True)
+            return self.second(hidden)
+
+    def rank(communicator: Communicator) -> None:
+        algorithm = GradientAllReduce(Checkpointed(), communicator=communicator, bucket_bytes=1 << 20)
+        algorithm.module.second.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            algorithm(batch(0, 0)).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_interrupted_wait_is_noticed() -> None:
+    """Ctrl-C while exchanges are under way, and then another step."""
+
+    def rank(communicator: Communicator) -> None:
+        algorithm = GradientAllReduce(Odd(), communicator=communicator)
+        wait = algorithm._engine._wait
+
+        def interrupted() -> None:
+            wait()
+            raise KeyboardInterrupt
+
+        algorithm._engine._wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            algorithm(batch(0, 0)).square().mean().backward()
+        for call in (lambda: algorithm(batch(0, 0)), lambda: algorithm.weigh(1), algorithm.algorithm_state_dict):
+            with pytest.raises(RuntimeError, match="interrupted while gradients were exchanged"):
+                call()
+
+    run_ranks(2, rank)
+
+
+def test_failed_exchange_keeps_nothing_alive() -> None:
+    class Fails(Algorithm):
+        name = "fails"
+
+        def exchange(self, bucket: Bucket, step: int) -> None:
+            raise ZeroDivisionError("on purpose")
+
+    def rank(communicator: Communicator) -> weakref.ref[nn.Module]:
+        algorithm = Fails(Odd(), communicator=communicator, bucket_bytes=1)
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            algorithm.module(batch(0, 0)).square().mean().backward()
+        return weakref.ref(algorithm)
+
+    gone = run_ranks(2, rank)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert communication_threads() == 0
 
 
 def test_wrong_device_and_dtype_are_refused() -> None:

@@ -22,7 +22,10 @@ from bagua_kernels.algorithms import (
     TernGrad,
     TopK,
 )
+from bagua_kernels.algorithms.guard import wider
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Cast, Sign
+from bagua_kernels.compression import TopK as TopKCodec
 from tests.algorithms.ranks import Odd, batch, fill, gradients
 
 
@@ -58,8 +61,8 @@ def test_weights_make_means_over_samples() -> None:
             algorithm.zero_grad()
             algorithm.weigh(n)
             loss_of(algorithm, communicator.rank, 0, n).backward()
-        with pytest.raises(ValueError, match="weight must be finite and 0 or more, got -1"):
-            algorithm.weigh(-1)
+        with pytest.raises(ValueError, match=r"weight must be finite and 0 or more, got -1\.0 on rank 1"):
+            algorithm.weigh(-1 if communicator.rank == 1 else 1)
         with pytest.raises(ValueError, match="all ranks gave the weight 0"):
             algorithm.weigh(0)
         return gradients(algorithm)
@@ -133,9 +136,9 @@ def test_buckets_follow_the_measured_order(wrap: type) -> None:
         reorder = algorithm._reorder
 
         def watched(order: list[int]) -> None:
-            state["before"] = algorithm.algorithm_state_dict()["vectors"]
+            state["before"] = algorithm._remembered()
             reorder(order)
-            state["after"] = algorithm.algorithm_state_dict()["vectors"]
+            state["after"] = algorithm._remembered()
 
         algorithm._engine._reorder = watched
         for step in range(3):
@@ -564,3 +567,105 @@ def test_stats_for_a_board() -> None:
         assert writer.seen["run/error/second.weight"][0] == stats.errors["second.weight"]
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("weighed", ["before", "within"])
+def test_weights_and_join(weighed: str) -> None:
+    """A weight given before does not last, and within every rank announces its own."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        algorithm = GradientAllReduce(Odd(), communicator=communicator)
+        optimizer = torch.optim.SGD(algorithm.parameters(), lr=0.1)
+        if weighed == "before":
+            algorithm.weigh(1 + communicator.rank)
+            loss_of(algorithm, communicator.rank, 8).backward()
+        with algorithm.join():
+            for step in range(2 if communicator.rank else 4):
+                optimizer.zero_grad()
+                if weighed == "within":
+                    algorithm.weigh(1.0)
+                loss_of(algorithm, communicator.rank, step).backward()
+                optimizer.step()
+        return [p.detach().clone() for p in algorithm.parameters()]
+
+    first, second = run_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    plain = Odd()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        ranks = (0, 1) if step < 2 else (0,)
+        (sum(loss_of(plain, r, step) for r in ranks) / len(ranks)).backward()
+        optimizer.step()
+    for ours, expected in zip(first, plain.parameters(), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_whose_orders_differ_for_good_lay_out_once() -> None:
+    class Turned(nn.Module):
+        def __init__(self, turned: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.turned = nn.Linear(7, 7), nn.Linear(7, 7), turned
+            fill(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = (self.b, self.a) if self.turned else (self.a, self.b)
+            return second(torch.tanh(first(x)))
+
+    def rank(communicator: Communicator) -> int:
+        algorithm = TopK(Turned(communicator.rank == 1), communicator=communicator, bucket_bytes=1)
+        lay_out, count = algorithm._engine.lay_out, [0]
+
+        def counted(order: list[int]) -> None:
+            count[0] += 1
+            lay_out(order)
+
+        algorithm._engine.lay_out = counted
+        for step in range(6):
+            algorithm.zero_grad()
+            algorithm(batch(0, step)).sum().backward()
+        return count[0]
+
+    assert max(run_ranks(2, rank)) <= 1
+
+
+def test_nothing_is_kept_of_buckets_that_are_no_more() -> None:
+    def rank(communicator: Communicator) -> None:
+        algorithm = TopK(Odd(), communicator=communicator, bucket_bytes=1, exact=(), min_numel=0)
+        loss_of(algorithm, communicator.rank, 0).backward()
+        before = algorithm.stats().residual_norm
+        algorithm._engine._bucket_bytes = 10 << 20
+        algorithm._lay_out(algorithm._engine.order, algorithm._remembered())
+        assert len(algorithm._engine.buckets) == 1
+        assert algorithm.stats().residual_norm == pytest.approx(before)
+
+    run_ranks(2, rank)
+
+
+def test_momentum_of_float64_is_float64() -> None:
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        algorithm = DGC(module, communicator=communicator)
+        algorithm(torch.full((1, 2), 1 / 3, dtype=torch.float64)).sum().backward()
+        return module.weight.grad
+
+    for grad in run_ranks(2, rank):
+        assert grad.tolist() == [[1 / 3, 1 / 3]]
+
+
+def test_wider_codecs_keep_to_the_alignment() -> None:
+    assert wider(Sign(), 256) == AbsMaxInt4(block=128)
+    assert wider(Sign(64), 64) == AbsMaxInt4(block=64)
+    assert wider(AbsMaxInt4(), 128) == AbsMaxInt8(block=128)
+    assert wider(TopKCodec(), 1) == Cast()
+    assert wider(AbsMaxInt8(), 256) == Cast()
+    assert wider(Cast(), 1) is None
+
+
+def test_switch_on_one_rank_keeps_the_count() -> None:
+    def rank(communicator: Communicator) -> None:
+        model = GradientAllReduce(Odd(), communicator=communicator)
+        model.load_algorithm_state_dict({"steps": 1000, "order": [], "vectors": {}, "decisions": []})
+        assert model.switch_to(TopK).stats().steps == 1000
+
+    run_ranks(1, rank)

@@ -132,6 +132,7 @@ class Modelled:
         self.delay = delay
         self.rate = rate
         self.stripes = 1
+        self.tuning = Tuning()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj]

@@ -15,19 +15,23 @@ import pytest
 import torch
 
 from bagua_kernels.comm.sockets import loop as loop_module
+from bagua_kernels.comm.sockets.channel import Channel
 from bagua_kernels.comm.sockets.loop import Loop
 from bagua_kernels.comm.sockets.schedules import messages
 from bagua_kernels.comm.sockets.transfer import Lane, Steps, signature
+from bagua_kernels.comm.striped import StripedCommunicator
 from tests.comm.sockets.common import (
     HEADER,
     SEND,
     array,
     by_hand,
+    by_way,
     leaving_nothing,
     operation,
     part,
     receiving,
     sending,
+    striped,
     until,
     wait,
 )
@@ -264,6 +268,34 @@ def test_brief_operation_that_does_not_get_through_its_first_steps(how: str) -> 
         for each in (waiting, work):
             with pytest.raises(RuntimeError, match="send was interrupted" if how == "interrupted" else "enough of it"):
                 wait(each, 5.0)
+
+
+def test_handler_that_raises_while_bytes_are_counted_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has gone to the kernel without a note would be sent twice."""
+    with by_hand() as (loop, _):
+        work = sending(0, torch.zeros(10, dtype=torch.uint8), brief=True)
+
+        def broken(self: Channel, done: object) -> bool:
+            self.torn = True
+            raise ArithmeticError("from a signal's handler")
+
+        monkeypatch.setattr(Channel, "flush", broken)
+        with pytest.raises(ArithmeticError, match="handler"):
+            loop.submit(work)
+        with pytest.raises(RuntimeError, match="send was interrupted"):
+            wait(work, 5.0)
+        until(lambda: not loop._thread.is_alive())
+
+
+def test_default_device_of_the_caller_does_not_matter() -> None:
+    def fn(c: StripedCommunicator) -> None:
+        x = torch.ones(100)
+        with torch.device("meta"):
+            c.all_reduce(x).wait()
+            c.barrier().wait()
+        assert x.tolist() == [2.0] * 100
+
+    striped(2, fn, by_way("exchange"))
 
 
 def test_nothing_refers_to_tensors_of_a_stopped_loop() -> None:

@@ -1,0 +1,34 @@
+"""What algorithms count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an algorithm has done since it was made, on this rank.
+
+    Attributes:
+        steps: backward passes whose gradients were exchanged; a rank alone exchanges none.
+        bytes_sent: bytes put on the wire for gradients and buffers.
+        wait_seconds: time that training waited for communication at the end of backward passes.
+        exchange_seconds: time that the communication thread was busy, most of it beside backward.
+        residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
+        errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
+    """
+
+    steps: int
+    bytes_sent: int
+    wait_seconds: float
+    exchange_seconds: float
+    residual_norm: float
+    errors: dict[str, float]
+
+    def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
+        """Adds everything to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
+        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm"):
+            writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
+        for name, error in self.errors.items():
+            writer.add_scalar(f"{prefix}/error/{name}", error, step)
