@@ -18,8 +18,8 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 EMULATED_TESTS := tests/compression tests/docs tests/launchers
-# Tests of ranks start processes of their own and fill the machine.
-RANK_TESTS     := tests/algorithms tests/bench tests/comm tests/examples
+# Tests that start processes of their own fill the machine.
+RANK_TESTS     := tests/algorithms/test_checkpoint.py tests/algorithms/test_processes.py tests/bench tests/comm tests/examples
 WORKERS        ?= 2
 
 .PHONY: help train test test-main test-slow test-interpreter test-simulator lint format bench gpu-check wheel clean
