@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +112,7 @@ class Plan:
         )
         return found, exact
 
-    def alignment(self, of: Callable[[Codec], int] = lambda codec: codec.block) -> int:
+    def alignment(self) -> int:
         """The least number of elements that whole blocks of all its codecs make up; blocks are powers of two."""
         schedules = [self.default, *(s for _, s in self.groups)]
-        return max((of(codec) for s in schedules for codec in s.codecs), default=1)
+        return max((codec.block for s in schedules for codec in s.codecs), default=1)

@@ -53,40 +53,30 @@ def resumes(path: str) -> None:
     comm.shutdown()
 
 
-def goes_on(path: str) -> None:
-    """Loads what more ranks have saved, and prints the mean of the residuals before and after."""
+def loads(path: str, more: int) -> None:
+    """Loads what was saved, prints the mean of the residuals over all ranks, and goes on for some steps."""
     communicator = comm.init(timeout=20)
     algorithm = make(SPECS[0])
     load(algorithm, f"{path}/0")
     named = algorithm.algorithm_state_dict()["vectors"]["worker"]
     total = torch.cat([named[name] for name in sorted(named)])
     communicator.all_reduce(total, comm.ReduceOp.AVG).wait()
-    steps(algorithm, 2, 3)
+    steps(algorithm, 2, 2 + more)
     print(json.dumps({"mean": total.tolist(), "steps": algorithm.stats().steps}))
-    comm.shutdown()
-
-
-def residuals(path: str) -> None:
-    """Prints the mean of the residuals that were saved, as the ranks that saved them have it."""
-    communicator = comm.init(timeout=20)
-    algorithm = make(SPECS[0])
-    load(algorithm, f"{path}/0")
-    named = algorithm.algorithm_state_dict()["vectors"]["worker"]
-    total = torch.cat([named[name] for name in sorted(named)])
-    communicator.all_reduce(total, comm.ReduceOp.AVG).wait()
-    print(json.dumps({"mean": total.tolist()}))
     comm.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_resume_through_files(tmp_path: Path) -> None:
     """Bit-identical on as many ranks; on fewer the mean of what was remembered is kept."""
-    for target, size in ((resumes, 3), (residuals, 3), (goes_on, 2)):
-        results = run_processes(target, size, args=(str(tmp_path),), timeout=120)
+    folder = str(tmp_path)
+    reports = []
+    for target, size, args in ((resumes, 3, (folder,)), (loads, 3, (folder, 0)), (loads, 2, (folder, 1))):
+        results = run_processes(target, size, args=args, timeout=120)
         assert [r.returncode for r in results] == [0] * size, results[0].stderr[-3000:]
-        if target is residuals:
-            before = json.loads(results[0].stdout.splitlines()[-1])["mean"]
-    after = [json.loads(r.stdout.splitlines()[-1]) for r in results]
+        if target is loads:
+            reports.append([json.loads(r.stdout.splitlines()[-1]) for r in results])
+    before, after = reports[0][0]["mean"], reports[1]
     assert [a["steps"] for a in after] == [3, 3]
     assert any(before)
     assert torch.allclose(torch.tensor(after[0]["mean"]), torch.tensor(before), atol=1e-7)
