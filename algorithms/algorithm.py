@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_kernels import comm
+from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
 from bagua_kernels.algorithms.replicas import average, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
@@ -50,6 +51,7 @@ class Algorithm(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
         broadcast_buffers: bool = True,
         average_buffers: bool = False,
+        apply_in_backward: bool = False,
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -62,9 +64,13 @@ class Algorithm(torch.nn.Module):
                 better with backward; larger ones pay the network's latency less often.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
+            apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
+                goes on, with what the optimizer's options are then. `grad` is None afterwards, so that `optimizer.step()`
+                has nothing left to do but its hooks and sparse gradients; a GradScaler or a norm of all gradients cannot
+                come between. The optimizer is one of `bagua_kernels.optim`.
 
         Raises:
-            TypeError: a trainable parameter is complex.
+            TypeError: a trainable parameter is complex, or `apply_in_backward` has no optimizer of this package.
             ValueError: the modules differ between ranks, a parameter is on another device than the communicator, or
                 `bucket_bytes` is below 1.
         """
@@ -75,6 +81,7 @@ class Algorithm(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers or average_buffers
         self.average_buffers = average_buffers
         self._engine: Engine | None = None
+        self._steps: BackwardSteps | None = None
         self._joining = False
         self._announced: int | None = None
         self._steps_alone = 0
@@ -94,6 +101,8 @@ class Algorithm(torch.nn.Module):
             for name, p in module.named_parameters()
             if p.requires_grad
         ]
+        if apply_in_backward:
+            self._steps = BackwardSteps(optimizer, {m.name: m.parameter for m in members if not m.sparse})
         if members:
             self._engine = Engine(
                 members,
@@ -103,6 +112,7 @@ class Algorithm(torch.nn.Module):
                 reorder=self._reorder,
                 late=self.late,
                 name=self.name,
+                steps=self._steps,
             )
 
     @property
@@ -130,8 +140,12 @@ class Algorithm(torch.nn.Module):
     def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
         if isinstance(bucket, Rows):
             bucket.exchange(self._communicator)
-        else:
-            self.exchange(bucket, step)
+            return
+        if self._steps is not None and self._engine is not None:
+            self._steps.begin(bucket, self._engine.present(bucket))
+        self.exchange(bucket, step)
+        if self._steps is not None:
+            self._steps.finish()
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """What is remembered of a bucket from step to step: of each thing a tensor for each parameter's name; collective."""
@@ -247,7 +261,15 @@ class Algorithm(torch.nn.Module):
 
         Returns:
             The norm before.
+
+        Raises:
+            RuntimeError: with `apply_in_backward` the gradients have been used by now.
         """
+        if self._steps is not None:
+            raise RuntimeError(
+                "with apply_in_backward=True parameters are updated before all gradients are known, so that these cannot be "
+                "clipped by their norm; leave it out"
+            )
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
@@ -352,6 +374,8 @@ class Algorithm(torch.nn.Module):
         assert self._engine is not None
         self._engine.lay_out(order)
         self.forget()
+        if self._steps is not None:
+            self._steps.forget()
         for bucket in self._engine.buckets:
             self.remember(bucket, vectors)
 

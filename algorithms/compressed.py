@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
-from bagua_kernels.comm.compressed import AllReduce, all_reduce_for
+from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for
 from bagua_kernels.compression import Codec, Contractive, fold_seed
 
 # For codecs of few bits, or few elements. They would starve small tensors: blocks are filled up with zeros, which make the mean
@@ -109,13 +111,22 @@ class CompressedAllReduce(Algorithm):
         sample = None
         if self.guard is not None and (step + bucket.index) % self.guard.every == 0:
             sample = Sample(bucket, self._communicator)
-        self._all_reduce(bucket, codec)(bucket.flat, bucket.exact, seed=fold_seed(self.seed, step, bucket.index))
+        all_reduce, seed = self._all_reduce(bucket, codec), fold_seed(self.seed, step, bucket.index)
+        # The guard compares what has been decoded.
+        with self._delivery(bucket, codec, sample is None and all_reduce.delivers) as deliver:
+            all_reduce(bucket.flat, bucket.exact, seed=seed, deliver=deliver)
         if self.guard is not None and sample is not None:
             error, errors = sample.errors(bucket)
             self._errors.update(errors)
             then = answer(self.guard, codec, bucket, error, self.alignment)
             if then != codec:
                 self._instead[bucket.kind] = then
+
+    def _delivery(self, bucket: Bucket, codec: Codec, possible: bool) -> AbstractContextManager[Deliver | None]:
+        """What the bucket's payloads are given to instead of being decoded."""
+        if self._steps is None or not possible:
+            return contextlib.nullcontext()
+        return self._steps.deliver(bucket, codec)
 
     def codec_at(self, bucket: Bucket, step: int) -> Codec | None:
         """What encodes a bucket in a step; None if nothing does."""

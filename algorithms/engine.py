@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Task
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
@@ -61,8 +62,8 @@ class Engine:
     2. When all gradients of a bucket are there, and all buckets before it have been started, its exchange is started on the
        communication thread, while backward goes on.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
-       for, and each `grad` becomes the view of its bucket. A parameter without a gradient on any rank keeps `grad` None,
-       unless error feedback still had something for it.
+       for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
+       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it.
     4. After the first pass, and when gradients come in another order twice running, buckets are laid out in the order in
        which they came on rank 0.
 
@@ -90,6 +91,7 @@ class Engine:
         reorder: Callable[[list[int]], None],
         late: bool = True,
         name: str = "",
+        steps: BackwardSteps | None = None,
     ) -> None:
         """Lays out buckets and installs hooks.
 
@@ -104,8 +106,10 @@ class Engine:
                 order than that of the buckets on any; expected to call `lay_out`.
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
+            steps: what updates parameters on the communication thread, if anything does.
         """
         self._late = late
+        self._steps = steps
         self.members = [member for member in reversed(members) if not member.sparse]
         self.rows = [Rows(m.name, m.parameter, -1 - i) for i, m in enumerate(m for m in members if m.sparse)]
         self._sparse = [m.parameter for m in members if m.sparse]
@@ -191,6 +195,10 @@ class Engine:
         self._consider_order()
         self._rest()
 
+    def present(self, bucket: Bucket) -> list[bool]:
+        """Which of a bucket's tensors have a gradient on this rank."""
+        return [position in self._present for position in self.groups[bucket.index]]
+
     def check_idle(self) -> None:
         """Raises if the last backward pass ended in an exception while exchanges were under way.
 
@@ -225,6 +233,8 @@ class Engine:
         bucket.fill(slot, gradient)
         if self.weight != 1.0:
             bucket.views[slot].mul_(self.weight)
+        if self._steps is not None:
+            member.parameter.grad = None
 
     def _start_complete(self) -> None:
         while (index := len(self._tasks)) < len(self.buckets) and self._missing[index] == 0:
@@ -301,10 +311,16 @@ class Engine:
         if len(self._present) < len(self.members):
             # Reading the flags waits for the device, so do it only where a flag can be 0.
             unused = {position for position, flag in enumerate(flags[:-1].tolist()) if flag == 0}
+        late = []
         for position, member in enumerate(self.members):
+            if self._steps is not None and self._steps.taken(member.name):
+                continue
             bucket, slot = self.slots[position]
             if position not in unused or (self._late and bool(bucket.views[slot].any())):
                 member.parameter.grad = bucket.views[slot]
+                late.append(member.name)
+        if self._steps is not None:
+            self._steps.finish_late(late)
         self._consider_order()
 
     def _consider_order(self) -> None:

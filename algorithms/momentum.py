@@ -88,7 +88,7 @@ class MomentumAllReduce(CompressedAllReduce):
             **arguments: as for `CompressedAllReduce`.
 
         Raises:
-            TypeError: an optimizer is given, or `warmup_steps`.
+            TypeError: an optimizer is given, `warmup_steps`, or `apply_in_backward`.
             ValueError: the optimizer lacks a trainable parameter, a mask does not fit, or as for `FrozenAdam` and
                 `CompressedAllReduce`.
         """
@@ -100,6 +100,10 @@ class MomentumAllReduce(CompressedAllReduce):
             )
         if "warmup_steps" in arguments:
             raise TypeError(f"{kind} has no warmup_steps: freeze_step says when compression begins")
+        if arguments.get("apply_in_backward"):
+            raise TypeError(
+                f"{kind} needs all of its optimizer's step to be after backward: leave out apply_in_backward"
+            )
         self.optimizer = FrozenAdam(
             list(module.parameters()) if params is None else params,
             lr,

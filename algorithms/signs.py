@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm.compressed import Deliver
+from bagua_kernels.compression import Codec
 
 
 @register
@@ -74,6 +77,10 @@ class SignSGD(CompressedAllReduce):
         super().exchange(bucket, step)
         if votes:
             _to_signs(bucket.flat)
+
+    def _delivery(self, bucket: Bucket, codec: Codec, possible: bool) -> AbstractContextManager[Deliver | None]:
+        # Votes are not what payloads decode to.
+        return super()._delivery(bucket, codec, possible and not self.majority_vote)
 
 
 def _to_signs(x: torch.Tensor) -> None:

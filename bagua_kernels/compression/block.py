@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -145,20 +146,25 @@ class BlockCodec(ABC):
         scalars: Sequence[float],
         *,
         scale: float = 1.0,
+        first: int = 0,
+        total: int | None = None,
     ) -> None:
         """Decodes payloads and applies an optimizer's rule to `scale` times their sum, without writing the gradient.
 
         Args:
-            payloads: shape (ranks, payload_size(n)), uint8.
+            payloads: shape (ranks, payload_size(total)), uint8.
             update: the rule, whose second array is the gradient; see `bagua_kernels.rules.optimizers`.
             arrays: the rule's other arrays (parameters, moments, …), each of shape (n,); updated.
             scalars: the rule's scalars.
             scale: factor of the sum; 1 / ranks for the mean.
+            first: the block of the payloads with which the arrays begin.
+            total: elements that the payloads are of; n by default.
 
         Raises:
             TypeError, ValueError: as in `encode`.
         """
-        blockwise.decode_apply(self.rule, payloads, update, arrays, scalars, scale=scale, block=self.block)
+        where: dict[str, Any] = {"first": first, "total": total}
+        blockwise.decode_apply(self.rule, payloads, update, arrays, scalars, scale=scale, block=self.block, **where)
 
     def reduce(
         self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None

@@ -51,20 +51,6 @@ class Encoded:
                     f"payloads must have shape (ranks, {size}) and be uint8, got {tuple(payloads.shape)} of {payloads.dtype}"
                 )
 
-    def apply(self, launch: Launch, rows: Any) -> None:
-        """Runs a launch's rule on decoded gradients, without writing these to memory."""
-        variant = launch.variant
-        scalars = slice(SCALARS, SCALARS + variant.scalars)
-        for index, (parameter, state) in enumerate(zip(launch.params, launch.states, strict=True)):
-            arrays = [parameter, *(state[name] for name in launch.names[2:])]
-            self.codec.decode_apply(
-                self.payloads[parameter],
-                variant.rule,
-                [array.detach().view(-1) for array in arrays],
-                [float(s) for s in rows[index, scalars]],
-                scale=self.scale * float(rows[index, FACTOR]),
-            )
-
     @contextmanager
     def standing_for_gradients(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Lets the parameters with a payload, and no others, appear to have a gradient: their own memory, which is not read."""
@@ -76,3 +62,54 @@ class Encoded:
         finally:
             for p, gradient in zip(params, held, strict=True):
                 p.grad = gradient
+
+
+class PayloadStep:
+    """A step whose gradients are decoded where they are used, and may arrive in pieces.
+
+    Args:
+        codec: what has encoded them.
+        launches: the parameters.
+        rows: the scalars of each launch.
+    """
+
+    def __init__(self, codec: BlockCodec, launches: Sequence[Launch], rows: Sequence[Any]) -> None:
+        self._codec = codec
+        self._places = {
+            id(parameter): (launch, row, index)
+            for launch, row in zip(launches, rows, strict=True)
+            for index, parameter in enumerate(launch.params)
+        }
+
+    def apply(
+        self,
+        parameter: Tensor,
+        payloads: Tensor,
+        *,
+        span: slice = slice(None),
+        first: int = 0,
+        total: int | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Updates a parameter, or some of its elements, without writing their gradient to memory.
+
+        Args:
+            parameter: dense.
+            payloads: shape (ranks, bytes), uint8, whose sum is meant.
+            span: the elements, in the order in which they lie in memory.
+            first: the block of the payloads with which they begin.
+            total: elements that the payloads are of; those of the span by default.
+            scale: factor of the sum.
+        """
+        launch, rows, index = self._places[id(parameter)]
+        state, scalars = launch.states[index], slice(SCALARS, SCALARS + launch.variant.scalars)
+        arrays = [parameter, *(state[name] for name in launch.names[2:])]
+        self._codec.decode_apply(
+            payloads,
+            launch.variant.rule,
+            [array.detach().as_strided((array.numel(),), (1,))[span] for array in arrays],
+            [float(s) for s in rows[index, scalars]],
+            scale=scale * float(rows[index, FACTOR]),
+            first=first,
+            total=total,
+        )

@@ -15,7 +15,7 @@ from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER
 from bagua_kernels.optim.clipping import total_norm
-from bagua_kernels.optim.compressed import Encoded
+from bagua_kernels.optim.compressed import Encoded, PayloadStep
 from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.launch import DRAWS, Launch
 from bagua_kernels.optim.plan import Plan
@@ -285,8 +285,10 @@ class Fused(Optimizer):
                     "a step from encoded gradients counts on the host; set fused and capturable to False"
                 )
             prepared = list(map(self._scalars().rows, plan.launches))
-            for launch, (rows, _, counted) in zip(plan.launches, prepared, strict=True):
-                encoded.apply(launch, rows)
+            step = PayloadStep(encoded.codec, plan.launches, [rows for rows, _, _ in prepared])
+            for parameter, payloads in encoded.payloads.items():
+                step.apply(parameter, payloads, scale=encoded.scale)
+            for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
                 launch.count(counted)
             ran = True
         except CannotFuseError as reason:

@@ -84,6 +84,7 @@ class Launch:
         counters: each counter of all parameters, of which the states hold 0-dim views.
         positions: the parameters' numbers among all of the optimizer.
         missing: which parameters have no gradient in this step; None if all have one.
+        staged: the cells of the table whose elements do not lie as the parameter's, so that kernels work on copies.
     """
 
     def __init__(self, entries: Sequence[Entry], *, by_address: bool) -> None:
@@ -129,7 +130,7 @@ class Launch:
         self._addresses = [[t.data_ptr() for t in column] for column in columns]
         self._forms = [list(map(form, column)) for column in columns]
         self._strides = [dense_strides(e.tensors[0]) for e in entries]
-        self._staged = [
+        self.staged = [
             (index, column)
             for index, e in enumerate(entries)
             for column, tensor in enumerate(e.tensors)
@@ -138,7 +139,7 @@ class Launch:
         self.table = Table(columns)
         self.table.release()
         # Most kernels need the addresses alone; but copies are made of tensors.
-        self._reads_tensors = not by_address or needs_tensors(self.table.device) or bool(self._staged)
+        self._reads_tensors = not by_address or needs_tensors(self.table.device) or bool(self.staged)
         self._skips = by_address
         self._watchable = self._plain and not self._reads_tensors and not self._complex
         self._watch: Watch | None = None
@@ -243,7 +244,7 @@ class Launch:
         # What is not there is not read.
         columns[GRADIENT] = [p if g is None else g for p, g in zip(columns[0], columns[GRADIENT], strict=True)]
         columns = [list(column) for column in columns]
-        for index, column in self._staged:
+        for index, column in self.staged:
             if self.missing is None or not self.missing[index]:
                 tensor = columns[column][index]
                 copy = torch.empty_strided(

@@ -30,20 +30,25 @@ if TYPE_CHECKING:
 class Plan:
     """The launches of one step, and what they were made from.
 
+    Args:
+        optimizer: whose step.
+        params: the parameters that the step is of; all by default.
+
     Attributes:
         launches: in the order in which they must run.
         params: the parameters that they update, but those that autograd does not watch.
     """
 
-    def __init__(self, optimizer: Fused) -> None:
+    def __init__(self, optimizer: Fused, params: Sequence[Tensor] | None = None) -> None:
         self._groups = list(optimizer.param_groups)
-        self._all = [p for group in self._groups for p in group["params"]]
+        self._chosen = None if params is None else {id(p) for p in params}
+        self._all = [p for group in self._groups for p in self._of(group)]
         if len({id(p) for p in self._all}) != len(self._all):
             raise CannotFuseError("a parameter is listed twice")
         entries = list(self._entries(optimizer))
         self._updates = [optimizer._update(group) for group in self._groups]
         self._inactive = [p for p in self._all if p.grad is None]
-        self._states = list(optimizer.state.values())
+        self._states = self._states_of(optimizer)
         sets: dict[Any, list[Entry]] = {}
         for turn, entry in zip(turns([e.tensors[0] for e in entries]), entries, strict=True):
             sets.setdefault((turn, entry.key()), []).append(entry)
@@ -51,13 +56,23 @@ class Plan:
         self.launches = [Launch(sets[key], by_address=optimizer._by_address) for key in ordered]
         self.params = [e.parameter for e in entries if not e.parameter.is_inference()]
 
+    def _of(self, group: Group) -> list[Tensor]:
+        params: list[Tensor] = group["params"]
+        return params if self._chosen is None else [p for p in params if id(p) in self._chosen]
+
+    def _states_of(self, optimizer: Fused) -> list[Any]:
+        if self._chosen is None:
+            return list(optimizer.state.values())
+        return [optimizer.state.get(p) for p in self._all]
+
     def _entries(self, optimizer: Fused) -> Iterator[Entry]:
         position = 0
         for group in self._groups:
-            fresh = optimizer._prepare(group)
+            fresh = optimizer._prepare(group if self._chosen is None else {**group, "params": self._of(group)})
             update = optimizer._update(group)
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                chosen = self._chosen is None or id(parameter) in self._chosen
+                if chosen and parameter.grad is not None:
                     extras, stochastic = optimizer._extra_columns(parameter)
                     names = (*update.states, *extras)
                     state = optimizer.state[parameter] if names or update.counters or stochastic else {}
@@ -76,10 +91,10 @@ class Plan:
         groups = optimizer.param_groups
         return (
             identical(groups, self._groups)
-            and identical([p for group in groups for p in group["params"]], self._all)
+            and identical([p for group in groups for p in self._of(group)], self._all)
             and [optimizer._update(group) for group in groups] == self._updates
             and not any(p.grad is not None for p in self._inactive)
-            and identical(optimizer.state.values(), self._states)
+            and identical(self._states_of(optimizer), self._states)
             and all(launch.take() for launch in self.launches)
         )
 

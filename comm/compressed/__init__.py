@@ -8,6 +8,7 @@ from bagua_kernels.comm.compressed.all_reduce import CompressedAllReduce as Comp
 from bagua_kernels.comm.compressed.choice import all_reduce_for as all_reduce_for
 from bagua_kernels.comm.compressed.choice import measure_plain_below as measure_plain_below
 from bagua_kernels.comm.compressed.contract import AllReduce as AllReduce
+from bagua_kernels.comm.compressed.contract import Deliver as Deliver
 from bagua_kernels.comm.compressed.halves import CompressedAllGather as CompressedAllGather
 from bagua_kernels.comm.compressed.halves import CompressedReduceScatter as CompressedReduceScatter
 from bagua_kernels.comm.compressed.layout import FIRST_PASS as FIRST_PASS
@@ -24,6 +25,7 @@ __all__ = [
     "CompressedAllGather",
     "CompressedAllReduce",
     "CompressedReduceScatter",
+    "Deliver",
     "Layout",
     "LinearAllReduce",
     "NeighbourExchange",

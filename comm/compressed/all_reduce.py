@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce
+from bagua_kernels.comm.compressed.contract import AllReduce, Deliver
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
 from bagua_kernels.comm.compressed.passes import Gather, Scatter
 from bagua_kernels.comm.compressed.residuals import Residuals
@@ -71,15 +71,16 @@ class CompressedAllReduce(AllReduce):
         self.layout = Layout.cut(codec, n, communicator.size, pieces)
         if self.plain:
             return
+        self.delivers = True
         self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
         self._gather = Gather(codec, communicator, self.layout, owner_residual, exact, dtype)
 
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
+    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
         pipeline(
             self.layout.pieces,
             lambda piece: self._scatter.start(piece, x, seed),
             lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece), exact, seed),
-            lambda piece: self._gather.finish(piece, x, exact),
+            lambda piece: self._gather.finish(piece, x, exact, deliver),
         )
 
     def residuals(self) -> dict[str, Residuals | None]:

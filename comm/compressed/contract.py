@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,6 +14,9 @@ from bagua_kernels.comm.work import Together
 from bagua_kernels.compression import Codec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Takes some elements of the mean, and their payload.
+Deliver = Callable[[slice, torch.Tensor], None]
 
 
 class AllReduce(abc.ABC):
@@ -32,6 +35,7 @@ class AllReduce(abc.ABC):
 
     Attributes:
         plain: whether vectors are sent plainly.
+        delivers: whether it can hand out the mean's payloads instead of decoding them.
 
     Raises:
         TypeError: the codec or the dtype is none.
@@ -48,9 +52,17 @@ class AllReduce(abc.ABC):
         self.exact = exact
         self.dtype = dtype
         self.plain = communicator.size == 1 or n < plain_below
+        self.delivers = False
 
     @torch.no_grad()
-    def __call__(self, x: torch.Tensor, exact: torch.Tensor | None = None, *, seed: int | None = None) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        exact: torch.Tensor | None = None,
+        *,
+        seed: int | None = None,
+        deliver: Deliver | None = None,
+    ) -> None:
         """Replaces `x` by its mean, compressed, and `exact` by its mean in full precision, over all ranks.
 
         Args:
@@ -58,12 +70,17 @@ class AllReduce(abc.ABC):
             exact: shape (exact,), contiguous; may be left out if that is 0.
             seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
                 where the codec draws no random numbers, or `plain`.
+            deliver: called instead of writing to `x`, for each part of the mean as soon as it is here: with the part's
+                elements, and its payload, to be read at once. Only where `delivers`.
 
         Raises:
             TypeError: a dtype is another than that given at construction.
-            ValueError: a shape or device does not fit, a vector is not contiguous, or a seed is lacking.
+            ValueError: a shape or device does not fit, a vector is not contiguous, a seed is lacking, or payloads cannot be
+                delivered.
             CommunicationError: a rank was lost or did not take part in time.
         """
+        if deliver is not None and not self.delivers:
+            raise ValueError(f"{type(self).__name__} of {self.codec!r} has no payloads of the mean; leave out deliver")
         exact = x.new_empty(0) if exact is None else exact
         check_vector("x", x, self.n, self.dtype, self.communicator)
         check_vector("exact", exact, self.exact, self.dtype, self.communicator)
@@ -71,7 +88,7 @@ class AllReduce(abc.ABC):
         if self.plain:
             average(self.communicator, x, exact)
         else:
-            self._exchange(x, exact, seed)
+            self._exchange(x, exact, seed, deliver)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The residuals: "worker", what this rank's payloads lacked, and "owner", what those of its chunk's mean lacked.
@@ -107,7 +124,7 @@ class AllReduce(abc.ABC):
         self.load_state_dict(vectors)
 
     @abc.abstractmethod
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
+    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
         """Does it, with checked arguments, more than one rank, and compression."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.compressed.contract import Deliver
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, second_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Work
@@ -151,13 +152,20 @@ class Gather:
             self.residuals.encode(number, part, seed=own, out=out)
         self._messages.start(piece, shard[:0])
 
-    def finish(self, piece: int, x: torch.Tensor, exact: torch.Tensor) -> None:
-        """Waits for a piece of all chunks, and decodes it into its place in `x`, of shape (n,); `exact` gets its mean."""
+    def finish(self, piece: int, x: torch.Tensor, exact: torch.Tensor, deliver: Deliver | None = None) -> None:
+        """Waits for a piece of all chunks, and decodes it into its place in `x`, of shape (n,); `exact` gets its mean.
+
+        With `deliver` that takes each part and its payload instead of `x`.
+        """
         payloads = self._messages.finish(piece, exact)
         for owner in range(self._layout.owners):
-            part = x[self._layout.part(piece, owner)]
-            if part.numel():
-                self._codec.decode(payloads[owner, : self._bytes[piece, owner]], part)
+            part, payload = self._layout.part(piece, owner), payloads[owner, : self._bytes[piece, owner]]
+            if not length(part):
+                continue
+            if deliver is None:
+                self._codec.decode(payload, x[part])
+            else:
+                deliver(part, payload)
 
 
 class Messages:

@@ -245,6 +245,24 @@ def test_decode_and_apply_is_both_in_turn(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("codec", [AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)], ids=str)
+def test_decode_and_apply_to_a_part_is_that_part(target: Target, codec: AbsMaxInt8, ranks: int) -> None:
+    n, first = 5 * codec.block + 7, 2
+    payloads = torch.stack([codec.encode(vector(n, rank).to(target.device)) for rank in range(ranks)])
+    whole = [vector(n, 10 + i).to(target.device) for i in range(SGD.arrays - 1)]
+    begin = first * codec.block
+    for end in (begin + codec.block + 9, n):
+        part = [x[begin:end].clone() for x in whole]
+        codec.decode_apply(payloads, SGD, part, (0.1, 0.9, 1.0, 0.01, 1.0), first=first, total=n)
+        expected = [x.clone() for x in whole]
+        codec.decode_apply(payloads, SGD, expected, (0.1, 0.9, 1.0, 0.01, 1.0))
+        for one, other in zip(part, expected, strict=True):
+            assert torch.equal(one, other[begin:end])
+    with pytest.raises(ValueError, match="do not hold"):
+        codec.decode_apply(payloads, SGD, whole, (0.1, 0.9, 1.0, 0.01, 1.0), first=1, total=n)
+
+
 def test_decode_and_apply_checks_its_arguments() -> None:
     codec, n = AbsMaxInt8(), 256
     payloads = codec.encode(torch.ones(n))[None]

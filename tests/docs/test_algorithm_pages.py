@@ -81,7 +81,8 @@ def test_code_runs_on_two_ranks(page: str, number: int, source: str, ranks: thre
             stats = model.stats()
             assert stats.steps == 4
             assert stats.bytes_sent > 0 or "switch_to" in source
-            assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+            used = "apply_in_backward" in source
+            assert all(used if p.grad is None else p.grad.isfinite().all() for p in model.parameters())
         if "optimizer.step" in source:
             changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), make_net().parameters(), strict=True)]
             assert all(changed)

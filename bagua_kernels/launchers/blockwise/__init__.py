@@ -76,9 +76,10 @@ class Layout:
         """Bytes of the payload."""
         return self.scale_bytes + self.code_bytes
 
-    def parts(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Splits payloads of shape (…, size) into int32 scales and uint8 codes; both are views, pads included."""
-        return payloads[..., : self.scale_bytes].view(torch.int32), payloads[..., self.scale_bytes :]
+    def parts(self, payloads: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Splits payloads of shape (…, size) into int32 scales and uint8 codes, from a block on; views, pads included."""
+        scales = payloads[..., 4 * self.words * first : self.scale_bytes].view(torch.int32)
+        return scales, payloads[..., self.scale_bytes + first * self.stride :]
 
 
 def layout_of(rule: BlockQuantizer, n: int, block: int) -> Layout:
@@ -198,6 +199,8 @@ def decode_apply(
     scale: float,
     block: int,
     position: int = 1,
+    first: int = 0,
+    total: int | None = None,
 ) -> None:
     """Decodes payloads and applies an optimizer's rule to what they sum up to, without writing the gradient.
 
@@ -210,10 +213,13 @@ def decode_apply(
         scale: factor of the sum of the payloads.
         block: elements a block.
         position: the gradient's place among the rule's arrays.
+        first: the block of the payloads with which the arrays begin.
+        total: elements that the payloads are of; n by default.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: a number of arrays, a shape, size, device, alignment or block does not fit, or the rule writes the gradient.
+        ValueError: a number of arrays, a shape, size, device, alignment or block does not fit, the rule writes the gradient, or
+            the arrays go beyond the payloads' end.
     """
     if len(arrays) != update.arrays - 1 or not arrays:
         raise ValueError(
@@ -232,11 +238,14 @@ def decode_apply(
                 f"got {tuple(array.shape)} on {array.device}"
             )
     layout = layout_of(rule, arrays[0].numel(), block)
-    check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
+    whole = layout if total is None else layout_of(rule, total, block)
+    if first < 0 or first * block + layout.n > whole.n:
+        raise ValueError(f"payloads of {whole.n} elements do not hold {layout.n} from block {first} of {block} on")
+    check_payload("payloads", payloads, whole, (-1, whole.size), payloads.device)
     if layout.n:
         numbers = tuple(float(s) for s in scalars)
         backend = OP.backend(payloads.device)
-        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position)
+        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position, whole, first)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:

@@ -382,8 +382,10 @@ def decode_apply(
     scale: float,
     layout: Layout,
     position: int,
+    whole: Layout,
+    first: int,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_apply`."""
-    words, codes = map(array, layout.parts(payloads))
+    words, codes = map(array, whole.parts(payloads, first))
     kernel = apply_kernels(rule, layout.block, update, len(scalars), position, tuple(a.dtype for a in arrays))
     run(kernel, layout, words, codes, *map(array, arrays), *map(np.float32, scalars), np.float32(scale), layout.n)

@@ -321,10 +321,11 @@ def launch(kernel: Any, layout: Layout, *tensors_and_scalars: Any) -> None:
         kernel[-(-layout.blocks // height), (LANES, height), stream](*arguments)
 
 
-def flat_parts(payloads: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Contiguous views from the first scale and from the first code to the end, then a payload's size and their number."""
+def flat_parts(payloads: torch.Tensor, layout: Layout, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Contiguous views from a block's first scale and from its first code to the end, then a payload's size and their number."""
     flat = payloads.view(-1)
-    return flat.view(torch.int32), flat[layout.scale_bytes :], layout.size, payloads.shape[0]
+    scales, codes = flat.view(torch.int32)[layout.words * first :], flat[layout.scale_bytes + first * layout.stride :]
+    return scales, codes, layout.size, payloads.shape[0]
 
 
 def encode(
@@ -384,11 +385,13 @@ def decode_apply(
     scale: float,
     layout: Layout,
     position: int,
+    whole: Layout,
+    first: int,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_apply`."""
     run = apply_kernel(rule, layout.block, update, len(scalars), position, tuple(a.dtype for a in arrays))
     numbers = map(np.float32, scalars)
-    launch(run, layout, *flat_parts(payloads, layout), *arrays, *numbers, np.float32(scale), layout.n)
+    launch(run, layout, *flat_parts(payloads, whole, first), *arrays, *numbers, np.float32(scale), layout.n)
 
 
 def reduce(

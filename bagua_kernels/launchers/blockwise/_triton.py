@@ -382,11 +382,13 @@ def decode_apply(
     scale: float,
     layout: Layout,
     position: int,
+    whole: Layout,
+    first: int,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_apply`."""
     run = apply_kernel(rule, update, len(scalars), position, tuple(a.dtype for a in arrays))
-    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], layout.size, layout.n, scale)
-    launch(run, rule, layout, payloads, *layout.parts(payloads), *arguments)
+    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], whole.size, layout.n, scale)
+    launch(run, rule, layout, payloads, *whole.parts(payloads, first), *arguments)
 
 
 def reduce(

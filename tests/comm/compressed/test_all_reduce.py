@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.comm.compressed import FIRST_PASS, SECOND_PASS, CompressedAllReduce, Layout
+from bagua_kernels.comm.compressed import FIRST_PASS, SECOND_PASS, CompressedAllReduce, Layout, all_reduce_for
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Codec, MinMaxUInt8, RandomK, Sign, TopK, fold_seed
 from tests.comm.compressed import simulation
 from tests.oracles import minmax_uint8 as oracle
@@ -120,6 +120,40 @@ def test_what_is_not_finite_comes_out_on_all_ranks_and_is_not_kept(pieces: int, 
         lost = {index // BLOCK for index in bad}
         assert {block for block in range(16) if not x.view(16, BLOCK)[block].isfinite().all()} == lost
         assert torch.equal(again, torch.ones(1024))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_payloads_can_be_taken_instead_of_the_mean(residual: bool) -> None:
+    n, codec = 7001, AbsMaxInt8(BLOCK)
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = torch.from_numpy(make("heavy", n, 1e-3, communicator.rank))
+        written, kept, taken = own.clone(), own.clone(), torch.full((n,), torch.nan)
+        for x, deliver in (
+            (written, None),
+            (kept, lambda part, payload: codec.decode(payload.clone(), taken[part])),
+        ):
+            all_reduce = CompressedAllReduce(codec, communicator, n, 3, worker_residual=residual, pieces=4)
+            exact = torch.full((3,), float(communicator.rank))
+            all_reduce(x, exact, seed=SEED, deliver=deliver)
+            assert exact.tolist() == [1.0] * 3
+        assert torch.equal(kept, own)
+        return written, taken, kept
+
+    for written, taken, _ in run_ranks(3, rank):
+        assert torch.equal(written, taken)
+
+
+def test_payloads_of_the_mean_are_there_where_it_is_encoded() -> None:
+    def rank(communicator: Communicator) -> None:
+        for codec in (TopK(0.1), RandomK(0.1)):
+            all_reduce = all_reduce_for(codec, communicator, 100)
+            assert not all_reduce.delivers
+            with pytest.raises(ValueError, match="leave out deliver"):
+                all_reduce(torch.zeros(100), seed=1, deliver=lambda part, payload: None)
+        assert not CompressedAllReduce(AbsMaxInt8(), communicator, 100, plain_below=101).delivers
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(

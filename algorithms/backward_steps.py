@@ -1,0 +1,115 @@
+"""The optimizer's step, taken bucket by bucket while backward goes on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm.compressed import Deliver
+from bagua_kernels.compression import BlockCodec, Codec
+from bagua_kernels.optim.compressed import PayloadStep
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.part import Part
+
+
+class BackwardSteps:
+    """Updates the parameters of each bucket as soon as their mean has arrived; `grad` is None afterwards.
+
+    A parameter without a gradient on this rank waits for the end of backward, when it is known whether any rank has one.
+    Means that arrive as payloads of a block codec are decoded in the same pass over memory that updates the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Prepares for an optimizer.
+
+        Args:
+            optimizer: one of `bagua_kernels.optim`.
+            parameters: those whose gradients are exchanged, by name. What the optimizer does not have keeps its gradient.
+
+        Raises:
+            TypeError: the optimizer is none of this package.
+        """
+        if not isinstance(optimizer, Fused):
+            raise TypeError(
+                "apply_in_backward=True takes steps of single parameters: pass an optimizer of bagua_kernels.optim, got "
+                f"{'none' if optimizer is None else type(optimizer).__name__}"
+            )
+        self._optimizer = optimizer
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = {name: p for name, p in parameters.items() if id(p) in known}
+        self._parts: dict[tuple[str, ...], Part] = {}
+        self._ready: dict[str, None] = {}
+        self._taken: set[str] = set()
+
+    def forget(self) -> None:
+        """Drops what was prepared for buckets, since these are laid out anew."""
+        self._parts.clear()
+
+    def taken(self, name: str) -> bool:
+        """Whether the parameter has had its step in this backward pass."""
+        return name in self._taken
+
+    def begin(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """Takes note of which of a bucket's tensors have a gradient here."""
+        self._ready = {}
+        for name, view, here in zip(bucket.names, bucket.views, present, strict=True):
+            if here and name in self._parameters:
+                self._ready[name] = None
+                self._parameters[name].grad = view
+
+    @contextmanager
+    def deliver(self, bucket: Bucket, codec: Codec) -> Iterator[Deliver | None]:
+        """What takes the mean's payloads and updates parameters by them; None if the mean has to be decoded before."""
+        end = bucket.flat.numel()
+        encoded = [name for name, span in zip(bucket.names, bucket.spans, strict=True) if span.stop <= end]
+        if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready):
+            yield None
+            return
+        with self._part(encoded).from_payloads(codec) as step:
+            yield None if step is None else functools.partial(self._apply, bucket, codec, step)
+            done = step is not None
+        if done:
+            self._end(encoded)
+
+    def _apply(self, bucket: Bucket, codec: BlockCodec, step: PayloadStep, part: slice, payload: torch.Tensor) -> None:
+        total = part.stop - part.start
+        for name, span in zip(bucket.names, bucket.spans, strict=True):
+            begin, end = max(span.start, part.start), min(span.stop, part.stop)
+            if begin < end and name in self._parameters:
+                step.apply(
+                    self._parameters[name],
+                    payload[None],
+                    span=slice(begin - span.start, end - span.start),
+                    first=(begin - part.start) // codec.block,
+                    total=total,
+                )
+
+    def finish(self) -> None:
+        """Updates what the bucket has a gradient of and `deliver` did not update."""
+        self._step(list(self._ready))
+
+    def finish_late(self, names: Sequence[str]) -> None:
+        """At the end of backward, updates parameters whose gradient came from other ranks only."""
+        self._step([name for name in names if name in self._parameters])
+        self._taken.clear()
+
+    def _step(self, names: Sequence[str]) -> None:
+        if names:
+            self._part(names).step()
+            self._end(names)
+
+    def _end(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._parameters[name].grad = None
+            self._ready.pop(name, None)
+        self._taken.update(names)
+
+    def _part(self, names: Sequence[str]) -> Part:
+        key = tuple(names)
+        if key not in self._parts:
+            self._parts[key] = Part(self._optimizer, [self._parameters[name] for name in names])
+        return self._parts[key]

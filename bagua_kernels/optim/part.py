@@ -1,0 +1,95 @@
+"""A step on some of an optimizer's parameters, while the others' gradients are still being computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from bagua_kernels.bucket import dense_strides
+from bagua_kernels.compression.block import BlockCodec
+from bagua_kernels.optim.compressed import PayloadStep
+from bagua_kernels.optim.extras import Extras
+from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.plan import Plan
+from bagua_kernels.optim.update import CannotFuseError
+
+
+class Part:
+    """Takes steps of some parameters of an optimizer, with the results that `optimizer.step()` has for them.
+
+    Neither reads nor writes anything of other parameters, so backward may go on meanwhile. Hooks of the optimizer do not run.
+    """
+
+    def __init__(self, optimizer: Fused, params: Sequence[Tensor]) -> None:
+        """Prepares steps.
+
+        Args:
+            optimizer: one of this package.
+            params: some of its parameters; those of them that have a gradient are updated.
+        """
+        self._optimizer = optimizer
+        self._params = list(params)
+        self._plan: Plan | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes a step from the parameters' `grad`.
+
+        Raises:
+            RuntimeError: only PyTorch's own step could update them, and that takes all parameters at a time.
+        """
+        with self._planned() as plan:
+            # Before the first write: backward must not use a parameter unnoticed that is half updated.
+            torch.autograd.graph.increment_version(plan.params)
+            self._optimizer._run(plan, None, None)
+
+    @contextmanager
+    def from_payloads(self, codec: BlockCodec) -> Iterator[PayloadStep | None]:
+        """Takes a step from gradients that are still encoded, as they arrive; `grad` is not read, but must not be None.
+
+        Gives None, and takes no step, if that would need more of the gradients than payloads have, or differ from `step`.
+
+        Raises:
+            RuntimeError: as for `step`.
+        """
+        with self._planned() as plan:
+            if not self._readable(plan):
+                yield None
+                return
+            torch.autograd.graph.increment_version(plan.params)  # as in `step`
+            prepared = list(map(self._optimizer._scalars().rows, plan.launches))
+            yield PayloadStep(codec, plan.launches, [rows for rows, _, _ in prepared])
+            for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
+                launch.count(counted)
+
+    def _readable(self, plan: Plan) -> bool:
+        elementwise = type(self._optimizer)._launch is Fused._launch and self._optimizer._extras == Extras()
+        # A decoded gradient has the parameter's dtype, so that of other ones rounding would differ.
+        whole = all(p.dtype == torch.float32 and dense_strides(p) == p.stride() for p in self._params)
+        return whole and elementwise and not any(launch.on_device or launch.staged for launch in plan.launches)
+
+    @contextmanager
+    def _planned(self) -> Iterator[Plan]:
+        optimizer = self._optimizer
+        optimizer._made = []
+        ran = False
+        try:
+            if any(group.get("differentiable") for group in optimizer.param_groups):
+                raise CannotFuseError("differentiable=True records every operation")
+            if self._plan is None or not self._plan.matches(optimizer):
+                self._plan = None
+                self._plan = Plan(optimizer, self._params)
+            yield self._plan
+            ran = True
+        except CannotFuseError as reason:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot update single parameters in backward, since {reason}"
+            ) from None
+        finally:
+            if self._plan is not None:
+                self._plan.end()
+            if not ran:
+                optimizer._unmake()
