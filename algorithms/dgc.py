@@ -84,10 +84,11 @@ class DGC(CompressedAllReduce):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
+        self._convert(bucket)
         n = bucket.flat.numel()
         codec = self.codec_at(bucket, step) if n else None
         if self.clip is not None:
-            most = self.clip / self._communicator.size**0.5
+            most = self.clip * self._units.of(bucket.index) / self._communicator.size**0.5
             for view in bucket.views:
                 view.mul_((most / view.float().norm()).clamp(max=1.0))
         velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
@@ -118,6 +119,10 @@ class DGC(CompressedAllReduce):
             self._velocities[bucket.index] = gather(bucket, {}, exact=True)
         return self._velocities[bucket.index]
 
+    def _rescale(self, bucket: Bucket, factor: float) -> None:
+        super()._rescale(bucket, factor)
+        self._velocity(bucket).mul_(factor)
+
     def forget(self) -> None:
         """See `Algorithm.forget`."""
         super().forget()
@@ -125,7 +130,8 @@ class DGC(CompressedAllReduce):
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """The residuals, and the velocity; see `Algorithm.remembered`."""
-        return {**super().remembered(bucket), "velocity": scatter(bucket, self._velocity(bucket))}
+        velocity = self._velocity(bucket) / self._units.of(bucket.index)
+        return {**super().remembered(bucket), "velocity": scatter(bucket, velocity)}
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""

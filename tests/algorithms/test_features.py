@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -324,6 +325,46 @@ def test_grad_scaler_skips_a_step_on_all_ranks() -> None:
     assert scale == other == 512.0
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(p.isfinite().all() for p in first)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "options"),
+    [
+        (SignSGD, {}),
+        (CompressedAllReduce, {"codec": {0: "sign", 3: "absmax_int4", 5: None}}),
+        (TopK, {"ratio": 0.1}),
+        (DGC, {"ratio": 0.1, "clip": 0.05}),
+        (PowerSGD, {"rank": 2}),
+        (PowerSGD, {"start_step": 2}),
+    ],
+)
+def test_scales_that_change_leave_all_bits(wrap: type, options: dict) -> None:
+    """Residuals, and velocities, follow the scaler's scale, and are saved without it."""
+    all_of_them = {"exact": (), "min_numel": 0} if issubclass(wrap, CompressedAllReduce) else {}
+
+    def rank(communicator: Communicator, scaled: bool) -> tuple[list[torch.Tensor], dict, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        more = {"communicator": communicator, "scaler": scaler, **options, **all_of_them}
+        one, other = wrap(Odd(), **more), wrap(Odd(), **more)
+        found = []
+        for step in range(6):
+            if step == 4:
+                other.load_algorithm_state_dict(one.algorithm_state_dict())
+                one = other
+            one.zero_grad()
+            scaler.scale(loss_of(one, communicator.rank, step)).backward()
+            found += [g / scaler.get_scale() for g in gradients(one) if g is not None]
+            if scaled and step in (1, 3):
+                scaler.update(2.0**9 if step == 1 else 2.0**12)
+        return found, one.algorithm_state_dict()["vectors"], one.stats().residual_norm
+
+    everyone = run_ranks(2, partial(rank, scaled=True))
+    for scaled, plain in zip(everyone, run_ranks(2, partial(rank, scaled=False)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(scaled[0], plain[0], strict=True))
+        assert scaled[1].keys() == plain[1].keys()
+        for key, named in scaled[1].items():
+            assert all(torch.equal(value, plain[1][key][name]) for name, value in named.items())
+        assert scaled[2] == pytest.approx(plain[2])
 
 
 def test_switch_in_mid_training() -> None:
