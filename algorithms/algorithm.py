@@ -195,13 +195,15 @@ class Algorithm(torch.nn.Module):
             raise ValueError("all ranks gave the weight 0, so there is nothing to average")
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
 
         Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
-        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained,
-        but not the state of its optimizer.
+        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
         Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
+
+        Args:
+            optimizer: if given, on all ranks, it takes over the state of that rank's too.
 
         Raises:
             ValueError: the algorithm knows no weights.
@@ -219,6 +221,8 @@ class Algorithm(torch.nn.Module):
             if self._engine is not None:
                 last = max(self._communicator.all_gather_object(last))
                 synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+                if optimizer is not None:
+                    optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict(), last))
         finally:
             self._joining = False
 

@@ -235,7 +235,7 @@ class MomentumAllReduce(CompressedAllReduce):
         return self.optimizer.clip_grad_norm_(max_norm)
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Refused on several ranks: one that is through would not know of the others' momentum and freeze.
 
         Raises:
@@ -246,7 +246,7 @@ class MomentumAllReduce(CompressedAllReduce):
                 f"{type(self).__name__} cannot go on with ranks whose optimizer has stopped; give all ranks the same "
                 "number of batches, the surplus ones with weigh(0.0)"
             )
-        with super().join():
+        with super().join(optimizer):
             yield
 
 

@@ -111,6 +111,31 @@ def test_join_with_uneven_numbers_of_batches(wrap: type) -> None:
             assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_join_hands_over_the_optimizer() -> None:
+    """All end with the state of the rank that trained last, which is not rank 0."""
+
+    def rank(communicator: Communicator) -> tuple[list[torch.Tensor], list[float]]:
+        algorithm = GradientAllReduce(Odd(), communicator=communicator)
+        optimizer = torch.optim.Adam(algorithm.parameters(), lr=0.1)
+        with algorithm.join(optimizer):
+            for step in range((2, 5, 3)[communicator.rank]):
+                optimizer.zero_grad()
+                loss_of(algorithm, communicator.rank, step).backward()
+                optimizer.step()
+        state = [optimizer.state[p] for p in algorithm.parameters() if p.requires_grad]
+        # And all together again.
+        optimizer.zero_grad()
+        loss_of(algorithm, communicator.rank, 9).backward()
+        steps = [float(of["step"]) for of in state]
+        optimizer.step()
+        return [p.detach().clone() for p in algorithm.parameters()], steps
+
+    everyone = run_ranks(3, rank)
+    for parameters, steps in everyone:
+        assert set(steps) == {5.0}
+        assert all(torch.equal(a, b) for a, b in zip(everyone[0][0], parameters, strict=True))
+
+
 class Reversed(nn.Module):
     """Parameters in the order in which backward reaches them, against what an engine expects."""
 
