@@ -18,8 +18,10 @@ from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.errors import CommunicationError
 
 BUCKET_BYTES = 10 << 20
+_FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
@@ -83,6 +85,17 @@ class Algorithm(torch.nn.Module):
         self._setup_bytes = 0
         if self._communicator.size == 1:
             return
+        try:
+            self._start(module, optimizer, bucket_bytes)
+        except Exception as error:
+            try:
+                self._communicator.close(_FAREWELL)
+            except CommunicationError:  # the others have not failed
+                self._communicator.abort(f"{type(self).__name__} could not be made: {error}")
+            raise
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bucket_bytes: int) -> None:
+        """Agrees with the other ranks, and begins to exchange."""
         check_module(module, self._communicator)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
