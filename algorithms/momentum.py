@@ -146,19 +146,19 @@ class MomentumAllReduce(CompressedAllReduce):
             super().exchange(bucket, step)
             return
         self._sends_momentum = self.codec_at(bucket, step) is not None
-        compressed = bucket.flat.numel() if self._sends_momentum else 0
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
-        parts = list(zip(bucket.names, bucket.views, moments, bucket.spans, strict=True))
-        for _, view, of, span in parts:
-            if span.stop <= compressed:
+        sends = [self._sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
+        parts = list(zip(bucket.names, bucket.views, moments, sends, strict=True))
+        for _, view, of, sent in parts:
+            if sent:
                 of.go_on(view, 1 / scale)
         super().exchange(bucket, step)
-        for name, view, of, span in parts:
+        for name, view, of, sent in parts:
             if of.m is None or of.v is None:
                 view.mul_(0.0)
                 continue
-            sent, stopped = span.stop <= compressed, self._stopped(name, of.v)
+            stopped = self._stopped(name, of.v)
             for x, m, v, still in pieces(view, of.m, of.v, stopped):
                 # A gradient within these bounds keeps momentum within them.
                 most = v.float().sqrt().add_(of.eps).mul_(self.limit if sent else self.limit * scale)
@@ -178,7 +178,7 @@ class MomentumAllReduce(CompressedAllReduce):
             bucket, slot = self._engine.slots[position]
             span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
             worker = None if found is None else found.residuals().get("worker")
-            if flag > 0 or worker is None or span.stop > bucket.flat.numel():
+            if flag > 0 or worker is None or not bucket.compressed(slot):
                 continue
             of = _Moments(self.optimizer, *self._members[bucket.names[slot]])
             # Equal on all ranks, as is its mean; what is not finite is not kept.

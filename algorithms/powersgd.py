@@ -98,11 +98,10 @@ class PowerSGD(Algorithm):
 
     def _state(self, bucket: Bucket) -> compression.LowRank:
         if bucket.index not in self._states:
-            end = bucket.flat.numel()
             # What has one dimension stays dense.
             shapes = [
-                view.shape if span.stop <= end else torch.Size([view.numel()])
-                for view, span in zip(bucket.views, bucket.spans, strict=True)
+                view.shape if bucket.compressed(slot) else torch.Size([view.numel()])
+                for slot, view in enumerate(bucket.views)
             ]
             self._states[bucket.index] = self.config.start(shapes, bucket.names, device=bucket.whole.device)
         return self._states[bucket.index]
