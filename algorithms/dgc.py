@@ -57,7 +57,7 @@ class DGC(CompressedAllReduce):
             momentum: m, 0 or more and below 1.
             nesterov: see step 2.
             masking: see step 4.
-            clip: see step 1.
+            clip: see step 1; of gradients without a scale, if `scaler` is given.
             warmup: the ratios before `ratio`.
             warmup_every: steps that each of these lasts, an epoch's in the paper; 0 leaves them out.
             **arguments: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
