@@ -19,8 +19,10 @@ from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.errors import CommunicationError
 
 BUCKET_BYTES = 10 << 20
+_FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
@@ -90,6 +92,17 @@ class Algorithm(torch.nn.Module):
         self._setup_bytes = 0
         if self._communicator.size == 1:
             return
+        try:
+            self._start(module, optimizer, bucket_bytes)
+        except Exception as error:
+            try:
+                self._communicator.close(_FAREWELL)
+            except CommunicationError:  # the others have not failed
+                self._communicator.abort(f"{type(self).__name__} could not be made: {error}")
+            raise
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bucket_bytes: int) -> None:
+        """Agrees with the other ranks, and begins to exchange."""
         check_module(module, self._communicator)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
@@ -209,13 +222,15 @@ class Algorithm(torch.nn.Module):
             raise ValueError("all ranks gave the weight 0, so there is nothing to average")
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
 
         Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
-        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained,
-        but not the state of its optimizer.
+        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
         Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
+
+        Args:
+            optimizer: if given, on all ranks, it takes over the state of that rank's too.
 
         Raises:
             ValueError: the algorithm knows no weights.
@@ -233,6 +248,8 @@ class Algorithm(torch.nn.Module):
             if self._engine is not None:
                 last = max(self._communicator.all_gather_object(last))
                 synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+                if optimizer is not None:
+                    optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict(), last))
         finally:
             self._joining = False
 

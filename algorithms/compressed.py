@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.guard import Guard, Sample, answer
 from bagua_kernels.algorithms.plan import Encoding, Plan, Schedule
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.units import Units
 from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
@@ -57,6 +58,7 @@ class CompressedAllReduce(Algorithm):
         min_numel: int = 0,
         seed: int = 0,
         guard: Guard | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -74,6 +76,8 @@ class CompressedAllReduce(Algorithm):
             min_numel: parameters with fewer elements are exact too.
             seed: of random numbers.
             guard: looks now and then how much is lost; `stats().errors` tells.
+            scaler: that by which losses are scaled, if any: residuals change their unit with it. Read in backward, so
+                update it after the optimizer's step.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -85,6 +89,7 @@ class CompressedAllReduce(Algorithm):
         self.owner_feedback = owner_feedback
         self.seed = seed
         self.guard = guard
+        self._units = Units(scaler)
         self._errors: dict[str, float] = {}
         self._instead: dict[Hashable, Codec | None] = {}
         self._all_reduces: dict[int, AllReduce] = {}
@@ -102,6 +107,7 @@ class CompressedAllReduce(Algorithm):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
+        self._convert(bucket)
         codec = self.codec_at(bucket, step)
         if codec is None or not bucket.flat.numel():
             found = self._all_reduces.pop(bucket.index, None)
@@ -168,11 +174,26 @@ class CompressedAllReduce(Algorithm):
             # The mean of what workers lack is to come yet; the owners' is the same here on all ranks, as is its mean.
             bucket.flat.add_(vectors[key])
 
+    def _convert(self, bucket: Bucket) -> None:
+        """Brings what is remembered of a bucket to the scale of its gradients."""
+        factor = self._units.change(bucket.index)
+        if factor != 1.0:
+            self._rescale(bucket, factor)
+
+    def _rescale(self, bucket: Bucket, factor: float) -> None:
+        found = self._all_reduces.get(bucket.index)
+        for residuals in () if found is None else found.residuals().values():
+            if residuals is not None:
+                residuals.scale(factor)
+        for vector in self._recalled.get(bucket.index, {}).values():
+            vector.mul_(factor)
+
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
-        """The residuals; see `Algorithm.remembered`."""
+        """The residuals, without scale; see `Algorithm.remembered`."""
         found = self._all_reduces.get(bucket.index)
         vectors = self._recalled.get(bucket.index, {}) if found is None else found.vectors()
-        return {key: scatter(bucket, vector) for key, vector in vectors.items()}
+        unit = self._units.of(bucket.index)
+        return {key: scatter(bucket, vector / unit) for key, vector in vectors.items()}
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
@@ -184,6 +205,7 @@ class CompressedAllReduce(Algorithm):
         """See `Algorithm.forget`."""
         self._all_reduces.clear()
         self._recalled.clear()
+        self._units.forget()
 
     def decisions(self) -> list[Any]:
         """What the guard decided; see `Algorithm.decisions`."""
@@ -195,6 +217,6 @@ class CompressedAllReduce(Algorithm):
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""
-        norms = [r.norm() for a in self._all_reduces.values() for r in a.residuals().values() if r is not None]
-        norms += [vector.norm() for vectors in self._recalled.values() for vector in vectors.values()]
-        return math.sqrt(math.fsum(float(norm) ** 2 for norm in norms))
+        norms = [(i, r.norm()) for i, a in self._all_reduces.items() for r in a.residuals().values() if r is not None]
+        norms += [(i, vector.norm()) for i, vectors in self._recalled.items() for vector in vectors.values()]
+        return math.sqrt(math.fsum((float(norm) / self._units.of(i)) ** 2 for i, norm in norms))

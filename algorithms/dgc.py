@@ -57,7 +57,7 @@ class DGC(CompressedAllReduce):
             momentum: m, 0 or more and below 1.
             nesterov: see step 2.
             masking: see step 4.
-            clip: see step 1.
+            clip: see step 1; of gradients without a scale, if `scaler` is given.
             warmup: the ratios before `ratio`.
             warmup_every: steps that each of these lasts, an epoch's in the paper; 0 leaves them out.
             **arguments: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
@@ -84,10 +84,11 @@ class DGC(CompressedAllReduce):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
+        self._convert(bucket)
         n = bucket.flat.numel()
         codec = self.codec_at(bucket, step) if n else None
         if self.clip is not None:
-            most = self.clip / self._communicator.size**0.5
+            most = self.clip * self._units.of(bucket.index) / self._communicator.size**0.5
             for view in bucket.views:
                 view.mul_((most / view.float().norm()).clamp(max=1.0))
         velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
@@ -118,6 +119,10 @@ class DGC(CompressedAllReduce):
             self._velocities[bucket.index] = gather(bucket, {}, exact=True)
         return self._velocities[bucket.index]
 
+    def _rescale(self, bucket: Bucket, factor: float) -> None:
+        super()._rescale(bucket, factor)
+        self._velocity(bucket).mul_(factor)
+
     def forget(self) -> None:
         """See `Algorithm.forget`."""
         super().forget()
@@ -125,7 +130,8 @@ class DGC(CompressedAllReduce):
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """The residuals, and the velocity; see `Algorithm.remembered`."""
-        return {**super().remembered(bucket), "velocity": scatter(bucket, self._velocity(bucket))}
+        velocity = self._velocity(bucket) / self._units.of(bucket.index)
+        return {**super().remembered(bucket), "velocity": scatter(bucket, velocity)}
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""

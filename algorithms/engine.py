@@ -184,6 +184,11 @@ class Engine:
         self._missing[self.slots[position][0].index] -= 1
         self._start_complete()
 
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has a gradient for each of `members`, as far as they have come."""
+        return len(self._present) == len(self.members)
+
     def take_part(self) -> None:
         """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
         self.check_idle()

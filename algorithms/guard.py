@@ -56,8 +56,11 @@ class Sample:
         0 where both means are zero, infinity where only the exact one is. Rank 0's number for the bucket is everyone's, so
         that all decide alike.
         """
-        spans = {n: s for n, s in zip(bucket.names, bucket.spans, strict=True) if s.stop <= self._exact.numel()}
-        named = {name: relative(bucket.flat[span], self._exact[span]) for name, span in spans.items()}
+        named = {
+            name: relative(bucket.flat[span], self._exact[span])
+            for slot, (name, span) in enumerate(zip(bucket.names, bucket.spans, strict=True))
+            if bucket.compressed(slot)
+        }
         whole = torch.tensor([relative(bucket.flat, self._exact)], dtype=torch.float64, device=self._exact.device)
         self._communicator.broadcast(whole, 0).wait()
         return whole.item(), named

@@ -27,7 +27,8 @@ class MomentumAllReduce(CompressedAllReduce):
     3. Average m_i as `CompressedAllReduce` averages gradients; multiply by the mask, which is 0 where v is 0; bring it
        to `limit * (sqrt(v) + eps)` at most, since what the payloads lack is in proportion to a block, and v may be
        tiny.
-    4. Give the optimizer the gradient that leads from m to that average: g = (average - beta1 m) / (1 - beta1).
+    4. Give the optimizer the gradient that leads from m to that average: g = (average - beta1 m) / (1 - beta1). If no
+       rank used a parameter, Adam skips it: add average - beta1 m to what payloads lack, since it is still to come.
 
     m is what the optimizer has applied so far, in its state, and has the same bits on all ranks. So nothing drifts
     apart when a gradient is accumulated over several backward passes, clipped, or skipped. Also, only
@@ -149,19 +150,19 @@ class MomentumAllReduce(CompressedAllReduce):
             super().exchange(bucket, step)
             return
         self._sends_momentum = self.codec_at(bucket, step) is not None
-        compressed = bucket.flat.numel() if self._sends_momentum else 0
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
-        parts = list(zip(bucket.names, bucket.views, moments, bucket.spans, strict=True))
-        for _, view, of, span in parts:
-            if span.stop <= compressed:
+        sends = [self._sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
+        parts = list(zip(bucket.names, bucket.views, moments, sends, strict=True))
+        for _, view, of, sent in parts:
+            if sent:
                 of.go_on(view, 1 / scale)
         super().exchange(bucket, step)
-        for name, view, of, span in parts:
+        for name, view, of, sent in parts:
             if of.m is None or of.v is None:
                 view.mul_(0.0)
                 continue
-            sent, stopped = span.stop <= compressed, self._stopped(name, of.v)
+            stopped = self._stopped(name, of.v)
             for x, m, v, still in pieces(view, of.m, of.v, stopped):
                 # A gradient within these bounds keeps momentum within them.
                 most = v.float().sqrt().add_(of.eps).mul_(self.limit if sent else self.limit * scale)
@@ -169,6 +170,24 @@ class MomentumAllReduce(CompressedAllReduce):
                 # What is not finite becomes NaN, for others to see: infinity times 0 is.
                 bounded = x.clamp(-most, most).add_(x, alpha=0)
                 x.copy_(bounded.sub_(m, alpha=of.beta).mul_(scale / (1 - of.beta)) if sent else bounded)
+        if bucket.flags.numel():
+            self._keep_unused(bucket.flags, scale)
+
+    def _keep_unused(self, flags: Tensor, scale: float) -> None:
+        """Gives residuals back what was sent of parameters that no rank used, after the exchange of the last bucket."""
+        assert self._engine is not None
+        if self._engine.complete:  # reading the flags waits for the device
+            return
+        for position, flag in enumerate(flags[:-1].tolist()):
+            bucket, slot = self._engine.slots[position]
+            span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
+            worker = None if found is None else found.residuals().get("worker")
+            if flag > 0 or worker is None or not bucket.compressed(slot):
+                continue
+            of = _Moments(self.optimizer, *self._members[bucket.names[slot]])
+            # Equal on all ranks, as is its mean; what is not finite is not kept.
+            moved = bucket.flat[span].float().mul_((1 - of.beta) / scale).nan_to_num_(0.0, 0.0, 0.0)
+            worker.add(span.start, moved)
 
     def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:
         """Residuals are of momentum; where gradients follow uncompressed, they become what moves momentum as much."""
@@ -220,7 +239,7 @@ class MomentumAllReduce(CompressedAllReduce):
         return self.optimizer.clip_grad_norm_(max_norm)
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Refused on several ranks: one that is through would not know of the others' momentum and freeze.
 
         Raises:
@@ -231,7 +250,7 @@ class MomentumAllReduce(CompressedAllReduce):
                 f"{type(self).__name__} cannot go on with ranks whose optimizer has stopped; give all ranks the same "
                 "number of batches, the surplus ones with weigh(0.0)"
             )
-        with super().join():
+        with super().join(optimizer):
             yield
 
 

@@ -12,6 +12,7 @@ from bagua_kernels import compression
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.plan import EXACT_DTYPES
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.units import Units
 from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
@@ -44,6 +45,7 @@ class PowerSGD(Algorithm):
         min_compression: float = 2.0,
         warm_start: bool = True,
         seed: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -56,6 +58,7 @@ class PowerSGD(Algorithm):
             min_compression: a matrix is compressed if its factors are so many times smaller than itself.
             warm_start: begin each step with the right factors of the last.
             seed: of the first right factors.
+            scaler: as for `CompressedAllReduce`.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -65,6 +68,7 @@ class PowerSGD(Algorithm):
             raise ValueError(f"start_step must be 0 or more, got {start_step}")
         self.config = compression.PowerSGD(rank, seed, min_compression, warm_start)
         self.start_step = start_step
+        self._units = Units(scaler)
         self._states: dict[int, compression.LowRank] = {}
         super().__init__(module, optimizer, **arguments)
 
@@ -75,6 +79,9 @@ class PowerSGD(Algorithm):
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
         state = self._state(bucket)
+        factor = self._units.change(bucket.index)
+        if factor != 1.0:
+            state.scale(factor)
         if step < self.start_step or len(state.dense) == len(bucket.views):
             self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
@@ -91,11 +98,10 @@ class PowerSGD(Algorithm):
 
     def _state(self, bucket: Bucket) -> compression.LowRank:
         if bucket.index not in self._states:
-            end = bucket.flat.numel()
             # What has one dimension stays dense.
             shapes = [
-                view.shape if span.stop <= end else torch.Size([view.numel()])
-                for view, span in zip(bucket.views, bucket.spans, strict=True)
+                view.shape if bucket.compressed(slot) else torch.Size([view.numel()])
+                for slot, view in enumerate(bucket.views)
             ]
             self._states[bucket.index] = self.config.start(shapes, bucket.names, device=bucket.whole.device)
         return self._states[bucket.index]
@@ -103,12 +109,14 @@ class PowerSGD(Algorithm):
     def forget(self) -> None:
         """See `Algorithm.forget`."""
         self._states.clear()
+        self._units.forget()
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
-        """Residuals, right factors, and how many steps they have seen; see `Algorithm.remembered`."""
-        state = self._state(bucket).state_dict()
+        """Residuals without scale, right factors, and how many steps they have seen; see `Algorithm.remembered`."""
+        state, unit = self._state(bucket).state_dict(), self._units.of(bucket.index)
         steps = {name: torch.tensor(float(state["step"])) for name in state["residuals"]}
-        return {"residual": state["residuals"], "right": state["rights"], "compressed_steps": steps}
+        residuals = {name: residual / unit for name, residual in state["residuals"].items()}
+        return {"residual": residuals, "right": state["rights"], "compressed_steps": steps}
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
@@ -126,5 +134,6 @@ class PowerSGD(Algorithm):
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""
-        residuals = [r for state in self._states.values() for r in state.state_dict()["residuals"].values()]
-        return math.sqrt(math.fsum(float(r.norm()) ** 2 for r in residuals))
+        states = [(self._units.of(index), state.state_dict()) for index, state in self._states.items()]
+        norms = [float(r.norm()) / unit for unit, state in states for r in state["residuals"].values()]
+        return math.sqrt(math.fsum(norm**2 for norm in norms))

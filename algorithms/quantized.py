@@ -95,8 +95,8 @@ class TernGrad(CompressedAllReduce):
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
         if self.clip is not None and self.codec_at(bucket, step) is not None:
-            for view, span in zip(bucket.views, bucket.spans, strict=True):
-                if view.numel() and span.stop <= bucket.flat.numel():
+            for slot, view in enumerate(bucket.views):
+                if view.numel() and bucket.compressed(slot):
                     most = self.clip * view.float().square().mean().sqrt()
                     # What is not finite stays so, for others to see.
                     view.copy_(torch.where(most.isfinite(), view.clamp(-most, most), view))

@@ -82,6 +82,10 @@ class Bucket:
             for t, offset, size in zip(tensors, offsets, sizes, strict=True)
         ]
 
+    def compressed(self, slot: int) -> bool:
+        """Whether a tensor lies in `flat`, which is to be compressed."""
+        return self.spans[slot].stop <= self.flat.numel()
+
     def fill(self, slot: int, tensor: torch.Tensor | None) -> None:
         """Copies a tensor into its view, unless it is that view already, and zeroes the gap behind it.
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import netlab
+from bench.parts import run_parts
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps, without the preamble
@@ -128,7 +128,7 @@ def wire_bytes() -> list[dict[str, Any]]:
     return rows
 
 
-def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
     if title == "bytes":
         table = Table(title="bytes that leave a host, share of Gloo's float32 ring")
         for column in ("hosts", *(f"{name} (bar {bar})" for name, bar in _CODECS.items())):
@@ -174,22 +174,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run")
     parser.add_argument("--output", type=Path, help="JSON file; parts that are not run keep what it holds")
     options = parser.parse_args()
-    if reason := netlab.available():
-        print(reason, file=sys.stderr)
-        return 1
-    console = Console(width=150)
-    results: dict[str, Any] = {}
-    if options.output and options.output.exists():
-        results = json.loads(options.output.read_text())
-    for name in options.only.split(","):
-        started = time.perf_counter()
-        results[name] = PARTS[name]()
-        show(console, name, results[name])
-        console.print(f"{name}: {time.perf_counter() - started:.0f} s")
-        results["machine"] = {"cpus": os.cpu_count()}
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+    parts = {name: (measure, partial(show, title=name)) for name, measure in PARTS.items()}
+    return run_parts(parts, options.only, options.output)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from rich.table import Table
 from bench import netlab
 from bench.network import limit
 from bench.network_rank import interval
+from bench.parts import run_parts
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HOSTS = 4
@@ -238,24 +238,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file; what is not measured anew keeps what it holds")
     options = parser.parse_args()
     options.trace = options.trace and str(Path(options.trace).resolve())
-    if reason := netlab.available():
-        print(reason, file=sys.stderr)
-        return 1
-    console = Console(width=150)
-    results: dict[str, Any] = {}
-    if options.output and options.output.exists():
-        results = json.loads(options.output.read_text())
-    for name in options.only.split(","):
-        started = time.perf_counter()
-        measure, show = PARTS[name]
-        rows = measure(options)
-        show(console, rows)
-        console.print(f"{name}: {time.perf_counter() - started:.0f} s")
-        results[name] = merged(results.get(name, []), rows)
-        results["machine"] = {"cpus": os.cpu_count()}
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+    parts = {name: (partial(measure, options), show) for name, (measure, show) in PARTS.items()}
+    return run_parts(parts, options.only, options.output, merged)
 
 
 if __name__ == "__main__":

@@ -246,6 +246,11 @@ class LowRank:
         if not self.config.warm_start:
             self._draw()
 
+    def scale(self, factor: float) -> None:
+        """Multiplies the residuals, for gradients that are in another unit from now on."""
+        for s in self._stacks:
+            s.residual.mul_(factor)
+
     def _keep(self, s: _Stack) -> None:
         if self.config.warm_start:
             # Only the direction of a column counts; its length, that of a gradient, could overflow the next product.

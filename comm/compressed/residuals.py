@@ -40,6 +40,21 @@ class Residuals:
         """Encodes a part and its residual into `out`, and keeps what that lacks; errors as in `Codec.encode`."""
         self._feedback.encode(str(number), x, seed=seed, out=out)
 
+    def scale(self, factor: float) -> None:
+        """Multiplies all elements."""
+        for name, length in self._parts:
+            self._feedback.residual(name, torch.empty(length, device=self._device)).mul_(factor)
+
+    def add(self, start: int, x: torch.Tensor) -> None:
+        """Adds a vector to the elements from a place on."""
+        end = 0
+        for name, length in self._parts:
+            begin, end = end, end + length
+            low, high = max(begin, start), min(end, start + x.numel())
+            if low < high:
+                part = self._feedback.residual(name, x.new_empty(length))
+                part[low - begin : high - begin].add_(x[low - start : high - start])
+
     def norm(self) -> torch.Tensor:
         """The Euclidean norm, a scalar tensor."""
         return self._feedback.norm()

@@ -40,6 +40,11 @@ def batch(rank: int, step: int, width: int = 7) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def loss_of(module: nn.Module, rank: int, step: int, n: int = 4) -> torch.Tensor:
+    """A mean over n of the rank's samples of a step."""
+    return module(batch(rank, step)[:n]).square().mean()
+
+
 def gradients(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 

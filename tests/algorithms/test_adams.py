@@ -557,6 +557,44 @@ def test_parameters_without_gradient(kind: Kind) -> None:
 
 
 @both
+@pytest.mark.parametrize("bucket_bytes", [1, 10 << 20])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nothing_is_lost_of_a_parameter_that_no_rank_used(kind: Kind, bucket_bytes: int, scaled: bool) -> None:
+    """Adam skips it, so that what its payloads moved is still to come."""
+    shapes, freeze, steps, ranks = {"a": (16, 32), "b": (13, 31), "c": (16, 32)}, 3, 12, 2
+
+    def rank(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        more = {"error_feedback": True, "bucket_bytes": bucket_bytes, "limit": float("inf"), "scaler": scaler}
+        model = kind(Given(**shapes), communicator=communicator, freeze_step=freeze, **more)
+        applied = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for step in range(steps):
+            model.optimizer.zero_grad()
+            used = [name for name in shapes if step < freeze or name == "a" or step % 3 == 1]
+            scaler.scale(model(**{name: draw(step, communicator.rank, shapes[name], name) for name in used})).backward()
+            for name, p in model.module.named_parameters():
+                assert (p.grad is not None) == (name in used)
+                if step >= freeze and p.grad is not None:
+                    applied[name] += p.grad / scaler.get_scale()
+            scaler.step(model.optimizer)
+            scaler.update()
+        return applied, model.algorithm_state_dict()["vectors"]
+
+    everyone = run_ranks(ranks, rank)
+    for name, shape in shapes.items():
+        produced = torch.zeros(shape)
+        for step in range(freeze, steps):
+            if name == "a" or step % 3 == 1:
+                produced += sum(draw(step, r, shape, name) for r in range(ranks)) / ranks
+        workers = sum(vectors["worker"][name] for _, vectors in everyone) / ranks
+        kept = (workers + everyone[0][1]["owner"][name]).view(shape)
+        assert kept.norm() > 0
+        # Residuals are of momentum, of which a gradient is a tenth.
+        found, expected = 0.1 * everyone[0][0][name] + kept, 0.1 * produced
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes(kind: Kind, dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> tuple[float, float, list[torch.Tensor]]:

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Hashable
 
 import pytest
 import torch
@@ -146,6 +147,37 @@ def test_different_modules_are_refused(make, message: str) -> None:
     def rank(communicator: Communicator) -> None:
         with pytest.raises(ValueError, match=message):
             ByteGrad(make(communicator.rank), communicator=communicator)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=str)
+def test_failed_constructors_leave_nothing_open(failing: tuple[int, ...]) -> None:
+    """On all ranks alike, or on one, of which the others hear at their next collective."""
+
+    def rank(communicator: Communicator) -> None:
+        made: list[Communicator] = []
+        duplicate = communicator.duplicate
+
+        def watched() -> Communicator:
+            made.append(duplicate())
+            return made[-1]
+
+        class Picky(GradientAllReduce):
+            def place(self, name: str, parameter: nn.Parameter) -> tuple[Hashable, bool]:
+                if communicator.rank in failing:
+                    raise ValueError(f"{name} has no place")
+                return super().place(name, parameter)
+
+        communicator.duplicate = watched
+        if communicator.rank in failing:
+            with pytest.raises(ValueError, match="weight has no place"):
+                Picky(nn.Linear(3, 3), communicator=communicator)
+            assert [one.is_ended() for one in made] == [True]
+        else:
+            algorithm = Picky(nn.Linear(3, 3), communicator=communicator)
+            with pytest.raises(CommunicationError):
+                algorithm(batch(0, 0, 3)).sum().backward()
 
     run_ranks(2, rank)
 
