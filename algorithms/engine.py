@@ -90,6 +90,8 @@ class Engine:
         reorder: Callable[[list[int]], None],
         late: bool = True,
         name: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+        ended: Callable[[list[Bucket], int, float], None] | None = None,
     ) -> None:
         """Lays out buckets and installs hooks.
 
@@ -104,6 +106,9 @@ class Engine:
                 order than that of the buckets on any; expected to call `lay_out`.
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
+            clock: by which passes are timed.
+            ended: told after each pass, when no exchange is under way, the buckets, the pass's number, and the seconds
+                from its first gradient to the end of its last exchange.
         """
         self._late = late
         self.members = [member for member in reversed(members) if not member.sparse]
@@ -115,9 +120,11 @@ class Engine:
         self._align = align
         self._bucket_bytes = bucket_bytes
         self._reorder = reorder
+        self._clock, self._ended = clock, ended
         self.lay_out(list(range(len(self.members))))
         self._thread = CommunicationThread(exchange, members[0].parameter.device, name)
         self._running = False
+        self._begun = self._seconds = 0.0
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
         self._missing: list[int] = []
@@ -205,6 +212,7 @@ class Engine:
         self._running = False
 
     def _begin(self) -> None:
+        self._begun = self._clock()
         self._running = True
         self._arrived = {}
         self._present = set()
@@ -259,6 +267,8 @@ class Engine:
 
     def _rest(self) -> None:
         """Not reached after an exception, so that `check_idle` notices what is still under way."""
+        if self._ended is not None:
+            self._ended(self.buckets, self.counters.steps, self._seconds)
         self._running = False
         self._tasks = []
         for rows in self.rows:
@@ -278,6 +288,7 @@ class Engine:
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
             self._tasks.append(self._thread.start(rows, self.counters.steps))
         self._wait()
+        self._seconds = self._clock() - self._begun
 
     def _wait(self) -> None:
         begin = time.perf_counter()

@@ -12,6 +12,7 @@ from bagua_kernels import compression
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.plan import EXACT_DTYPES
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
@@ -44,6 +45,7 @@ class PowerSGD(Algorithm):
         min_compression: float = 2.0,
         warm_start: bool = True,
         seed: int = 0,
+        only_if_faster: bool = False,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -56,6 +58,7 @@ class PowerSGD(Algorithm):
             min_compression: a matrix is compressed if its factors are so many times smaller than itself.
             warm_start: begin each step with the right factors of the last.
             seed: of the first right factors.
+            only_if_faster: as for `CompressedAllReduce`.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -66,6 +69,7 @@ class PowerSGD(Algorithm):
         self.config = compression.PowerSGD(rank, seed, min_compression, warm_start)
         self.start_step = start_step
         self._states: dict[int, compression.LowRank] = {}
+        self._trial = Trial() if only_if_faster else None
         super().__init__(module, optimizer, **arguments)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
@@ -74,10 +78,11 @@ class PowerSGD(Algorithm):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
-        state = self._state(bucket)
-        if step < self.start_step or len(state.dense) == len(bucket.views):
+        if not self.compresses(bucket, step):
+            self._hand_over(bucket)
             self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
+        state = self._state(bucket)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
         left = state.left(bucket.views)
         together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
@@ -88,6 +93,20 @@ class PowerSGD(Algorithm):
         state.finish(right, bucket.views)
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))
+
+    def compresses(self, bucket: Bucket, step: int) -> bool:
+        """See `Algorithm.compresses`."""
+        if step < self.start_step or (self._trial is not None and not self._trial.compresses(step)):
+            return False
+        return len(self._state(bucket).dense) < len(bucket.views)
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        """Adds residuals to the gradient; right factors stay, unless nothing is ever compressed again."""
+        state = self._states.get(bucket.index)
+        if state is not None:
+            state.release(bucket.views)
+        if self._trial is not None and self._trial.outcome == "plain":
+            self._states.pop(bucket.index, None)
 
     def _state(self, bucket: Bucket) -> compression.LowRank:
         if bucket.index not in self._states:
