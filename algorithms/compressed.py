@@ -74,9 +74,10 @@ class CompressedAllReduce(Algorithm):
             min_numel: parameters with fewer elements are exact too.
             seed: of random numbers.
             guard: looks now and then how much is lost; `stats().errors` tells.
-            only_if_faster: whether the first steps with compression, 36 of them, try if it is faster than none, every
-                other four without it; if not, none is used from then on, which `stats().trial` tells and a checkpoint
-                keeps. Results then depend on the time measured: ranks stay bit-identical, but runs do not repeat.
+            only_if_faster: whether 36 steps, from the first that would be compressed, find out if compression is faster
+                than none, by turns of four steps with it and four without. If it is slower, it is switched off for good,
+                which `stats().trial` tells and a checkpoint keeps. Results then depend on the time measured: ranks stay
+                bit-identical, but runs do not repeat bit for bit.
             **arguments: as for `Algorithm`.
 
         Raises:
