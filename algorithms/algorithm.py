@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from bagua_kernels.algorithms.engine import Counters, Engine, Member
 from bagua_kernels.algorithms.replicas import average, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
@@ -43,6 +46,7 @@ class Algorithm(torch.nn.Module):
     name: ClassVar[str]
     weighable = True
     late = True
+    _trial: Trial | None = None
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class Algorithm(torch.nn.Module):
         if self._communicator.size == 1:
             return
         try:
-            self._start(module, optimizer, bucket_bytes)
+            self._start(module, optimizer, bucket_bytes, apply_in_backward)
         except Exception as error:
             try:
                 self._communicator.close(_FAREWELL)
@@ -101,7 +105,13 @@ class Algorithm(torch.nn.Module):
                 self._communicator.abort(f"{type(self).__name__} could not be made: {error}")
             raise
 
-    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bucket_bytes: int) -> None:
+    def _start(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        bucket_bytes: int,
+        apply_in_backward: bool,
+    ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
         check_module(module, self._communicator)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
@@ -116,6 +126,7 @@ class Algorithm(torch.nn.Module):
         ]
         if apply_in_backward:
             self._steps = BackwardSteps(optimizer, {m.name: m.parameter for m in members if not m.sparse})
+        trial = self._trial
         if members:
             self._engine = Engine(
                 members,
@@ -126,6 +137,8 @@ class Algorithm(torch.nn.Module):
                 late=self.late,
                 name=self.name,
                 steps=self._steps,
+                clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
+                ended=None if trial is None else partial(trial.ended, self._communicator, self.compresses),
             )
 
     @property
@@ -150,6 +163,10 @@ class Algorithm(torch.nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must say how a bucket is exchanged")
 
+    def compresses(self, bucket: Bucket, step: int) -> bool:
+        """Whether any of a bucket is compressed in a step."""
+        return False
+
     def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
         if isinstance(bucket, Rows):
             bucket.exchange(self._communicator)
@@ -171,11 +188,13 @@ class Algorithm(torch.nn.Module):
         """Drops what is kept by the number of a bucket, since these are laid out anew."""
 
     def decisions(self) -> list[Any]:
-        """What was decided in training and is no vector: equal on all ranks, to be pickled."""
-        return []
+        """What was decided in training and is no vector, as pairs of what about and what: equal on all ranks, to be pickled."""
+        return [] if self._trial is None or not self._trial.decided else [("trial", self._trial.outcome)]
 
     def take_decisions(self, decisions: list[Any]) -> None:
         """Takes what `decisions` gave."""
+        if self._trial is not None:
+            self._trial.resume(dict(decisions).get("trial", ""))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -322,7 +341,8 @@ class Algorithm(torch.nn.Module):
         counters = Counters(self._steps_alone) if self._engine is None else self._engine.counters
         sent = self._communicator.bytes_sent - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds
-        return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors())
+        outcome = "" if self._trial is None else self._trial.outcome
+        return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors(), outcome)
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback."""

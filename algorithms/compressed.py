@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.guard import Guard, Sample, answer
 from bagua_kernels.algorithms.plan import Encoding, Plan, Schedule
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.units import Units
 from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
@@ -59,6 +60,7 @@ class CompressedAllReduce(Algorithm):
         seed: int = 0,
         guard: Guard | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        only_if_faster: bool = False,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -78,6 +80,10 @@ class CompressedAllReduce(Algorithm):
             guard: looks now and then how much is lost; `stats().errors` tells.
             scaler: that by which losses are scaled, if any: residuals change their unit with it. Read in backward, so
                 update it after the optimizer's step.
+            only_if_faster: whether 36 steps, from the first that would be compressed, find out if compression is faster
+                than none, by turns of four steps with it and four without. If it is slower, it is switched off for good,
+                which `stats().trial` tells and a checkpoint keeps. Results then depend on the time measured: ranks stay
+                bit-identical, but runs do not repeat bit for bit.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -90,6 +96,7 @@ class CompressedAllReduce(Algorithm):
         self.seed = seed
         self.guard = guard
         self._units = Units(scaler)
+        self._trial = Trial() if only_if_faster else None
         self._errors: dict[str, float] = {}
         self._instead: dict[Hashable, Codec | None] = {}
         self._all_reduces: dict[int, AllReduce] = {}
@@ -137,9 +144,13 @@ class CompressedAllReduce(Algorithm):
     def codec_at(self, bucket: Bucket, step: int) -> Codec | None:
         """What encodes a bucket in a step; None if nothing does."""
         assert isinstance(bucket.kind, Schedule)
-        planned = bucket.kind.at(step)
+        planned = bucket.kind.at(step) if self._trial is None or self._trial.compresses(step) else None
         # What the guard decided holds on, but a warm-up stays one.
         return self._instead.get(bucket.kind, planned) if planned is not None else None
+
+    def compresses(self, bucket: Bucket, step: int) -> bool:
+        """See `Algorithm.compresses`."""
+        return bucket.flat.numel() > 0 and self.codec_at(bucket, step) is not None
 
     def errors(self) -> dict[str, float]:
         """See `Algorithm.errors`."""
@@ -208,12 +219,13 @@ class CompressedAllReduce(Algorithm):
         self._units.forget()
 
     def decisions(self) -> list[Any]:
-        """What the guard decided; see `Algorithm.decisions`."""
-        return list(self._instead.items())
+        """The codec that the guard decided on for each kind of bucket, too; see `Algorithm.decisions`."""
+        return [*super().decisions(), *self._instead.items()]
 
     def take_decisions(self, decisions: list[Any]) -> None:
         """See `Algorithm.take_decisions`."""
-        self._instead = dict(decisions)
+        super().take_decisions(decisions)
+        self._instead = {kind: codec for kind, codec in decisions if isinstance(kind, Schedule)}
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""

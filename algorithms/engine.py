@@ -92,6 +92,8 @@ class Engine:
         late: bool = True,
         name: str = "",
         steps: BackwardSteps | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        ended: Callable[[list[Bucket], int, float], None] | None = None,
     ) -> None:
         """Lays out buckets and installs hooks.
 
@@ -107,6 +109,9 @@ class Engine:
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
             steps: what updates parameters on the communication thread, if anything does.
+            clock: by which passes are timed.
+            ended: told after each pass, when no exchange is under way, the buckets, the pass's number, and the seconds
+                from its first gradient to the end of its last exchange.
         """
         self._late = late
         self._steps = steps
@@ -119,9 +124,11 @@ class Engine:
         self._align = align
         self._bucket_bytes = bucket_bytes
         self._reorder = reorder
+        self._clock, self._ended = clock, ended
         self.lay_out(list(range(len(self.members))))
         self._thread = CommunicationThread(exchange, members[0].parameter.device, name)
         self._running = False
+        self._begun = self._seconds = 0.0
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
         self._missing: list[int] = []
@@ -218,6 +225,7 @@ class Engine:
         self._running = False
 
     def _begin(self) -> None:
+        self._begun = self._clock()
         self._running = True
         self._arrived = {}
         self._present = set()
@@ -274,6 +282,8 @@ class Engine:
 
     def _rest(self) -> None:
         """Not reached after an exception, so that `check_idle` notices what is still under way."""
+        if self._ended is not None:
+            self._ended(self.buckets, self.counters.steps, self._seconds)
         self._running = False
         self._tasks = []
         for rows in self.rows:
@@ -293,6 +303,7 @@ class Engine:
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
             self._tasks.append(self._thread.start(rows, self.counters.steps))
         self._wait()
+        self._seconds = self._clock() - self._begun
 
     def _wait(self) -> None:
         begin = time.perf_counter()

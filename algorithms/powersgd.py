@@ -12,6 +12,7 @@ from bagua_kernels import compression
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.plan import EXACT_DTYPES
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.units import Units
 from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
@@ -46,6 +47,7 @@ class PowerSGD(Algorithm):
         warm_start: bool = True,
         seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
+        only_if_faster: bool = False,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -59,6 +61,7 @@ class PowerSGD(Algorithm):
             warm_start: begin each step with the right factors of the last.
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
+            only_if_faster: as for `CompressedAllReduce`.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -70,6 +73,7 @@ class PowerSGD(Algorithm):
         self.start_step = start_step
         self._units = Units(scaler)
         self._states: dict[int, compression.LowRank] = {}
+        self._trial = Trial() if only_if_faster else None
         super().__init__(module, optimizer, **arguments)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
@@ -78,13 +82,14 @@ class PowerSGD(Algorithm):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
-        state = self._state(bucket)
         factor = self._units.change(bucket.index)
         if factor != 1.0:
-            state.scale(factor)
-        if step < self.start_step or len(state.dense) == len(bucket.views):
+            self._state(bucket).scale(factor)
+        if not self.compresses(bucket, step):
+            self._hand_over(bucket)
             self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
+        state = self._state(bucket)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
         left = state.left(bucket.views)
         together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
@@ -95,6 +100,20 @@ class PowerSGD(Algorithm):
         state.finish(right, bucket.views)
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))
+
+    def compresses(self, bucket: Bucket, step: int) -> bool:
+        """See `Algorithm.compresses`."""
+        if step < self.start_step or (self._trial is not None and not self._trial.compresses(step)):
+            return False
+        return len(self._state(bucket).dense) < len(bucket.views)
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        """Adds residuals to the gradient; right factors stay, unless nothing is ever compressed again."""
+        state = self._states.get(bucket.index)
+        if state is not None:
+            state.release(bucket.views)
+        if self._trial is not None and self._trial.outcome == "plain":
+            self._states.pop(bucket.index, None)
 
     def _state(self, bucket: Bucket) -> compression.LowRank:
         if bucket.index not in self._states:

@@ -56,10 +56,16 @@ class SignSGD(CompressedAllReduce):
             **arguments: as for `CompressedAllReduce`; but for a vote, `exact` and `min_numel` are `LARGE_MATRICES`.
 
         Raises:
-            ValueError: a vote with error feedback, which it has none of, or as for `CompressedAllReduce`.
+            ValueError: a vote with error feedback, which it has none of, or with `only_if_faster`; or as for
+                `CompressedAllReduce`.
         """
         self.majority_vote = majority_vote
         if majority_vote:
+            if arguments.get("only_if_faster"):
+                raise ValueError(
+                    "a vote's gradients are signs, for which learning rates are others than for the means of steps without "
+                    "compression: leave out only_if_faster, or majority_vote"
+                )
             if arguments.get("error_feedback") or arguments.get("owner_feedback"):
                 raise ValueError("a majority vote has no error feedback: leave out majority_vote, or the feedback")
             # A rank without a gradient would have to abstain, for which there is no sign.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bagua_kernels.algorithms.trial import Outcome
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -17,6 +19,8 @@ class Stats:
         exchange_seconds: time that the communication thread was busy, most of it beside backward.
         residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
         errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
+        trial: of `only_if_faster`: "" before it begins or if it was not asked for, "running", or what was found to be
+            faster, "compressed" or "plain".
     """
 
     steps: int
@@ -25,9 +29,10 @@ class Stats:
     exchange_seconds: float
     residual_norm: float
     errors: dict[str, float]
+    trial: Outcome = ""
 
     def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
-        """Adds everything to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
+        """Adds all numbers to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
         for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm"):
             writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
         for name, error in self.errors.items():

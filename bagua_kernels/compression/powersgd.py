@@ -130,6 +130,7 @@ class LowRank:
         self.right_size = sum(m.columns * m.rank for m in matrices)
         self._count = len(shapes)
         self._next = "left"
+        self._owes = False  # whether a residual may be other than zero
         zeros = partial(torch.zeros, dtype=dtype, device=device)
         areas = [m.rows * m.columns for m in matrices]
         self._scratch = zeros(2, max(areas, default=0))
@@ -242,6 +243,7 @@ class LowRank:
             torch.where(finite(s.total), s.total, s.residual, out=s.residual)
             self._keep(s)
         self.step += 1
+        self._owes = True
         self._next = "left"
         if not self.config.warm_start:
             self._draw()
@@ -250,6 +252,23 @@ class LowRank:
         """Multiplies the residuals, for gradients that are in another unit from now on."""
         for s in self._stacks:
             s.residual.mul_(factor)
+
+    @torch.no_grad()
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Adds the residuals to tensors that are sent without compression, and sets them to zero.
+
+        Args:
+            tensors: as for `left`, which is next; those in `dense` are not touched. Errors as there.
+        """
+        self._check_tensors("tensors", tensors)
+        self._next = "left"
+        if not self._owes:
+            return
+        for s in self._stacks:
+            for m, residual in zip(s.matrices, s.residual, strict=True):
+                tensors[m.place].add_(residual.view(m.shape))
+            s.residual.zero_()
+        self._owes = False
 
     def _keep(self, s: _Stack) -> None:
         if self.config.warm_start:
@@ -281,6 +300,7 @@ class LowRank:
         for to, value in pairs:
             to.copy_(value)
         self.step = int(state["step"])
+        self._owes = True
         self._next = "left"
         self._draw()
 

@@ -235,6 +235,33 @@ def test_error_feedback_loses_nothing(of: torch.dtype, dtype: torch.dtype, close
         assert error(given[i], sent[i] + left_over.reshape(SHAPES[i])) < close
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_release_hands_residuals_over_once(loaded: bool) -> None:
+    """Dense tensors and right factors stay as they are, whatever the strides."""
+    state = PowerSGD(2, min_compression=1).start(SHAPES)
+    exchange([state], [gradients()])
+    saved = state.state_dict()
+    if loaded:
+        state = PowerSGD(2, min_compression=1).start(SHAPES)
+        state.load_state_dict(saved)
+    plain = gradients(seed=1)
+    tensors = [g.t().contiguous().t() if g.dim() == 2 else g.clone() for g in plain]
+    state.release(tensors)
+    for i, (before, after) in enumerate(zip(plain, tensors, strict=True)):
+        residual = saved["residuals"].get(str(i))
+        assert (residual is None) == (i in state.dense)
+        assert torch.equal(after, before if residual is None else before + residual.view(before.shape))
+    assert not any(residual.any() for residual in residuals(state).values())
+    assert all(torch.equal(right, saved["rights"][name]) for name, right in state.state_dict()["rights"].items())
+    again = [t.clone() for t in tensors]
+    state.release(again)
+    assert all(torch.equal(a, b) for a, b in zip(again, tensors, strict=True))
+    # The next step is as ever.
+    assert all(out.isfinite().all() for out in exchange([state], [plain])[0])
+    with pytest.raises(ValueError, match="tensors"):
+        state.release(tensors[1:])
+
+
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 def test_ranks_agree(ranks: int, warm: bool) -> None:

@@ -1,0 +1,135 @@
+"""Finds out in training whether compression pays: steps with and without it take turns, and are timed."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["", "running", "compressed", "plain"]
+
+BLOCK_STEPS = 4
+BLOCKS = 9
+# The first step of a block hands residuals over or makes buffers.
+_COUNTED = BLOCK_STEPS - 1
+
+
+class Trial:
+    """Blocks of steps that are compressed and plain in turn, and what follows from the time that they take.
+
+    The first block, which is compressed, is not counted: kernels are compiled in it, and buckets laid out anew. Nor is
+    the first step of each other block. What is compressed follows from the number of the step, so that all ranks do
+    the same, and the decision from all ranks' seconds.
+
+    Attributes:
+        outcome: "" before it begins; "running"; and then what goes on, "compressed" or "plain".
+        seconds: of the counted steps so far, on this rank.
+        medians: of compressed steps and of plain ones, once it is decided.
+        clock: seconds since whenever.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.resume("")
+
+    def resume(self, outcome: Outcome) -> None:
+        """Goes on with what was decided before; what was not begins anew."""
+        self.outcome: Outcome = "" if outcome == "running" else outcome
+        self.seconds: list[float] = []
+        self.medians: tuple[float, float] | None = None
+        self._start = 0
+
+    @property
+    def decided(self) -> bool:
+        """Whether it has ended."""
+        return self.outcome in ("compressed", "plain")
+
+    @property
+    def due(self) -> bool:
+        """Whether all is measured and `decide` is to come."""
+        return not self.decided and len(self.seconds) == (BLOCKS - 1) * _COUNTED
+
+    def compresses(self, step: int) -> bool:
+        """Whether a step may be compressed."""
+        if self.outcome == "running":
+            return _is_compressed((step - self._start) // BLOCK_STEPS)
+        return self.outcome != "plain"
+
+    def begin(self, step: int) -> None:
+        """Starts with a step, which was compressed."""
+        self.outcome, self._start = "running", step
+
+    def note(self, step: int, seconds: float) -> None:
+        """Takes what a step took on this rank; steps follow one another."""
+        block, place = divmod(step - self._start, BLOCK_STEPS)
+        if self.outcome == "running" and block and place:
+            self.seconds.append(seconds)
+
+    def decide(self, gathered: Sequence[Sequence[float]]) -> None:
+        """Ends the trial, in favour of compression if that is not slower.
+
+        Args:
+            gathered: `seconds` of each rank. A step is as slow as its slowest rank.
+        """
+        slowest = [max(ranks) for ranks in zip(*gathered, strict=True)]
+        kinds = [_is_compressed(1 + i // _COUNTED) for i in range(len(slowest))]
+        compressed, plain = (
+            statistics.median(s for s, kind in zip(slowest, kinds, strict=True) if kind is which)
+            for which in (True, False)
+        )
+        self.medians = compressed, plain
+        self.outcome = "compressed" if compressed <= plain else "plain"
+
+    def ended(
+        self,
+        communicator: Communicator,
+        compresses: Callable[[Bucket, int], bool],
+        buckets: Sequence[Bucket],
+        step: int,
+        seconds: float,
+    ) -> None:
+        """Takes what a step took, and begins and ends the trial when it is time; collective, while no exchange is under way.
+
+        Args:
+            communicator: of all ranks.
+            compresses: whether any of a bucket is compressed in a step.
+            buckets: all of them.
+            step: which one it was.
+            seconds: from its first gradient to the end of its last exchange.
+        """
+        if self.outcome == "" and any(compresses(bucket, step) for bucket in buckets):
+            self.begin(step)
+        self.note(step, seconds)
+        if self.due:
+            self._settle(communicator)
+
+    def _settle(self, communicator: Communicator) -> None:
+        own = torch.tensor(self.seconds, dtype=torch.float64, device=communicator.device)
+        everyone = own.new_empty(communicator.size * own.numel())
+        communicator.all_gather(everyone, own).wait()
+        self.decide(everyone.view(communicator.size, -1).tolist())
+        if communicator.rank == 0:
+            level, what = (
+                (logging.WARNING, "is switched off") if self.outcome == "plain" else (logging.INFO, "stays on")
+            )
+            logger.log(level, "compression %s: a step takes %.3g s with, %.3g s without", what, *self.medians or ())
+
+    def now(self, device: torch.device) -> float:
+        """The time; while this runs, that at which the device has done what it was given."""
+        if self.outcome == "running" and device.type == "cuda":
+            # Without, the exchanges of a GPU would seem to take as long as their launches.
+            torch.cuda.synchronize(device)
+        return self.clock()
+
+
+def _is_compressed(block: int) -> bool:
+    return block % 2 == 0
