@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import HierarchicalAllReduce, Nodes, ReduceOp
+from bagua_kernels.comm import Communicator, HierarchicalAllReduce, Nodes, ReduceOp
 
 
 @register
@@ -45,7 +45,7 @@ class GradientAllReduce(Algorithm):
         """
         self.hierarchical = hierarchical
         self.nodes = nodes
-        self._hierarchies: dict[tuple[int, torch.dtype], HierarchicalAllReduce] = {}
+        self._hierarchies: dict[tuple[Communicator, int, torch.dtype], HierarchicalAllReduce] = {}
         super().__init__(module, optimizer, **arguments)
 
     def exchange(self, bucket: Bucket, step: int) -> None:
@@ -53,14 +53,12 @@ class GradientAllReduce(Algorithm):
         if self.hierarchical:
             self._hierarchy(bucket)(bucket.whole)
         else:
-            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
 
     def _hierarchy(self, bucket: Bucket) -> HierarchicalAllReduce:
-        kind = (bucket.whole.numel(), bucket.whole.dtype)
+        kind = (self.lane(bucket), bucket.whole.numel(), bucket.whole.dtype)
         if kind not in self._hierarchies:
-            self._hierarchies[kind] = HierarchicalAllReduce(
-                self._communicator, *kind, nodes=self.nodes, op=ReduceOp.AVG
-            )
+            self._hierarchies[kind] = HierarchicalAllReduce(*kind, nodes=self.nodes, op=ReduceOp.AVG)
         return self._hierarchies[kind]
 
     def forget(self) -> None:

@@ -128,7 +128,7 @@ class MomentumAllReduce(CompressedAllReduce):
         self.scaler = scaler
         self._members = {name: (p, numbers[p]) for name, p in trained.items()}
         self._checked: set[str] = set()
-        self._sends_momentum = False
+        self._sends_momentum: dict[int, bool] = {}  # by bucket
         super().__init__(module, self.optimizer, **arguments)
         communicator = self._communicator
         if communicator.size == 1:
@@ -148,8 +148,8 @@ class MomentumAllReduce(CompressedAllReduce):
         if not self.optimizer.frozen:
             super().exchange(bucket, step)
             return
-        self._sends_momentum = self.codec_at(bucket, step) is not None
-        compressed = bucket.flat.numel() if self._sends_momentum else 0
+        self._sends_momentum[bucket.index] = self.codec_at(bucket, step) is not None
+        compressed = bucket.flat.numel() if self._sends_momentum[bucket.index] else 0
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
         parts = list(zip(bucket.names, bucket.views, moments, bucket.spans, strict=True))
@@ -172,7 +172,7 @@ class MomentumAllReduce(CompressedAllReduce):
 
     def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:
         """Residuals are of momentum; where gradients follow uncompressed, they become what moves momentum as much."""
-        if self.optimizer.frozen and not self._sends_momentum:
+        if self.optimizer.frozen and not self._sends_momentum[bucket.index]:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             vectors = {key: vector.clone() for key, vector in vectors.items()}
             for name, span in zip(bucket.names, bucket.spans, strict=True):
