@@ -26,6 +26,9 @@ from bagua_kernels.errors import CommunicationError
 
 BUCKET_BYTES = 10 << 20
 _FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
+# While one bucket is being encoded, reduced or decoded, another one has the wire. Kernels of two NCCL communicators, in turn,
+# may each wait for the other's place on a GPU.
+_LANES = {"cpu": 2, "cuda": 1}
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
@@ -55,6 +58,7 @@ class Algorithm(torch.nn.Module):
         *,
         communicator: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        lanes: int | None = None,
         broadcast_buffers: bool = True,
         average_buffers: bool = False,
         apply_in_backward: bool = False,
@@ -68,6 +72,8 @@ class Algorithm(torch.nn.Module):
                 its own, so its messages never meet the caller's.
             bucket_bytes: gradients are exchanged in buckets of about this size. Smaller ones start earlier and overlap
                 better with backward; larger ones pay the network's latency less often.
+            lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs and 1
+                on GPUs.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
             apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
@@ -78,11 +84,13 @@ class Algorithm(torch.nn.Module):
         Raises:
             TypeError: a trainable parameter is complex, or `apply_in_backward` has no optimizer of this package.
             ValueError: the modules differ between ranks, a parameter is on another device than the communicator, or
-                `bucket_bytes` is below 1.
+                `bucket_bytes` or `lanes` is below 1.
         """
         super().__init__()
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
+        if lanes is not None and lanes < 1:
+            raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
         self.module = module
         self.broadcast_buffers = broadcast_buffers or average_buffers
         self.average_buffers = average_buffers
@@ -93,16 +101,18 @@ class Algorithm(torch.nn.Module):
         self._steps_alone = 0
         self._world = comm.world() if communicator is None else communicator
         self._communicator = self._world.duplicate()
+        self._lanes = [self._communicator]
         self._setup_bytes = 0
         if self._communicator.size == 1:
             return
         try:
-            self._start(module, optimizer, bucket_bytes, apply_in_backward)
+            self._start(module, optimizer, bucket_bytes, lanes, apply_in_backward)
         except Exception as error:
-            try:
-                self._communicator.close(_FAREWELL)
-            except CommunicationError:  # the others have not failed
-                self._communicator.abort(f"{type(self).__name__} could not be made: {error}")
+            for lane in self._lanes:
+                try:
+                    lane.close(_FAREWELL)
+                except CommunicationError:  # the others have not failed
+                    lane.abort(f"{type(self).__name__} could not be made: {error}")
             raise
 
     def _start(
@@ -110,6 +120,7 @@ class Algorithm(torch.nn.Module):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         bucket_bytes: int,
+        lanes: int | None,
         apply_in_backward: bool,
     ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
@@ -134,17 +145,23 @@ class Algorithm(torch.nn.Module):
                 align=self.alignment,
                 bucket_bytes=bucket_bytes,
                 reorder=self._reorder,
+                settle=self.settle,
                 late=self.late,
                 name=self.name,
                 steps=self._steps,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
-                ended=None if trial is None else partial(trial.ended, self._communicator, self.compresses),
+                lanes=_LANES[self._communicator.device.type] if lanes is None else lanes,
             )
+            self._lanes += [self._world.duplicate() for _ in range(self._engine.lanes - 1)]
 
     @property
     def alignment(self) -> int:
         """Elements to whose multiples tensors are aligned in a bucket."""
         return 1
+
+    def lane(self, bucket: Bucket | Rows) -> Communicator:
+        """The communicator of the thread that exchanges a bucket; other buckets may be exchanged at the same time."""
+        return self._lanes[bucket.index % len(self._lanes)]
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """Says where the gradient of a parameter belongs.
@@ -155,7 +172,7 @@ class Algorithm(torch.nn.Module):
         return None, False
 
     def exchange(self, bucket: Bucket, step: int) -> None:
-        """Replaces `bucket.flat` and `bucket.exact` by their means over all ranks; runs on the communication thread.
+        """Replaces `bucket.flat` and `bucket.exact` by their means over all ranks, on the bucket's `lane`; runs on its thread.
 
         Args:
             bucket: the gradients of one bucket.
@@ -169,13 +186,13 @@ class Algorithm(torch.nn.Module):
 
     def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
         if isinstance(bucket, Rows):
-            bucket.exchange(self._communicator)
+            bucket.exchange(self.lane(bucket))
             return
         if self._steps is not None and self._engine is not None:
             self._steps.begin(bucket, self._engine.present(bucket))
         self.exchange(bucket, step)
         if self._steps is not None:
-            self._steps.finish()
+            self._steps.finish(bucket)
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """What is remembered of a bucket from step to step: of each thing a tensor for each parameter's name; collective."""
@@ -186,6 +203,20 @@ class Algorithm(torch.nn.Module):
 
     def forget(self) -> None:
         """Drops what is kept by the number of a bucket, since these are laid out anew."""
+
+    def settle(self, step: int, seconds: float) -> None:
+        """Decides what follows from an exchange; called after each backward pass, on its thread, when nothing is under way.
+
+        While buckets are exchanged, nothing is decided that concerns others: ranks exchange those of different lanes in
+        different orders.
+
+        Args:
+            step: as for `exchange`.
+            seconds: from the first gradient to the end of the last exchange.
+        """
+        if self._trial is not None and self._engine is not None:
+            buckets = self._engine.buckets
+            self._trial.ended(self._communicator, any(self.compresses(b, step) for b in buckets), step, seconds)
 
     def decisions(self) -> list[Any]:
         """What was decided in training and is no vector, as pairs of what about and what: equal on all ranks, to be pickled."""
@@ -334,12 +365,13 @@ class Algorithm(torch.nn.Module):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self._communicator.close()
+        for lane in self._lanes:
+            lane.close()
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
         counters = Counters(self._steps_alone) if self._engine is None else self._engine.counters
-        sent = self._communicator.bytes_sent - self._setup_bytes
+        sent = sum(lane.bytes_sent for lane in self._lanes) - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds
         outcome = "" if self._trial is None else self._trial.outcome
         return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors(), outcome)

@@ -45,7 +45,7 @@ class GradientAllReduce(Algorithm):
         """
         self.hierarchical = hierarchical
         self.nodes = nodes
-        self._hierarchies: dict[tuple[int, torch.dtype], HierarchicalAllReduce] = {}
+        self._hierarchies: dict[tuple[int, int, torch.dtype], HierarchicalAllReduce] = {}
         super().__init__(module, optimizer, **arguments)
 
     def exchange(self, bucket: Bucket, step: int) -> None:
@@ -53,19 +53,19 @@ class GradientAllReduce(Algorithm):
         if self.hierarchical:
             self._hierarchy(bucket)(bucket.whole)
         else:
-            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
 
     def _hierarchy(self, bucket: Bucket) -> HierarchicalAllReduce:
-        kind = (bucket.whole.numel(), bucket.whole.dtype)
+        lane, shape = self.lane(bucket), (bucket.whole.numel(), bucket.whole.dtype)
+        kind = (self._lanes.index(lane), *shape)
         if kind not in self._hierarchies:
-            self._hierarchies[kind] = HierarchicalAllReduce(
-                self._communicator, *kind, nodes=self.nodes, op=ReduceOp.AVG
-            )
+            self._hierarchies[kind] = HierarchicalAllReduce(lane, *shape, nodes=self.nodes, op=ReduceOp.AVG)
         return self._hierarchies[kind]
 
     def forget(self) -> None:
         """See `Algorithm.forget`."""
-        for kind in list(self._hierarchies):
+        # Lanes have made theirs in an order that may differ between ranks.
+        for kind in sorted(self._hierarchies, key=str):
             self._hierarchies.pop(kind).close()
 
     def close(self) -> None:

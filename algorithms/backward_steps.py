@@ -42,7 +42,7 @@ class BackwardSteps:
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if id(p) in known}
         self._parts: dict[tuple[str, ...], Part] = {}
-        self._ready: dict[str, None] = {}
+        self._ready: dict[int, dict[str, None]] = {}
         self._taken: set[str] = set()
 
     def forget(self) -> None:
@@ -55,10 +55,10 @@ class BackwardSteps:
 
     def begin(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """Takes note of which of a bucket's tensors have a gradient here."""
-        self._ready = {}
+        ready = self._ready[bucket.index] = dict[str, None]()
         for name, view, here in zip(bucket.names, bucket.views, present, strict=True):
             if here and name in self._parameters:
-                self._ready[name] = None
+                ready[name] = None
                 self._parameters[name].grad = view
 
     @contextmanager
@@ -66,7 +66,7 @@ class BackwardSteps:
         """What takes the mean's payloads and updates parameters by them; None if the mean has to be decoded before."""
         end = bucket.flat.numel()
         encoded = [name for name, span in zip(bucket.names, bucket.spans, strict=True) if span.stop <= end]
-        if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready):
+        if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready[bucket.index]):
             yield None
             return
         with self._part(encoded).from_payloads(codec) as step:
@@ -74,6 +74,8 @@ class BackwardSteps:
             done = step is not None
         if done:
             self._end(encoded)
+            for name in encoded:
+                del self._ready[bucket.index][name]
 
     def _apply(self, bucket: Bucket, codec: BlockCodec, step: PayloadStep, part: slice, payload: torch.Tensor) -> None:
         total = part.stop - part.start
@@ -88,9 +90,9 @@ class BackwardSteps:
                     total=total,
                 )
 
-    def finish(self) -> None:
-        """Updates what the bucket has a gradient of and `deliver` did not update."""
-        self._step(list(self._ready))
+    def finish(self, bucket: Bucket) -> None:
+        """Updates what has a gradient here and `deliver` did not update."""
+        self._step(list(self._ready.pop(bucket.index)))
 
     def finish_late(self, names: Sequence[str]) -> None:
         """At the end of backward, updates parameters whose gradient came from other ranks only."""
@@ -105,7 +107,6 @@ class BackwardSteps:
     def _end(self, names: Sequence[str]) -> None:
         for name in names:
             self._parameters[name].grad = None
-            self._ready.pop(name, None)
         self._taken.update(names)
 
     def _part(self, names: Sequence[str]) -> Part:

@@ -1,4 +1,4 @@
-"""The thread that exchanges buckets beside training."""
+"""A thread that exchanges buckets beside training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Exchange = Callable[[Bucket | Rows, int], None]
 
 @dataclass
 class Task:
-    """One exchange of one bucket, handed to the communication thread.
+    """One exchange of one bucket, handed to a communication thread.
 
     Attributes:
         bucket: what to exchange.
         step: number of the backward pass it belongs to.
         done: set when the exchange has ended, well or not.
         error: what went wrong.
-        seconds: how long the exchange took on the communication thread.
+        began: when the exchange began, as `time.perf_counter` tells.
+        ended: when it ended.
         ready: on a GPU, recorded when the gradients are in the bucket.
         finished: on a GPU, recorded when the averages are.
         label: what profilers call it.
@@ -36,7 +37,8 @@ class Task:
     step: int
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
     ready: torch.cuda.Event | None = None
     finished: torch.cuda.Event | None = None
     label: str = "bagua_kernels exchange"
@@ -45,8 +47,8 @@ class Task:
 class CommunicationThread:
     """Runs exchanges one after the other, in the order they are given, beside the training thread.
 
-    One thread and one order mean that all ranks start their collectives in the same order, without which collectives of
-    different buckets would meet.
+    One thread and one order for each communicator mean that all ranks start its collectives in the same order, without which
+    collectives of different buckets would meet.
     """
 
     def __init__(self, exchange: Exchange, device: torch.device, name: str) -> None:
@@ -91,7 +93,7 @@ def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Ex
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     failure = ""
     while (task := tasks.get()) is not None:
-        begin = time.perf_counter()
+        task.began = time.perf_counter()
         try:
             # After one failure the ranks no longer agree on what comes next.
             if failure:
@@ -101,7 +103,7 @@ def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Ex
             # Only its text is kept: its traceback holds the algorithm.
             task.error, failure = error, failure or f"{error!r}"
         finally:
-            task.seconds = time.perf_counter() - begin
+            task.ended = time.perf_counter()
             task.done.set()
         # Waiting for the next task must not keep this one's tensors alive.
         del task

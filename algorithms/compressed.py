@@ -99,6 +99,7 @@ class CompressedAllReduce(Algorithm):
         self._trial = Trial() if only_if_faster else None
         self._errors: dict[str, float] = {}
         self._instead: dict[Hashable, Codec | None] = {}
+        self._decided: dict[int, tuple[Hashable, Codec | None]] = {}
         self._all_reduces: dict[int, AllReduce] = {}
         self._recalled: dict[int, Mapping[str, torch.Tensor]] = {}
         super().__init__(module, optimizer, **arguments)
@@ -119,11 +120,11 @@ class CompressedAllReduce(Algorithm):
         if codec is None or not bucket.flat.numel():
             found = self._all_reduces.pop(bucket.index, None)
             self._hand_over(bucket, self._recalled.pop(bucket.index, {}) if found is None else found.vectors(), set())
-            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         sample = None
         if self.guard is not None and (step + bucket.index) % self.guard.every == 0:
-            sample = Sample(bucket, self._communicator)
+            sample = Sample(bucket, self.lane(bucket))
         all_reduce, seed = self._all_reduce(bucket, codec), fold_seed(self.seed, step, bucket.index)
         # The guard compares what has been decoded.
         with self._delivery(bucket, codec, sample is None and all_reduce.delivers) as deliver:
@@ -133,7 +134,7 @@ class CompressedAllReduce(Algorithm):
             self._errors.update(errors)
             then = answer(self.guard, codec, bucket, error, self.alignment)
             if then != codec:
-                self._instead[bucket.kind] = then
+                self._decided[bucket.index] = (bucket.kind, then)
 
     def _delivery(self, bucket: Bucket, codec: Codec, possible: bool) -> AbstractContextManager[Deliver | None]:
         """What the bucket's payloads are given to instead of being decoded."""
@@ -152,6 +153,12 @@ class CompressedAllReduce(Algorithm):
         """See `Algorithm.compresses`."""
         return bucket.flat.numel() > 0 and self.codec_at(bucket, step) is not None
 
+    def settle(self, step: int, seconds: float) -> None:
+        """See `Algorithm.settle`: what the guard decided holds from the next step on."""
+        super().settle(step, seconds)
+        self._instead.update(self._decided[index] for index in sorted(self._decided))
+        self._decided.clear()
+
     def errors(self) -> dict[str, float]:
         """See `Algorithm.errors`."""
         return dict(self._errors)
@@ -166,7 +173,7 @@ class CompressedAllReduce(Algorithm):
         feedback = lossy if self.error_feedback is None else self.error_feedback
         made = all_reduce_for(
             codec,
-            self._communicator,
+            self.lane(bucket),
             bucket.flat.numel(),
             bucket.exact.numel(),
             bucket.whole.dtype,

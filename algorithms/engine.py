@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import weakref
@@ -28,7 +29,7 @@ class Counters:
     Attributes:
         steps: backward passes whose gradients were exchanged.
         wait_seconds: time that backward passes had to wait at their end for exchanges.
-        exchange_seconds: time the communication thread was busy.
+        exchange_seconds: time any communication thread was busy.
     """
 
     steps: int = 0
@@ -59,8 +60,8 @@ class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
     1. When a parameter's gradient is complete, its hook copies it into its bucket.
-    2. When all gradients of a bucket are there, and all buckets before it have been started, its exchange is started on the
-       communication thread, while backward goes on.
+    2. When all gradients of a bucket are there, and all buckets before it have been started, its exchange is started on a
+       communication thread, while backward goes on. Threads take buckets in turn.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it.
@@ -89,11 +90,12 @@ class Engine:
         align: int,
         bucket_bytes: int,
         reorder: Callable[[list[int]], None],
+        settle: Callable[[int, float], None],
         late: bool = True,
         name: str = "",
         steps: BackwardSteps | None = None,
+        lanes: int = 1,
         clock: Callable[[], float] = time.perf_counter,
-        ended: Callable[[list[Bucket], int, float], None] | None = None,
     ) -> None:
         """Lays out buckets and installs hooks.
 
@@ -101,17 +103,18 @@ class Engine:
             members: in the order in which a model registers them; at first buckets follow the reverse, in which backward
                 tends to finish them.
             exchange: given a bucket and the number of the backward pass, replaces `flat` and `exact` by their means over
-                all ranks; runs on the communication thread.
+                all ranks; runs on a communication thread.
             align: elements to whose multiples tensors are aligned in a bucket.
             bucket_bytes: size from which a bucket takes no more tensors.
             reorder: told the positions in the order in which gradients came, on all ranks at once when they come in another
                 order than that of the buckets on any; expected to call `lay_out`.
+            settle: told after each pass, before that and when no exchange is under way, the pass's number, and the seconds
+                from its first gradient to the end of its last exchange.
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
-            steps: what updates parameters on the communication thread, if anything does.
+            steps: what updates parameters on the communication threads, if anything does.
+            lanes: number of communication threads, if there are as many buckets.
             clock: by which passes are timed.
-            ended: told after each pass, when no exchange is under way, the buckets, the pass's number, and the seconds
-                from its first gradient to the end of its last exchange.
         """
         self._late = late
         self._steps = steps
@@ -124,11 +127,14 @@ class Engine:
         self._align = align
         self._bucket_bytes = bucket_bytes
         self._reorder = reorder
-        self._clock, self._ended = clock, ended
+        self._settle = settle
+        self._clock = clock
         self.lay_out(list(range(len(self.members))))
-        self._thread = CommunicationThread(exchange, members[0].parameter.device, name)
+        lanes = min(lanes, len(self.buckets) + len(self.rows))
+        device = members[0].parameter.device
+        self._threads = [CommunicationThread(exchange, device, name) for _ in range(lanes)]
         self._running = False
-        self._begun = self._seconds = 0.0
+        self._begun = 0.0
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
         self._missing: list[int] = []
@@ -165,11 +171,17 @@ class Engine:
         self.slots = {position: (bucket, slot) for bucket, group in zip(self.buckets, self.groups, strict=True)
                       for slot, position in enumerate(group)}  # fmt: skip
 
+    @property
+    def lanes(self) -> int:
+        """The number of communication threads; that of a bucket is its index modulo this."""
+        return len(self._threads)
+
     def close(self) -> None:
-        """Removes the hooks and ends the communication thread."""
+        """Removes the hooks and ends the communication threads."""
         for hook in self._hooks:
             hook.remove()
-        self._thread.close()
+        for thread in self._threads:
+            thread.close()
 
     def gradient_ready(self, position: int | None) -> None:
         """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
@@ -191,10 +203,12 @@ class Engine:
         self._missing[self.slots[position][0].index] -= 1
         self._start_complete()
 
-    @property
-    def complete(self) -> bool:
-        """Whether this rank has a gradient for each of `members`, as far as they have come."""
-        return len(self._present) == len(self.members)
+    def unused(self) -> set[int]:
+        """The positions of parameters for which no rank had a gradient in the pass whose exchanges have ended."""
+        if not self.buckets or len(self._present) == len(self.members):
+            return set()
+        # Reading the flags waits for the device, so it is done only where a flag can be 0.
+        return {position for position, flag in enumerate(self.buckets[-1].flags[:-1].tolist()) if flag == 0}
 
     def take_part(self) -> None:
         """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
@@ -253,7 +267,10 @@ class Engine:
         while (index := len(self._tasks)) < len(self.buckets) and self._missing[index] == 0:
             if index == len(self.buckets) - 1:
                 self._write_flags()
-            self._tasks.append(self._thread.start(self.buckets[index], self.counters.steps))
+            self._start(self.buckets[index])
+
+    def _start(self, bucket: Bucket | Rows) -> None:
+        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self.counters.steps))
 
     def _write_flags(self) -> None:
         present = [float(p in self._present) for p in range(len(self.members))]
@@ -282,8 +299,6 @@ class Engine:
 
     def _rest(self) -> None:
         """Not reached after an exception, so that `check_idle` notices what is still under way."""
-        if self._ended is not None:
-            self._ended(self.buckets, self.counters.steps, self._seconds)
         self._running = False
         self._tasks = []
         for rows in self.rows:
@@ -301,17 +316,17 @@ class Engine:
                     "one; make the embedding with sparse=False if it is used otherwise too"
                 )
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
-            self._tasks.append(self._thread.start(rows, self.counters.steps))
+            self._start(rows)
         self._wait()
-        self._seconds = self._clock() - self._begun
+        self._settle(self.counters.steps, self._clock() - self._begun)
 
     def _wait(self) -> None:
         begin = time.perf_counter()
         for task in self._tasks:
             # The exchange itself is bounded by its communicator's timeout.
             task.done.wait()
-            self.counters.exchange_seconds += task.seconds
         self.counters.wait_seconds += time.perf_counter() - begin
+        self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
         for task in self._tasks:
             if task.error is not None:
                 raise task.error
@@ -321,13 +336,7 @@ class Engine:
     def _publish(self) -> None:
         for rows, parameter in zip(self.rows, self._sparse, strict=True):
             parameter.grad = rows.gradient
-        if not self.buckets:
-            return
-        flags, unused = self.buckets[-1].flags, set()
-        if len(self._present) < len(self.members):
-            # Reading the flags waits for the device, so do it only where a flag can be 0.
-            unused = {position for position, flag in enumerate(flags[:-1].tolist()) if flag == 0}
-        late = []
+        unused, late = self.unused(), []
         for position, member in enumerate(self.members):
             if self._steps is not None and self._steps.taken(member.name):
                 continue
@@ -345,6 +354,15 @@ class Engine:
         flag = self.buckets[-1].flags[-1]
         if (not flag.is_cuda or self.counters.steps % _LOOK_EVERY == 0) and float(flag) > 0:
             self._reorder(list(self._arrived) if len(self._arrived) == len(self.members) else self.order)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what spans cover together."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.Tensor], None]:

@@ -129,7 +129,7 @@ class MomentumAllReduce(CompressedAllReduce):
         self.scaler = scaler
         self._members = {name: (p, numbers[p]) for name, p in trained.items()}
         self._checked: set[str] = set()
-        self._sends_momentum = False
+        self._sends_momentum: dict[int, bool] = {}  # by bucket
         super().__init__(module, self.optimizer, **arguments)
         communicator = self._communicator
         if communicator.size == 1:
@@ -149,10 +149,10 @@ class MomentumAllReduce(CompressedAllReduce):
         if not self.optimizer.frozen:
             super().exchange(bucket, step)
             return
-        self._sends_momentum = self.codec_at(bucket, step) is not None
+        self._sends_momentum[bucket.index] = sends_momentum = self.codec_at(bucket, step) is not None
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
-        sends = [self._sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
+        sends = [sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
         parts = list(zip(bucket.names, bucket.views, moments, sends, strict=True))
         for _, view, of, sent in parts:
             if sent:
@@ -170,28 +170,27 @@ class MomentumAllReduce(CompressedAllReduce):
                 # What is not finite becomes NaN, for others to see: infinity times 0 is.
                 bounded = x.clamp(-most, most).add_(x, alpha=0)
                 x.copy_(bounded.sub_(m, alpha=of.beta).mul_(scale / (1 - of.beta)) if sent else bounded)
-        if bucket.flags.numel():
-            self._keep_unused(bucket.flags, scale)
 
-    def _keep_unused(self, flags: Tensor, scale: float) -> None:
-        """Gives residuals back what was sent of parameters that no rank used, after the exchange of the last bucket."""
+    @torch.no_grad()
+    def settle(self, step: int, seconds: float) -> None:
+        """See `Algorithm.settle`; gives residuals back what was sent of parameters that no rank used."""
         assert self._engine is not None
-        if self._engine.complete:  # reading the flags waits for the device
-            return
-        for position, flag in enumerate(flags[:-1].tolist()):
-            bucket, slot = self._engine.slots[position]
+        unused = self._engine.unused() if self.optimizer.frozen else set()
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        for bucket, slot in (self._engine.slots[position] for position in sorted(unused)):
             span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
             worker = None if found is None else found.residuals().get("worker")
-            if flag > 0 or worker is None or not bucket.compressed(slot):
+            if worker is None or not bucket.compressed(slot):
                 continue
             of = _Moments(self.optimizer, *self._members[bucket.names[slot]])
             # Equal on all ranks, as is its mean; what is not finite is not kept.
             moved = bucket.flat[span].float().mul_((1 - of.beta) / scale).nan_to_num_(0.0, 0.0, 0.0)
             worker.add(span.start, moved)
+        super().settle(step, seconds)
 
     def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:
         """Residuals are of momentum; where gradients follow uncompressed, they become what moves momentum as much."""
-        if self.optimizer.frozen and not self._sends_momentum:
+        if self.optimizer.frozen and not self._sends_momentum[bucket.index]:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             vectors = {key: vector.clone() for key, vector in vectors.items()}
             for name, span in zip(bucket.names, bucket.spans, strict=True):

@@ -87,16 +87,16 @@ class PowerSGD(Algorithm):
             self._state(bucket).scale(factor)
         if not self.compresses(bucket, step):
             self._hand_over(bucket)
-            self._communicator.all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         state = self._state(bucket)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
         left = state.left(bucket.views)
         together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
-        self._communicator.all_reduce(together, ReduceOp.AVG).wait()
+        self.lane(bucket).all_reduce(together, ReduceOp.AVG).wait()
         means = together[left.numel() :].split([view.numel() for view in dense])
         right = state.right(together[: left.numel()])
-        self._communicator.all_reduce(right, ReduceOp.AVG).wait()
+        self.lane(bucket).all_reduce(right, ReduceOp.AVG).wait()
         state.finish(right, bucket.views)
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))

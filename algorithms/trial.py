@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 
 logger = logging.getLogger(__name__)
@@ -92,8 +91,7 @@ class Trial:
     def ended(
         self,
         communicator: Communicator,
-        compresses: Callable[[Bucket, int], bool],
-        buckets: Sequence[Bucket],
+        compressed: bool,
         step: int,
         seconds: float,
     ) -> None:
@@ -101,12 +99,11 @@ class Trial:
 
         Args:
             communicator: of all ranks.
-            compresses: whether any of a bucket is compressed in a step.
-            buckets: all of them.
+            compressed: whether anything was.
             step: which one it was.
             seconds: from its first gradient to the end of its last exchange.
         """
-        if self.outcome == "" and any(compresses(bucket, step) for bucket in buckets):
+        if self.outcome == "" and compressed:
             self.begin(step)
         self.note(step, seconds)
         if self.due:

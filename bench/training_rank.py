@@ -132,7 +132,9 @@ class Rival:
     def follow(self, tuning: Tuning | None) -> None:
         """Has the algorithm's own communicator, which was made before, follow a tuning."""
         if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
-            self.algorithm._communicator.retune(tuning or Tuning())
+            for lane in self.algorithm._lanes:
+                assert isinstance(lane, comm.StripedCommunicator)
+                lane.retune(tuning or Tuning())
 
     def close(self) -> None:
         if self.algorithm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,9 @@ from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.plan import Plan
 from bagua_kernels.optim.update import CannotFuseError
+
+# An optimizer notes what it makes for a step, of whichever parameters.
+_planning = threading.Lock()
 
 
 class Part:
@@ -73,23 +77,26 @@ class Part:
 
     @contextmanager
     def _planned(self) -> Iterator[Plan]:
+        with _planning:
+            if self._plan is None or not self._plan.matches(self._optimizer):
+                self._plan = None
+                self._plan = self._new_plan()
+        try:
+            yield self._plan
+        finally:
+            self._plan.end()
+
+    def _new_plan(self) -> Plan:
         optimizer = self._optimizer
         optimizer._made = []
-        ran = False
         try:
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 raise CannotFuseError("differentiable=True records every operation")
-            if self._plan is None or not self._plan.matches(optimizer):
-                self._plan = None
-                self._plan = Plan(optimizer, self._params)
-            yield self._plan
-            ran = True
-        except CannotFuseError as reason:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} cannot update single parameters in backward, since {reason}"
-            ) from None
-        finally:
-            if self._plan is not None:
-                self._plan.end()
-            if not ran:
-                optimizer._unmake()
+            return Plan(optimizer, self._params)
+        except BaseException as error:
+            optimizer._unmake()
+            if isinstance(error, CannotFuseError):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} cannot update single parameters in backward, since {error}"
+                ) from None
+            raise
