@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,11 +13,12 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
-from bagua_kernels.algorithms.replicas import average, check_module, sparse_parameters, synchronize
+from bagua_kernels.algorithms.replicas import check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.vectors import Named, mean_of
+from bagua_kernels.algorithms.wrapped import WrappedModule
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.errors import CommunicationError
@@ -32,7 +31,7 @@ _LANES = {"cpu": 2, "cuda": 1}
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
-class Algorithm(torch.nn.Module):
+class Algorithm(WrappedModule):
     """Base of all gradient-averaging algorithms.
 
     At construction, rank 0's parameters (frozen ones too) and buffers are given to all ranks. On one rank everything is left
@@ -227,118 +226,6 @@ class Algorithm(torch.nn.Module):
         if self._trial is not None:
             self._trial.resume(dict(decisions).get("trial", ""))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
-        if self._engine is not None:
-            self._engine.check_idle()
-            if self._engine.enabled and self.training:
-                source = 0
-                if self._joining:
-                    source = self._announced if self._announced is not None else self._announce(1.0)
-                self._announced = None
-                if self.average_buffers and not self._joining:
-                    average(list(self.module.buffers()), self._communicator)
-                elif self.broadcast_buffers:
-                    synchronize(list(self.module.buffers()), self._communicator, source)
-        return self.module(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within this block, backward passes accumulate gradients locally; the next one outside exchanges the sum."""
-        if self._engine is None:
-            yield
-            return
-        before, self._engine.enabled = self._engine.enabled, False
-        try:
-            yield
-        finally:
-            self._engine.enabled = before
-
-    def weigh(self, weight: float) -> None:
-        """Gives this rank's next gradients a weight, such as its number of samples; collective, before the forward pass.
-
-        The next mean becomes a weighted one: `sum(w_r g_r) / sum(w_r)` over ranks r. Call `zero_grad` before: gradients that
-        are still there would be weighted again.
-
-        Raises:
-            ValueError: on all ranks, if a weight is negative or not finite or all are zero; or the algorithm knows no weights.
-        """
-        self._check_weighable()
-        if self._engine is None:
-            _check_weights([weight])
-            return
-        self._announced = self._announce(weight)
-        if self._announced < 0:
-            raise ValueError("all ranks gave the weight 0, so there is nothing to average")
-
-    @contextlib.contextmanager
-    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
-
-        Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
-        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
-        Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
-
-        Args:
-            optimizer: if given, on all ranks, it takes over the state of that rank's too.
-
-        Raises:
-            ValueError: the algorithm knows no weights.
-        """
-        self._check_weighable()
-        self._joining, self._announced = True, None
-        try:
-            yield
-            last = 0
-            while self._engine is not None and (source := self._announce(0.0)) >= 0:
-                last = source
-                if self.broadcast_buffers and self.training:
-                    synchronize(list(self.module.buffers()), self._communicator, source)
-                self._engine.take_part()
-            if self._engine is not None:
-                last = max(self._communicator.all_gather_object(last))
-                synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
-                if optimizer is not None:
-                    optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict(), last))
-        finally:
-            self._joining = False
-
-    def _check_weighable(self) -> None:
-        if not self.weighable:
-            raise ValueError(
-                f"{type(self).__name__} as it was made knows no weights, and so neither weigh() nor join()"
-            )
-
-    def _announce(self, weight: float) -> int:
-        """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
-        assert self._engine is not None
-        self._engine.check_idle()
-        weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
-        self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
-        given = weights.tolist()
-        _check_weights(given)
-        total = math.fsum(given)
-        self._engine.weight = weight * len(given) / total if total else 1.0  # nobody takes another step
-        return next((rank for rank, w in enumerate(given) if w > 0), -1)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the averaged gradients so that their norm over all parameters is at most `max_norm`; call it after backward.
-
-        Averaged gradients have the same bits on all ranks, so no message is needed.
-
-        Returns:
-            The norm before.
-
-        Raises:
-            RuntimeError: with `apply_in_backward` the gradients have been used by now.
-        """
-        if self._steps is not None:
-            raise RuntimeError(
-                "with apply_in_backward=True parameters are updated before all gradients are known, so that these cannot be "
-                "clipped by their norm; leave it out"
-            )
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
-
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
         """Ends this algorithm and goes on with another on the same module and ranks; collective.
 
@@ -463,10 +350,3 @@ class Algorithm(torch.nn.Module):
         if not isinstance(algorithm, cls):
             raise ValueError(f"{spec!r} is a {type(algorithm).__name__}, expected a {cls.__name__}")
         return algorithm
-
-
-def _check_weights(weights: Sequence[float]) -> None:
-    """Raises unless all weights are such."""
-    for rank, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight must be finite and 0 or more, got {weight} on rank {rank}")

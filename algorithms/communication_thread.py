@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -15,6 +16,8 @@ from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
 Exchange = Callable[[Bucket | Rows, int], None]
+# A slot of a bucket, the gradient that belongs there, and the version of that.
+Taken = tuple[int, torch.Tensor | None, int]
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Task:
         ready: on a GPU, recorded when the gradients are in the bucket.
         finished: on a GPU, recorded when the averages are.
         label: what profilers call it.
+        before: to be done on the thread before the exchange.
     """
 
     bucket: Bucket | Rows
@@ -42,6 +46,7 @@ class Task:
     ready: torch.cuda.Event | None = None
     finished: torch.cuda.Event | None = None
     label: str = "bagua_kernels exchange"
+    before: Callable[[], None] | None = None
 
 
 class CommunicationThread:
@@ -71,9 +76,9 @@ class CommunicationThread:
         thread.start()
         self.close = weakref.finalize(self, _end_thread, self._tasks, thread)
 
-    def start(self, bucket: Bucket | Rows, step: int) -> Task:
-        """Queues an exchange of a bucket whose gradients are in place on the current stream."""
-        task = Task(bucket, step, label=f"bagua_kernels {self._name}, bucket {bucket.index}")
+    def start(self, bucket: Bucket | Rows, step: int, before: Callable[[], None] | None = None) -> Task:
+        """Queues an exchange of a bucket whose gradients are in place, on the current stream, once `before` is done."""
+        task = Task(bucket, step, label=f"bagua_kernels {self._name}, bucket {bucket.index}", before=before)
         if bucket.whole.is_cuda:
             task.ready = torch.cuda.Event()
             task.ready.record(torch.cuda.current_stream(bucket.whole.device))
@@ -116,6 +121,8 @@ def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None
         )
     if stream is None or task.ready is None:
         with torch.profiler.record_function(task.label):
+            if task.before is not None:
+                task.before()
             exchange(task.bucket, task.step)
         return
     with torch.cuda.stream(stream), torch.profiler.record_function(task.label), torch.cuda.nvtx.range(task.label):
@@ -123,3 +130,30 @@ def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None
         exchange(task.bucket, task.step)
         task.finished = torch.cuda.Event()
         task.finished.record(stream)
+
+
+def load(bucket: Bucket, gradients: list[Taken], weight: float) -> None:
+    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them.
+
+    Raises:
+        RuntimeError: a gradient has been changed since its hook; whether the change arrives would depend on time.
+    """
+    for slot, gradient, version in gradients:
+        if gradient is not None and gradient._version != version:
+            raise RuntimeError(
+                f"the gradient of {bucket.names[slot]!r} was changed in place while backward went on; register the hook that "
+                "does so before the module is wrapped, or change gradients after backward"
+            )
+        bucket.fill(slot, gradient)
+        if weight != 1.0:
+            bucket.views[slot].mul_(weight)
+    gradients.clear()
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of what spans cover together."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

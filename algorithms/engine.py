@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
-from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Task
+from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Taken, Task, covered, load
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
@@ -59,9 +59,10 @@ class Member:
 class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
-    1. When a parameter's gradient is complete, its hook copies it into its bucket.
-    2. When all gradients of a bucket are there, and all buckets before it have been started, its exchange is started on a
-       communication thread, while backward goes on. Threads take buckets in turn.
+    1. When a parameter's gradient is complete, its hook takes note of it.
+    2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
+       them into the bucket, unless they are there already, and exchanges it, while backward goes on. Threads take buckets in
+       turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it.
@@ -138,6 +139,7 @@ class Engine:
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
         self._missing: list[int] = []
+        self._taken: list[list[Taken]] = []
         self._tasks: list[Task] = []
         self._last_order: list[int] = []
         self._asked: list[int] = []
@@ -198,7 +200,7 @@ class Engine:
             raise RuntimeError(
                 f"parameter {member.name!r} of shape {tuple(member.parameter.shape)} got a second gradient in one backward pass"
             )
-        self._fill(position)
+        self._take(position)
         self._arrived[position] = None
         self._missing[self.slots[position][0].index] -= 1
         self._start_complete()
@@ -244,9 +246,10 @@ class Engine:
         self._arrived = {}
         self._present = set()
         self._missing = [len(group) for group in self.groups]
+        self._taken = [[] for _ in self.groups]
         self._tasks = []
 
-    def _fill(self, position: int) -> None:
+    def _take(self, position: int) -> None:
         member = self.members[position]
         gradient = member.parameter.grad
         if gradient is not None:
@@ -257,9 +260,10 @@ class Engine:
                 )
             self._present.add(position)
         bucket, slot = self.slots[position]
-        bucket.fill(slot, gradient)
-        if self.weight != 1.0:
-            bucket.views[slot].mul_(self.weight)
+        self._taken[bucket.index].append((slot, gradient, 0 if gradient is None else gradient._version))
+        if bucket.whole.is_cuda:
+            # On backward's stream, of which the allocator knows that it reads the gradient.
+            load(bucket, self._taken[bucket.index], self.weight)
         if self._steps is not None:
             member.parameter.grad = None
 
@@ -267,10 +271,11 @@ class Engine:
         while (index := len(self._tasks)) < len(self.buckets) and self._missing[index] == 0:
             if index == len(self.buckets) - 1:
                 self._write_flags()
-            self._start(self.buckets[index])
+            bucket = self.buckets[index]
+            self._start(bucket, partial(load, bucket, self._taken[index], self.weight))
 
-    def _start(self, bucket: Bucket | Rows) -> None:
-        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self.counters.steps))
+    def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
+        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self.counters.steps, before))
 
     def _write_flags(self) -> None:
         present = [float(p in self._present) for p in range(len(self.members))]
@@ -292,7 +297,7 @@ class Engine:
         """Runs when backward has ended; exceptions leave `backward()`."""
         for position in range(len(self.members)):
             if position not in self._arrived:
-                self._fill(position)
+                self._take(position)
         self._finish([parameter.grad for parameter in self._sparse])
         self._publish()
         self._rest()
@@ -354,15 +359,6 @@ class Engine:
         flag = self.buckets[-1].flags[-1]
         if (not flag.is_cuda or self.counters.steps % _LOOK_EVERY == 0) and float(flag) > 0:
             self._reorder(list(self._arrived) if len(self._arrived) == len(self.members) else self.order)
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of what spans cover together."""
-    total, reached = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.Tensor], None]:

@@ -41,11 +41,12 @@ _MANY = 6  # steps from which on an interval is worth a verdict
 _RANKS = (1, 2, 4)
 _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
 # DDP is in both, as what ratios refer to: rivals of different groups are not measured at the same time.
-_METHODS = ["alone", "ddp", "ddp fp16", "allreduce", "bytegrad", "int8", "sign", "topk"]
+_METHODS = ["alone", "ddp", "ddp fp16", "allreduce", "bytegrad", "bytegrad in backward", "int8", "sign", "topk"]
 _FACTORS = ["ddp", *(f"{maker}powersgd {rank}" for maker in ("ddp ", "") for rank in _RANKS)]
-_OURS = ["allreduce", "bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
+_OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
+_TRIED = [f"{name} if faster" for name in _OURS]
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
-_STEPS: list[tuple[float, int, int]] = [(200.0, 2, 1), (1000.0, 4, 2), (float("inf"), 6, 3)]
+_STEPS: list[tuple[float, int, int]] = [(200.0, 4, 1), (1000.0, 4, 2), (float("inf"), 6, 3)]
 
 
 def _serve(listener: Listener, lab: netlab.Lab) -> None:
@@ -88,10 +89,11 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
     """What is to be at most how many times what, where both were measured."""
     found = [("allreduce", "ddp", 1.0)]
     if rate == 500.0:
-        found += [("bytegrad", "ddp", 0.35), ("bytegrad", "ddp fp16", 0.65)]
+        for name in ("bytegrad", "bytegrad in backward"):
+            found += [(name, "ddp", 0.35), (name, "ddp fp16", 0.65)]
     found += [(f"powersgd {rank}", f"ddp powersgd {rank}", 0.6) for rank in (2, 4)]
     if rate is None:
-        found += [(name, "ddp", 1.02) for name in _OURS if name != "allreduce"]
+        found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]
 
 
@@ -114,7 +116,10 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     tunings: dict[str, str] = {}
     rates = [plan(rate, options.steps) for rate in options.rates]
     for model in options.models:
-        settings = {"model": model, "rates": rates, "groups": [_METHODS, _FACTORS], "tunings": tunings}
+        # Whether compression pays is tried where it hardly does.
+        unlimited = [rate for rate in rates if rate[0] is None]
+        groups = [(_METHODS, rates), (_FACTORS, rates), (["ddp", *_TRIED], unlimited)]
+        settings = {"model": model, "groups": [group for group in groups if group[1]], "tunings": tunings}
         told = run(_HOSTS, "steps", settings)
         # Links are the same for the next model, and to measure them takes a minute where they are slow.
         tunings = told["tunings"]
@@ -131,6 +136,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "limit": limit(_GRADIENT_BYTES[model], _HOSTS, rate),
                     "seconds": {name: statistics.median(each) for name, each in times.items()},
                     "costs": row["costs"],
+                    "trials": row["trials"],
                     "bars": [compared(times, *bar) for bar in bars(rate, list(times))],
                 }
             )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_kernels import algorithms, comm
+from bagua_kernels import algorithms, comm, optim
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm.tuning import Tuning
 from bench.network_rank import together
@@ -38,6 +38,14 @@ OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "sign": (algorithms.SignSGD, {}),
     "topk": (algorithms.TopK, {"ratio": 0.01}),
     **{f"powersgd {rank}": (algorithms.PowerSGD, {"rank": rank}) for rank in (1, 2, 4)},
+}
+OURS |= {
+    **{
+        f"{name} if faster": (kind, {**own, "only_if_faster": True})
+        for name, (kind, own) in OURS.items()
+        if kind is not algorithms.GradientAllReduce
+    },
+    "bytegrad in backward": (algorithms.ByteGrad, {"apply_in_backward": True}),
 }
 
 
@@ -94,17 +102,20 @@ class Rival:
             wrapper: the algorithm, instead of the one that the name says.
             **options: more arguments of ours.
         """
-        module, self.keep = model(of), keep
+        self.name, self.keep = name, keep
+        module = model(of)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self.algorithm: algorithms.Algorithm | None = None
         self.module = module
         if wrapper is not None:
             self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
         elif name in OURS:
             kind, arguments = OURS[name]
-            self.module = self.algorithm = kind(module, **arguments, **options)
+            if arguments.get("apply_in_backward"):
+                self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
+            self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)
         elif name.startswith("ddp"):
             self.module = ddp(module, name.removeprefix("ddp").strip())
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self.x, self.y = batch(of, comm.rank())
 
     def backward(self) -> None:
@@ -129,8 +140,16 @@ class Rival:
         for _ in range(_WARM):
             self.step()
 
+    def try_out(self) -> str:
+        """Takes the steps that an algorithm takes to find out whether compression pays; says what it has found."""
+        if self.algorithm is None or "if faster" not in self.name:
+            return ""
+        while self.algorithm.stats().trial not in ("compressed", "plain"):
+            self.step()
+        return self.algorithm.stats().trial
+
     def follow(self, tuning: Tuning | None) -> None:
-        """Has the algorithm's own communicator, which was made before, follow a tuning."""
+        """Has the algorithm's own communicators, which were made before, follow a tuning."""
         if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
             for lane in self.algorithm._lanes:
                 assert isinstance(lane, comm.StripedCommunicator)
@@ -227,21 +246,22 @@ def tuned(c: comm.Communicator, budget: float, known: str | None) -> Tuning | No
 def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
     """All rates for all groups of rivals. Not all rivals at once: four ranks' copies would not fit into the memory."""
     order, rows, tunings = random.Random(7), [], dict(settings["tunings"])
-    for group in settings["groups"]:
+    for group, rates in settings["groups"]:
         # Unlimited, for parameters are broadcast when a rival is made.
         links.set(None)
         rivals = {name: Rival(name, settings["model"]) for name in group}
         for rival in rivals.values():
             rival.warm_up()
-        for rate, rounds, counted in settings["rates"]:
+        for rate, rounds, counted in rates:
             links.set(rate)
             tuning = tuned(c, settings["budget"], tunings.get(str(rate)))
             if tuning is not None:
                 tunings[str(rate)] = tuning.to_json()
             for rival in rivals.values():
                 rival.follow(tuning)
+            trials = {name: rival.try_out() for name, rival in rivals.items()}
             taken, costs = measure(c, rivals, rounds, counted, order)
-            rows.append({"rate_mbit": rate, "times": taken, "costs": costs})
+            rows.append({"rate_mbit": rate, "times": taken, "costs": costs, "trials": trials})
         for rival in rivals.values():
             rival.close()
         rivals.clear()

@@ -17,7 +17,7 @@ from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
 from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.errors import CommunicationError
-from tests.algorithms.ranks import Odd, batch
+from tests.algorithms.ranks import Odd, batch, fill, gradients
 
 
 def communication_threads() -> int:
@@ -90,6 +90,62 @@ def test_exchanges_start_in_order_and_during_backward() -> None:
     log = run_ranks(2, rank)[0]
     assert [number for kind, number in log if kind == "exchange"] == [0, 1, 2, 3]
     assert log.index(("exchange", 0)) < log.index(("backward", 1))
+
+
+def test_two_buckets_are_exchanged_at_a_time() -> None:
+    """Each waits in its exchange until the other is in its own."""
+
+    class Paired(GradientAllReduce):
+        name = "paired"
+
+        def __init__(self, *arguments: object, both: threading.Barrier, **options: object) -> None:
+            self.both = both
+            super().__init__(*arguments, **options)
+
+        def exchange(self, bucket: Bucket, step: int) -> None:
+            self.both.wait(20)
+            super().exchange(bucket, step)
+
+    def rank(communicator: Communicator) -> list[torch.Tensor | None]:
+        module = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False))
+        fill(module)
+        options = {"communicator": communicator, "bucket_bytes": 1}
+        Paired(module, both=threading.Barrier(2), **options)(batch(communicator.rank, 0)).square().mean().backward()
+        found = gradients(module)
+        one = GradientAllReduce(nn.Sequential(*module), lanes=1, **options)
+        one.zero_grad()
+        one(batch(communicator.rank, 0)).square().mean().backward()
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(one), strict=True))
+        return found
+
+    first, second = run_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gradient_changed_behind_the_engine_is_noticed() -> None:
+    def rank(communicator: Communicator) -> None:
+        release = threading.Event()
+
+        class Waiting(GradientAllReduce):
+            name = "waiting"
+
+            def exchange(self, bucket: Bucket, step: int) -> None:
+                release.wait(20)
+                super().exchange(bucket, step)
+
+        module = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False))
+        algorithm = Waiting(module, communicator=communicator, bucket_bytes=1, lanes=1)
+
+        def change(parameter: torch.Tensor) -> None:
+            parameter.grad.mul_(2)
+            release.set()
+
+        # The bucket of the first layer is not loaded yet, since that of the second is being exchanged.
+        module[0].weight.register_post_accumulate_grad_hook(change)
+        with pytest.raises(RuntimeError, match=r"'0.weight' was changed in place"):
+            algorithm(batch(communicator.rank, 0)).square().mean().backward()
+
+    run_ranks(2, rank)
 
 
 def test_dense_gradient_of_a_sparse_embedding_is_refused() -> None:
