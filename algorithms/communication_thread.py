@@ -139,7 +139,7 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float) -> None:
         RuntimeError: a gradient has been changed since its hook; whether the change arrives would depend on time.
     """
     for slot, gradient, version in gradients:
-        if gradient is not None and gradient._version != version:
+        if version_of(gradient) != version:
             raise RuntimeError(
                 f"the gradient of {bucket.names[slot]!r} was changed in place while backward went on; register the hook that "
                 "does so before the module is wrapped, or change gradients after backward"
@@ -148,6 +148,11 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float) -> None:
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
     gradients.clear()
+
+
+def version_of(gradient: torch.Tensor | None) -> int:
+    """How often a gradient was changed in place; 0 for views, whose count is that of a bucket."""
+    return 0 if gradient is None or gradient._is_view() else gradient._version
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

@@ -13,7 +13,15 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
-from bagua_kernels.algorithms.communication_thread import CommunicationThread, Exchange, Taken, Task, covered, load
+from bagua_kernels.algorithms.communication_thread import (
+    CommunicationThread,
+    Exchange,
+    Taken,
+    Task,
+    covered,
+    load,
+    version_of,
+)
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
@@ -260,7 +268,7 @@ class Engine:
                 )
             self._present.add(position)
         bucket, slot = self.slots[position]
-        self._taken[bucket.index].append((slot, gradient, 0 if gradient is None else gradient._version))
+        self._taken[bucket.index].append((slot, gradient, version_of(gradient)))
         if bucket.whole.is_cuda:
             # On backward's stream, of which the allocator knows that it reads the gradient.
             load(bucket, self._taken[bucket.index], self.weight)

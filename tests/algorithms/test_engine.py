@@ -148,6 +148,25 @@ def test_gradient_changed_behind_the_engine_is_noticed() -> None:
     run_ranks(2, rank)
 
 
+def test_gradients_may_stay_in_their_buckets() -> None:
+    """Kept gradients are views of a bucket, and change one another's version."""
+
+    def rank(communicator: Communicator) -> None:
+        module, copied = Odd(), Odd()
+        algorithm = ByteGrad(module, communicator=communicator)
+        fresh = ByteGrad(copied, communicator=communicator)
+        for step in range(3):
+            algorithm.zero_grad(set_to_none=False)
+            fresh.zero_grad()
+            for each in (algorithm, fresh):
+                each(batch(communicator.rank, step)).square().mean().backward()
+            for kept, other in zip(gradients(module), gradients(copied), strict=True):
+                assert (kept is None) == (other is None)
+                assert kept is None or torch.equal(kept, other)
+
+    run_ranks(2, rank)
+
+
 def test_dense_gradient_of_a_sparse_embedding_is_refused() -> None:
     def rank(communicator: Communicator) -> None:
         embedding = nn.Embedding(10, 4, sparse=True)
