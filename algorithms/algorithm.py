@@ -39,14 +39,11 @@ class Algorithm(WrappedModule):
 
     Attributes:
         name: what `from_spec` knows the algorithm by.
-        weighable: whether ranks may have weights, of which `join` makes use.
         late: whether the mean of a parameter may be other than zero though no rank has a gradient for it, because something
             of earlier steps is still to come.
-        module: the wrapped module.
     """
 
     name: ClassVar[str]
-    weighable = True
     late = True
     _trial: Trial | None = None
 

@@ -58,7 +58,7 @@ class RandomK(CompressedAllReduce):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        ratio: float = 0.01,
+        ratio: float = 0.05,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -66,7 +66,7 @@ class RandomK(CompressedAllReduce):
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
-            ratio: of elements that are sent; 0.01 to 0.1.
+            ratio: of elements that are sent; 0.05 to 0.2.
             **arguments: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
         """
         super().__init__(module, optimizer, codec=compression.RandomK(ratio), **{**LARGE_MATRICES, **arguments})
