@@ -13,7 +13,7 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
-from bagua_kernels.algorithms.replicas import check_module, sparse_parameters, synchronize
+from bagua_kernels.algorithms.replicas import check_equal, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.trial import Trial
@@ -80,7 +80,7 @@ class Algorithm(WrappedModule):
         Raises:
             TypeError: a trainable parameter is complex, or `apply_in_backward` has no optimizer of this package.
             ValueError: the modules differ between ranks, a parameter is on another device than the communicator, or
-                `bucket_bytes` or `lanes` is below 1.
+                `bucket_bytes` or `lanes` is below 1 or differs between ranks.
         """
         super().__init__()
         if bucket_bytes < 1:
@@ -104,12 +104,18 @@ class Algorithm(WrappedModule):
         try:
             self._start(module, optimizer, bucket_bytes, lanes, apply_in_backward)
         except Exception as error:
-            for lane in self._lanes:
-                try:
-                    lane.close(_FAREWELL)
-                except CommunicationError:  # the others have not failed
-                    lane.abort(f"{type(self).__name__} could not be made: {error}")
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: Exception) -> None:
+        """Leaves nothing open after a constructor that failed."""
+        if self._engine is not None:
+            self._engine.close()
+        for lane in self._lanes:
+            try:
+                lane.close(_FAREWELL)
+            except CommunicationError:  # the others have not failed
+                lane.abort(f"{type(self).__name__} could not be made: {error}")
 
     def _start(
         self,
@@ -121,6 +127,9 @@ class Algorithm(WrappedModule):
     ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
         check_module(module, self._communicator)
+        check_equal(
+            {"bucket_bytes": bucket_bytes, "lanes": lanes, "apply_in_backward": apply_in_backward}, self._communicator
+        )
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
@@ -180,6 +189,10 @@ class Algorithm(WrappedModule):
         """Whether any of a bucket is compressed in a step."""
         return False
 
+    def lasting(self, step: int) -> bool:
+        """Whether buckets are compressed from this step on as in all later ones, so that it tells how fast that is."""
+        return True
+
     def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
         if isinstance(bucket, Rows):
             bucket.exchange(self.lane(bucket))
@@ -211,8 +224,8 @@ class Algorithm(WrappedModule):
             seconds: from the first gradient to the end of the last exchange.
         """
         if self._trial is not None and self._engine is not None:
-            buckets = self._engine.buckets
-            self._trial.ended(self._communicator, any(self.compresses(b, step) for b in buckets), step, seconds)
+            compressed = self.lasting(step) and any(self.compresses(bucket, step) for bucket in self._engine.buckets)
+            self._trial.ended(self._communicator, compressed, step, seconds)
 
     def decisions(self) -> list[Any]:
         """What was decided in training and is no vector, as pairs of what about and what: equal on all ranks, to be pickled."""

@@ -42,10 +42,16 @@ class GradientAllReduce(Algorithm):
             hierarchical: see step 1; each bucket then has connections of its own.
             nodes: which ranks share a node; found from the environment if None.
             **arguments: as for `Algorithm`.
+
+        Raises:
+            ValueError: hierarchical with several lanes, or as for `Algorithm`.
         """
         self.hierarchical = hierarchical
         self.nodes = nodes
-        self._hierarchies: dict[tuple[int, int, torch.dtype], HierarchicalAllReduce] = {}
+        self._hierarchies: dict[tuple[int, torch.dtype], HierarchicalAllReduce] = {}
+        # Process groups are made at the first exchange, and ranks must make them in one order.
+        if hierarchical and arguments.setdefault("lanes", 1) != 1:
+            raise ValueError(f"hierarchical means have one lane, got lanes={arguments['lanes']}: leave it out")
         super().__init__(module, optimizer, **arguments)
 
     def exchange(self, bucket: Bucket, step: int) -> None:
@@ -56,16 +62,14 @@ class GradientAllReduce(Algorithm):
             self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
 
     def _hierarchy(self, bucket: Bucket) -> HierarchicalAllReduce:
-        lane, shape = self.lane(bucket), (bucket.whole.numel(), bucket.whole.dtype)
-        kind = (self._lanes.index(lane), *shape)
+        kind = (bucket.whole.numel(), bucket.whole.dtype)
         if kind not in self._hierarchies:
-            self._hierarchies[kind] = HierarchicalAllReduce(lane, *shape, nodes=self.nodes, op=ReduceOp.AVG)
+            self._hierarchies[kind] = HierarchicalAllReduce(self.lane(bucket), *kind, nodes=self.nodes, op=ReduceOp.AVG)
         return self._hierarchies[kind]
 
     def forget(self) -> None:
         """See `Algorithm.forget`."""
-        # Lanes have made theirs in an order that may differ between ranks.
-        for kind in sorted(self._hierarchies, key=str):
+        for kind in list(self._hierarchies):
             self._hierarchies.pop(kind).close()
 
     def close(self) -> None:

@@ -31,17 +31,22 @@ class BackwardSteps:
             parameters: those whose gradients are exchanged, by name. What the optimizer does not have keeps its gradient.
 
         Raises:
-            TypeError: the optimizer is none of this package.
+            TypeError: the optimizer is none of this package, or has options with which it leaves steps to PyTorch.
         """
         if not isinstance(optimizer, Fused):
             raise TypeError(
                 "apply_in_backward=True takes steps of single parameters: pass an optimizer of bagua_kernels.optim, got "
                 f"{'none' if optimizer is None else type(optimizer).__name__}"
             )
+        for group in optimizer.param_groups:
+            if group.get("differentiable") or (group.get("capturable") and not group["params"][0].is_cuda):
+                raise TypeError(
+                    "apply_in_backward=True goes neither with differentiable nor, on a CPU, with capturable"
+                )
         self._optimizer = optimizer
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if id(p) in known}
-        self._parts: dict[tuple[str, ...], Part] = {}
+        self._parts: dict[tuple[int, str], Part] = {}
         self._ready: dict[int, dict[str, None]] = {}
         self._taken: set[str] = set()
 
@@ -69,7 +74,7 @@ class BackwardSteps:
         if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready[bucket.index]):
             yield None
             return
-        with self._part(encoded).from_payloads(codec) as step:
+        with self._part(bucket.index, "encoded", encoded).from_payloads(codec) as step:
             yield None if step is None else functools.partial(self._apply, bucket, codec, step)
             done = step is not None
         if done:
@@ -92,25 +97,27 @@ class BackwardSteps:
 
     def finish(self, bucket: Bucket) -> None:
         """Updates what has a gradient here and `deliver` did not update."""
-        self._step(list(self._ready.pop(bucket.index)))
+        ready = list(self._ready.pop(bucket.index))
+        if ready:
+            self._part(bucket.index, "all", [name for name in bucket.names if name in self._parameters]).step()
+            self._end(ready)
 
     def finish_late(self, names: Sequence[str]) -> None:
         """At the end of backward, updates parameters whose gradient came from other ranks only."""
-        self._step([name for name in names if name in self._parameters])
+        late = [name for name in names if name in self._parameters]
+        if late:
+            self._part(-1, "all", list(self._parameters)).step()
+            self._end(late)
         self._taken.clear()
-
-    def _step(self, names: Sequence[str]) -> None:
-        if names:
-            self._part(names).step()
-            self._end(names)
 
     def _end(self, names: Sequence[str]) -> None:
         for name in names:
             self._parameters[name].grad = None
         self._taken.update(names)
 
-    def _part(self, names: Sequence[str]) -> Part:
-        key = tuple(names)
+    def _part(self, bucket: int, which: str, names: Sequence[str]) -> Part:
+        """The parameters of these names; those of them that have no gradient are left alone."""
+        key = (bucket, which)
         if key not in self._parts:
             self._parts[key] = Part(self._optimizer, [self._parameters[name] for name in names])
         return self._parts[key]

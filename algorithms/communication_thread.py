@@ -16,8 +16,8 @@ from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
 Exchange = Callable[[Bucket | Rows, int], None]
-# A slot of a bucket, the gradient that belongs there, and the version of that.
-Taken = tuple[int, torch.Tensor | None, int]
+# A slot of a bucket, and the gradient that belongs there.
+Taken = tuple[int, torch.Tensor | None]
 
 
 @dataclass
@@ -133,26 +133,12 @@ def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None
 
 
 def load(bucket: Bucket, gradients: list[Taken], weight: float) -> None:
-    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them.
-
-    Raises:
-        RuntimeError: a gradient has been changed since its hook; whether the change arrives would depend on time.
-    """
-    for slot, gradient, version in gradients:
-        if version_of(gradient) != version:
-            raise RuntimeError(
-                f"the gradient of {bucket.names[slot]!r} was changed in place while backward went on; register the hook that "
-                "does so before the module is wrapped, or change gradients after backward"
-            )
+    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them."""
+    for slot, gradient in gradients:
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
     gradients.clear()
-
-
-def version_of(gradient: torch.Tensor | None) -> int:
-    """How often a gradient was changed in place; 0 for views, whose count is that of a bucket."""
-    return 0 if gradient is None or gradient._is_view() else gradient._version
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

@@ -95,7 +95,7 @@ class CompressedAllReduce(Algorithm):
         self.owner_feedback = owner_feedback
         self.seed = seed
         self.guard = guard
-        self._units = Units(scaler)
+        self._units = Units(scaler, bool(arguments.get("apply_in_backward")))
         self._trial = Trial() if only_if_faster else None
         self._errors: dict[str, float] = {}
         self._instead: dict[Hashable, Codec | None] = {}
@@ -137,7 +137,10 @@ class CompressedAllReduce(Algorithm):
                 self._decided[bucket.index] = (bucket.kind, then)
 
     def _delivery(self, bucket: Bucket, codec: Codec, possible: bool) -> AbstractContextManager[Deliver | None]:
-        """What the bucket's payloads are given to instead of being decoded."""
+        """What the bucket's payloads are given to instead of being decoded.
+
+        A subclass whose `exchange` changes `bucket.flat` after this one's gives a null context.
+        """
         if self._steps is None or not possible:
             return contextlib.nullcontext()
         return self._steps.deliver(bucket, codec)
@@ -152,6 +155,10 @@ class CompressedAllReduce(Algorithm):
     def compresses(self, bucket: Bucket, step: int) -> bool:
         """See `Algorithm.compresses`."""
         return bucket.flat.numel() > 0 and self.codec_at(bucket, step) is not None
+
+    def lasting(self, step: int) -> bool:
+        """See `Algorithm.lasting`."""
+        return step >= self.plan.last_start
 
     def settle(self, step: int, seconds: float) -> None:
         """See `Algorithm.settle`: what the guard decided holds from the next step on."""

@@ -20,7 +20,6 @@ from bagua_kernels.algorithms.communication_thread import (
     Task,
     covered,
     load,
-    version_of,
 )
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
@@ -67,7 +66,7 @@ class Member:
 class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
-    1. When a parameter's gradient is complete, its hook takes note of it.
+    1. When a parameter's gradient is complete, its hook takes note of it. What later hooks make of it is not exchanged.
     2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
        them into the bucket, unless they are there already, and exchanges it, while backward goes on. Threads take buckets in
        turn. On a GPU backward's stream makes the copy.
@@ -268,18 +267,21 @@ class Engine:
                 )
             self._present.add(position)
         bucket, slot = self.slots[position]
-        self._taken[bucket.index].append((slot, gradient, version_of(gradient)))
-        if bucket.whole.is_cuda:
-            # On backward's stream, of which the allocator knows that it reads the gradient.
+        self._taken[bucket.index].append((slot, gradient))
+        # On a GPU on backward's stream, of which the allocator knows that it reads the gradient. And what hooks after this
+        # one make of a gradient is not exchanged, however long that takes.
+        hooks = member.parameter._post_accumulate_grad_hooks
+        if bucket.whole.is_cuda or len(hooks or ()) > 1:
             load(bucket, self._taken[bucket.index], self.weight)
-        if self._steps is not None:
-            member.parameter.grad = None
 
     def _start_complete(self) -> None:
         while (index := len(self._tasks)) < len(self.buckets) and self._missing[index] == 0:
             if index == len(self.buckets) - 1:
                 self._write_flags()
             bucket = self.buckets[index]
+            if self._steps is not None:
+                for position in self.groups[index]:
+                    self.members[position].parameter.grad = None
             self._start(bucket, partial(load, bucket, self._taken[index], self.weight))
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:

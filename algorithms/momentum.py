@@ -180,12 +180,17 @@ class MomentumAllReduce(CompressedAllReduce):
         for bucket, slot in (self._engine.slots[position] for position in sorted(unused)):
             span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
             worker = None if found is None else found.residuals().get("worker")
-            if worker is None or not bucket.compressed(slot):
+            if not bucket.compressed(slot):
                 continue
             of = _Moments(self.optimizer, *self._members[bucket.names[slot]])
             # Equal on all ranks, as is its mean; what is not finite is not kept.
             moved = bucket.flat[span].float().mul_((1 - of.beta) / scale).nan_to_num_(0.0, 0.0, 0.0)
-            worker.add(span.start, moved)
+            if worker is not None:
+                worker.add(span.start, moved)
+            elif found is None and moved.any():  # sent without compression: residuals that were handed over
+                zeros = torch.zeros_like(bucket.flat, dtype=torch.float32)
+                kept = self._recalled.setdefault(bucket.index, {"worker": zeros})
+                kept["worker"][span] += moved
         super().settle(step, seconds)
 
     def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:

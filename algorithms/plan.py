@@ -112,6 +112,11 @@ class Plan:
         )
         return found, exact
 
+    @property
+    def last_start(self) -> int:
+        """The step from which on no codec changes any more."""
+        return max(start for s in (self.default, *(s for _, s in self.groups)) for start, _ in s.starts)
+
     def alignment(self) -> int:
         """The least number of elements that whole blocks of all its codecs make up; blocks are powers of two."""
         schedules = [self.default, *(s for _, s in self.groups)]

@@ -71,7 +71,7 @@ class PowerSGD(Algorithm):
             raise ValueError(f"start_step must be 0 or more, got {start_step}")
         self.config = compression.PowerSGD(rank, seed, min_compression, warm_start)
         self.start_step = start_step
-        self._units = Units(scaler)
+        self._units = Units(scaler, bool(arguments.get("apply_in_backward")))
         self._states: dict[int, compression.LowRank] = {}
         self._trial = Trial() if only_if_faster else None
         super().__init__(module, optimizer, **arguments)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -37,6 +38,17 @@ def check_module(module: torch.nn.Module, communicator: Communicator) -> None:
             raise ValueError(
                 f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
             )
+
+
+def check_equal(options: Mapping[str, Any], communicator: Communicator) -> None:
+    """Raises, on all ranks, unless options are the same on all."""
+    everyone: list[Mapping[str, Any]] = communicator.all_gather_object(dict(options))
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"{name} differs between ranks: {everyone[0][name]!r} on rank 0, {value!r} on rank {rank}"
+                )
 
 
 def _problem(module: torch.nn.Module, communicator: Communicator) -> tuple[type[Exception], str] | None:

@@ -11,7 +11,9 @@ class Units:
     Scales are powers of two unless a user says otherwise, so that changing the unit rounds nothing.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler | None, apply_in_backward: bool = False) -> None:
+        if scaler is not None and apply_in_backward:
+            raise ValueError("a scaler looks at all gradients before its step: leave out apply_in_backward, or scaler")
         self._scaler = scaler
         self._scales: dict[int, float] = {}
 

@@ -37,6 +37,7 @@ class Part:
         self._optimizer = optimizer
         self._params = list(params)
         self._plan: Plan | None = None
+        self._made: list[tuple[Tensor, str]] = []
 
     @torch.no_grad()
     def step(self) -> None:
@@ -59,8 +60,12 @@ class Part:
         Raises:
             RuntimeError: as for `step`.
         """
+        if not self._readable():
+            yield None
+            return
         with self._planned() as plan:
-            if not self._readable(plan):
+            if any(launch.on_device or launch.staged for launch in plan.launches):
+                self._forget_plan()
                 yield None
                 return
             torch.autograd.graph.increment_version(plan.params)  # as in `step`
@@ -69,11 +74,17 @@ class Part:
             for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
                 launch.count(counted)
 
-    def _readable(self, plan: Plan) -> bool:
+    def _readable(self) -> bool:
         elementwise = type(self._optimizer)._launch is Fused._launch and self._optimizer._extras == Extras()
         # A decoded gradient has the parameter's dtype, so that of other ones rounding would differ.
-        whole = all(p.dtype == torch.float32 and dense_strides(p) == p.stride() for p in self._params)
-        return whole and elementwise and not any(launch.on_device or launch.staged for launch in plan.launches)
+        return elementwise and all(p.dtype == torch.float32 and dense_strides(p) == p.stride() for p in self._params)
+
+    def _forget_plan(self) -> None:
+        """Takes back the states that were made for a step which is not taken: another plan is to know that it is the first."""
+        with _planning:
+            self._plan, self._optimizer._made = None, self._made
+            self._optimizer._unmake()
+            self._made = []
 
     @contextmanager
     def _planned(self) -> Iterator[Plan]:
@@ -81,10 +92,14 @@ class Part:
             if self._plan is None or not self._plan.matches(self._optimizer):
                 self._plan = None
                 self._plan = self._new_plan()
+                self._made, self._optimizer._made = self._optimizer._made, []
+            else:
+                self._made = []
+        plan = self._plan
         try:
-            yield self._plan
+            yield plan
         finally:
-            self._plan.end()
+            plan.end()
 
     def _new_plan(self) -> Plan:
         optimizer = self._optimizer

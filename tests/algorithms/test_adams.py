@@ -594,6 +594,39 @@ def test_nothing_is_lost_of_a_parameter_that_no_rank_used(kind: Kind, bucket_byt
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_residuals_of_unused_parameters_outlive_the_end_of_compression() -> None:
+    """They are handed over to the first step without compression in which a rank uses the parameter."""
+    shapes, freeze, ends, steps, ranks = {"a": (16, 32), "b": (13, 31)}, 3, 7, 11, 2
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, list[float]]:
+        model = MomentumAllReduce(
+            Given(**shapes),
+            communicator=communicator,
+            freeze_step=freeze,
+            codec={0: "absmax_int4", ends: None},
+            error_feedback=True,
+            limit=float("inf"),
+        )
+        applied, kept = torch.zeros(shapes["b"]), []
+        for step in range(steps):
+            model.optimizer.zero_grad()
+            used = ["a"] if ends <= step < ends + 2 else ["a", "b"]
+            model(**{name: draw(step, communicator.rank, shapes[name], name) for name in used}).backward()
+            if step >= freeze and model.module.b.grad is not None:
+                applied += model.module.b.grad
+            vectors = model.algorithm_state_dict()["vectors"]
+            kept.append(sum(float(named["b"].norm()) for named in vectors.values() if "b" in named))
+            model.optimizer.step()
+        return applied, kept
+
+    (applied, kept), _ = run_ranks(ranks, rank)
+    assert all(kept[freeze : ends + 2]), kept
+    assert not any(kept[ends + 2 :]), kept
+    used = [step for step in range(freeze, steps) if not ends <= step < ends + 2]
+    expected = sum(draw(step, r, shapes["b"], "b") for step in used for r in range(ranks)) / ranks
+    assert (applied - expected).norm() < 1e-5 * expected.norm()
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes(kind: Kind, dtype: torch.dtype) -> None:

@@ -225,6 +225,12 @@ def test_refusals() -> None:
         module = nn.Linear(2, 2)
         with pytest.raises(TypeError, match="got Adam"):
             wrap(ByteGrad, torch.optim.Adam(module.parameters()))
+        differentiable = optim.SGD(module.parameters(), differentiable=True)
+        with pytest.raises(TypeError, match="neither with differentiable"):
+            wrap(ByteGrad, differentiable)
+        for kind in (ByteGrad, PowerSGD):
+            with pytest.raises(ValueError, match="leave out apply_in_backward, or scaler"):
+                wrap(kind, optim.SGD(module.parameters()), scaler=torch.amp.GradScaler("cpu"))
         with pytest.raises(TypeError, match="after backward"):
             wrap(OneBitAdam, freeze_step=3)
         algorithm = GradientAllReduce(
@@ -247,3 +253,66 @@ def test_what_the_optimizer_lacks_keeps_its_gradient() -> None:
         return [module.weight.grad is None, module.bias.grad is not None]
 
     assert run_ranks(2, rank) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), torch.bfloat16),
+        (lambda p: optim.LARS(p, lr=0.1, momentum=0.9, dampening=0.5), torch.float32),
+        (
+            lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, extras=optim.Extras(average=0.9)),
+            torch.float32,
+        ),
+    ],
+    ids=["half", "norms", "extras"],
+)
+def test_first_steps_are_known_as_such_where_means_are_decoded(make: Callable[..., Any], dtype: torch.dtype) -> None:
+    """The first momentum is not dampened, however many plans a bucket takes."""
+    after, meanwhile = (
+        run_ranks(2, lambda c, early=early: trained(c, "bytegrad, some exact", make, early, dtype)[0])
+        for early in (False, True)
+    )
+    for expected, found in zip(after, meanwhile, strict=True):
+        assert all(map(torch.equal, expected, found))
+
+
+def test_interrupted_backward_keeps_accumulated_gradients() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ValueError("broken")
+
+    def rank(communicator: Communicator) -> None:
+        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        module = nn.Sequential(first, second)
+        algorithm = GradientAllReduce(
+            module, optim.SGD(module.parameters(), lr=1.0), communicator=communicator, apply_in_backward=True
+        )
+        with algorithm.no_sync():
+            algorithm(torch.ones(1, 4)).sum().backward()
+        before = second.weight.grad.clone()
+        with pytest.raises(ValueError, match="broken"):
+            second(Broken.apply(first(torch.ones(1, 4)))).sum().backward()
+        assert torch.equal(second.weight.grad, 2 * before)
+
+    run_ranks(2, rank)
+
+
+def test_what_is_prepared_does_not_grow_with_the_steps() -> None:
+    def rank(communicator: Communicator) -> int:
+        module = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+        algorithm = ByteGrad(
+            module, optim.AdamW(module.parameters()), communicator=communicator, apply_in_backward=True
+        )
+        for step in range(20):
+            used = [layer for i, layer in enumerate(module) if (step * 7 + i * (1 + communicator.rank)) % 5]
+            torch.stack([layer(torch.ones(4)) for layer in used]).sum().backward()
+        assert algorithm._steps is not None
+        return len(algorithm._steps._parts)
+
+    assert max(run_ranks(2, rank)) <= 4

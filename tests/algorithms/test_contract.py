@@ -317,7 +317,7 @@ PAYLOAD: dict[str, Callable[[int], float]] = {
     "double_squeeze": payload("sign"),
     "topk": payload("topk"),
     "randomk": lambda n: 4 * n * 0.1,
-    "dgc": payload("topk:ratio=0.001"),
+    "dgc": payload("topk:ratio=0.01"),
     "powersgd": lambda n: 4 * 2 * 512,
     "qadam": lambda n: 4 * n,
     "onebit_adam": lambda n: 4 * n,

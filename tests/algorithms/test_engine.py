@@ -122,28 +122,61 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_gradient_changed_behind_the_engine_is_noticed() -> None:
-    def rank(communicator: Communicator) -> None:
-        release = threading.Event()
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float) -> None:
+    """However fast the thread is that exchanges them."""
 
-        class Waiting(GradientAllReduce):
-            name = "waiting"
-
-            def exchange(self, bucket: Bucket, step: int) -> None:
-                release.wait(20)
-                super().exchange(bucket, step)
-
-        module = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False))
-        algorithm = Waiting(module, communicator=communicator, bucket_bytes=1, lanes=1)
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = nn.Linear(7, 3, bias=False)
+        fill(module)
+        algorithm = GradientAllReduce(module, communicator=communicator)
 
         def change(parameter: torch.Tensor) -> None:
+            time.sleep(seconds)
             parameter.grad.mul_(2)
-            release.set()
 
-        # The bucket of the first layer is not loaded yet, since that of the second is being exchanged.
-        module[0].weight.register_post_accumulate_grad_hook(change)
-        with pytest.raises(RuntimeError, match=r"'0.weight' was changed in place"):
-            algorithm(batch(communicator.rank, 0)).square().mean().backward()
+        if communicator.rank == 1:
+            module.weight.register_post_accumulate_grad_hook(change)
+        algorithm(batch(communicator.rank, 0)).square().mean().backward()
+        return module.weight.grad
+
+    found = run_ranks(2, rank)
+    expected = nn.Linear(7, 3, bias=False)
+    fill(expected)
+    sum(expected(batch(r, 0)).square().mean() / 2 for r in range(2)).backward()
+    for gradient in found:
+        assert torch.allclose(gradient, expected.weight.grad, atol=1e-6)
+
+
+def test_gradients_of_one_memory_are_exchanged() -> None:
+    """Backward of `cat` gives parts of one tensor, which count changes together though they are no views."""
+
+    def rank(communicator: Communicator) -> None:
+        class Joined(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+
+            def forward(self) -> torch.Tensor:
+                return torch.cat([self.a, self.b]).square().sum()
+
+        module = Joined()
+        algorithm = GradientAllReduce(module, communicator=communicator)
+        for _ in range(3):
+            algorithm.zero_grad()
+            with algorithm.no_sync():
+                algorithm().backward()
+            algorithm().backward()
+            assert module.a.grad.tolist() == [4.0] * 3
+            assert module.b.grad.tolist() == [4.0] * 4
+
+    run_ranks(2, rank)
+
+
+def test_options_that_differ_between_ranks_are_refused() -> None:
+    def rank(communicator: Communicator) -> None:
+        with pytest.raises(ValueError, match="lanes differs between ranks: 1 on rank 0, 2 on rank 1"):
+            GradientAllReduce(Odd(), communicator=communicator, lanes=1 + communicator.rank)
 
     run_ranks(2, rank)
 

@@ -264,19 +264,19 @@ WITH_MEMORY = {
 }
 
 DGC_ROWS = {
-    "dgc": Row(DGC, dgc({0: 0.05}), {"ratio": 0.05}, PLAIN),
-    "dgc_nesterov": Row(DGC, dgc({0: 0.1}, nesterov=True), {"ratio": 0.1, "nesterov": True}, PLAIN),
+    "dgc": Row(DGC, dgc({0: 0.05}), {"ratio": 0.05, "masking": True}, PLAIN),
+    "dgc_nesterov": Row(DGC, dgc({0: 0.1}, nesterov=True), {"ratio": 0.1, "nesterov": True, "masking": True}, PLAIN),
     "dgc_unmasked": Row(
         DGC,
         dgc({0: 0.1}, masking=False, momentum=0.5, each=True),
         {"ratio": 0.1, "masking": False, "momentum": 0.5, "bucket_bytes": 1},
         PLAIN,
     ),
-    "dgc_clip": Row(DGC, dgc({0: 0.1}, clip=0.2), {"ratio": 0.1, "clip": 0.2}, PLAIN),
+    "dgc_clip": Row(DGC, dgc({0: 0.1}, clip=0.2), {"ratio": 0.1, "clip": 0.2, "masking": True}, PLAIN),
     "dgc_warmup": Row(
         DGC,
         dgc({0: 0.25, 2: 0.1, 3: 0.02}, warmup=1),
-        {"ratio": 0.02, "warmup": (0.25, 0.1), "warmup_every": 1, "warmup_steps": 1},
+        {"ratio": 0.02, "warmup": (0.25, 0.1), "warmup_every": 1, "warmup_steps": 1, "masking": True},
         PLAIN,
     ),
 }
@@ -498,7 +498,7 @@ def test_dgc_trains_as_sgd_with_momentum() -> None:
 def test_dgc_keeps_the_velocity_of_what_was_not_sent() -> None:
     """The residual of element 1 becomes 0 by itself in step 1, u = -1 and v = 1 - 1; only what was sent loses its velocity."""
     data = [[{"p": np.array([8, first, 0, 0], np.float32)} for _ in range(2)] for first in (1, -1.5, 0)]
-    means, states = train(DGC, {"p": (4,)}, data, ratio=0.25, momentum=0.5)
+    means, states = train(DGC, {"p": (4,)}, data, ratio=0.25, momentum=0.5, masking=True)
     assert [mean["p"].tolist() for mean in means] == [[8, 0, 0, 0]] * 3
     assert states[0]["vectors"]["velocity"]["p"].tolist() == [0, -0.5, 0, 0]
     assert states[0]["vectors"]["worker"]["p"].tolist() == [0, -0.5, 0, 0]

@@ -27,6 +27,7 @@ from bagua_kernels.algorithms import (
     TopK,
     from_spec,
 )
+from bagua_kernels.algorithms.plan import Plan
 from bagua_kernels.algorithms.trial import BLOCK_STEPS, BLOCKS, Trial
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, train
@@ -420,3 +421,19 @@ def test_nothing_but_numbers_on_a_board() -> None:
         train(communicator, ByteGrad, steps=1, only_if_faster=True)[1].stats().write(Writer(), 1)
 
     run_ranks(2, rank)
+
+
+def test_schedules_are_tried_with_what_they_end_with() -> None:
+    plan = Plan.make({0: "minmax_uint8", 40: "absmax_int4"}, groups={"*": {50: "sign"}})
+    assert plan.last_start == 50
+
+    def rank(communicator: Communicator) -> tuple[str, str]:
+        algorithm = CompressedAllReduce(
+            Odd(), communicator=communicator, codec={0: "minmax_uint8", 3: "absmax_int4"}, only_if_faster=True
+        )
+        train(communicator, algorithm, 3)
+        before = algorithm.stats().trial
+        train(communicator, algorithm, 1, first=3)
+        return before, algorithm.stats().trial
+
+    assert run_ranks(2, rank) == [("", "running")] * 2
