@@ -293,20 +293,31 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def compare(task: Task, rows: list[Row], steps: int, seeds: int, console: Console) -> Iterator[dict[str, Any]]:
-    """Trains with all rows of a task; yields what is known after each."""
+def unread(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that was written before, with NaN for losses that were not finite."""
+    runs = [{**one, "loss": math.nan if one["loss"] is None else one["loss"]} for one in row["runs"]]
+    return {**row, "runs": runs, "loss": math.nan if row["loss"] is None else row["loss"]}
+
+
+def compare(
+    task: Task, rows: list[Row], steps: int, seeds: int, console: Console, old: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Trains with rows of a task; yields what is known after each, with those rows of `old` that were trained alike."""
     data = task.data()
-    results: list[dict[str, Any]] = []
     settings: dict[str, Any] = {"batch": task.batch, "rate": task.rate, "momentum": task.momentum, "ranks": RANKS}
-    settings |= {"steps": steps, "seeds": list(range(seeds)), "rows": results}
+    settings |= {"steps": steps, "seeds": list(range(seeds))}
+    labels = [row.label for row in ROWS]
+    alike = all(old.get(name) == value for name, value in settings.items())
+    results = [unread(one) for one in old.get("rows", []) if alike and one["label"] in labels]
     for row in rows:
         runs = [run(task, row, data, steps, seed) for seed in range(seeds)]
-        results.append(summary(task, row, steps, runs))
-        last = results[-1]
+        last = summary(task, row, steps, runs)
+        others = [one for one in results if one["label"] != row.label]
+        results = sorted([*others, last], key=lambda one: labels.index(one["label"]))
         seconds = statistics.fmean(one["seconds"] for one in runs)
         console.print(f"{task.name}: {row.label}: {last['loss']:.4f}, {last['accuracy']:.2%}, {seconds:.0f} s a run")
-        judge(task, results)
-        yield settings
+        judge(task, [one for one in results if any(base["label"] == one["baseline"] for base in results)])
+        yield settings | {"rows": results}
     console.print(table(task, results))
 
 
@@ -316,7 +327,9 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAMES", help="rows whose labels contain one of these, separated by commas")
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each row")
-    parser.add_argument("--output", type=Path, help="JSON file to write; a task that is not run keeps what it holds")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file to write; tasks and rows that are not run keep what it holds"
+    )
     options = parser.parse_args()
     if options.seeds < 1 or (options.steps is not None and options.steps < 1):
         parser.error("steps and seeds must be 1 or more")
@@ -329,7 +342,8 @@ def main() -> None:
     for name in [options.task] if options.task else TASKS:
         task = TASKS[name]
         steps = options.steps or task.steps
-        for known in compare(task, wanted(task, options.only), steps, options.seeds, console):
+        rows, old = wanted(task, options.only), report.get(name, {})
+        for known in compare(task, rows, steps, options.seeds, console, old):
             report |= {name: finite(known), "machine": speed.machine()}
             if options.output:
                 speed.write(options.output, report)

@@ -47,10 +47,11 @@ def run_parts(
         started = time.perf_counter()
         measure, show = parts[name]
         rows = measure()
-        show(console, rows)
-        console.print(f"{name}: {time.perf_counter() - started:.0f} s")
+        seconds = time.perf_counter() - started
         results[name] = merge(results.get(name, []), rows)
         results["machine"] = {"cpus": os.cpu_count()}
         if output:
             output.write_text(json.dumps(results, indent=1) + "\n")
+        show(console, rows)
+        console.print(f"{name}: {seconds:.0f} s")
     return 0

@@ -178,6 +178,9 @@ def show_steps(console: Console, rows: list[dict[str, Any]]) -> None:
         for name in dict.fromkeys(name for row in of for name in row["seconds"]):
             cells = []
             for rate in rates:
+                if (rate, name) not in at:
+                    cells.append("")
+                    continue
                 row = at[rate, name]
                 seconds, cost = row["seconds"], row["costs"][name]
                 ratio = seconds[name] / seconds["ddp"]
