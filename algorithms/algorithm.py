@@ -223,7 +223,7 @@ class Algorithm(WrappedModule):
             step: as for `exchange`.
             seconds: from the first gradient to the end of the last exchange.
         """
-        if self._trial is not None and self._engine is not None:
+        if self._trial is not None and not self._trial.decided and self._engine is not None:
             compressed = self.lasting(step) and any(self.compresses(bucket, step) for bucket in self._engine.buckets)
             self._trial.ended(self._communicator, compressed, step, seconds)
 

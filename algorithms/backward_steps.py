@@ -69,15 +69,13 @@ class BackwardSteps:
     @contextmanager
     def deliver(self, bucket: Bucket, codec: Codec) -> Iterator[Deliver | None]:
         """What takes the mean's payloads and updates parameters by them; None if the mean has to be decoded before."""
-        end = bucket.flat.numel()
-        encoded = [name for name, span in zip(bucket.names, bucket.spans, strict=True) if span.stop <= end]
+        encoded = [name for slot, name in enumerate(bucket.names) if bucket.compressed(slot)]
         if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready[bucket.index]):
             yield None
             return
         with self._part(bucket.index, "encoded", encoded).from_payloads(codec) as step:
             yield None if step is None else functools.partial(self._apply, bucket, codec, step)
-            done = step is not None
-        if done:
+        if step is not None:
             self._end(encoded)
             for name in encoded:
                 del self._ready[bucket.index][name]
@@ -86,7 +84,7 @@ class BackwardSteps:
         total = part.stop - part.start
         for name, span in zip(bucket.names, bucket.spans, strict=True):
             begin, end = max(span.start, part.start), min(span.stop, part.stop)
-            if begin < end and name in self._parameters:
+            if begin < end:
                 step.apply(
                     self._parameters[name],
                     payload[None],
