@@ -23,22 +23,24 @@ from bagua_kernels.rules import rounding
 
 logger = logging.getLogger(__name__)
 
+# No `fastmath`: the order of operations is part of the wire format. And not left out either: what is compiled while its caller
+# is inherits the caller's, and keeps it for all others. The numpy error model has no zero-division branches, which would keep
+# loops from vectorising.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
+_strict = numba.njit(error_model="numpy", fastmath=False)
+
 # LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
 IEEE = scalar.Exact(
-    divide=numba.njit(lambda x, y: x / y, error_model="numpy"),
-    root=numba.njit(lambda x: math.sqrt(x)),
-    multiply=numba.njit(lambda x, y: x * y),
-    fma=numba.njit(lambda x, y, z: _numba_cpu_intrinsics.fused_multiply_add(x, y, z)),
+    divide=_strict(lambda x, y: x / y),
+    root=_strict(lambda x: math.sqrt(x)),
+    multiply=_strict(lambda x, y: x * y),
+    fma=_strict(lambda x, y, z: _numba_cpu_intrinsics.fused_multiply_add(x, y, z)),
 )
-scalar.install(extending, types, single=IEEE, double=IEEE)
-
-# No `fastmath`: the order of operations is part of the wire format. The numpy error model has no zero-division branches,
-# which would keep loops from vectorising.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+scalar.install(extending, types, single=IEEE, double=IEEE, options={"fastmath": False})
 
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-VOCABULARY = digest(inspect.getsource(scalar), inspect.getsource(_numba_cpu_intrinsics))
+VOCABULARY = digest(inspect.getsource(scalar), inspect.getsource(_numba_cpu_intrinsics), sorted(OPTIONS.items()))
 
 
 @functools.cache

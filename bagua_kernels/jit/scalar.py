@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,9 @@ class Exact:
     fma: Any
 
 
-def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None:
+def install(
+    extending: Any, types: Any, *, single: Exact, double: Exact, options: Mapping[str, Any] | None = None
+) -> None:
     """Registers the vocabulary with a Numba target.
 
     Args:
@@ -66,8 +70,9 @@ def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None
         types: the target's `types` module.
         single: operations on float32.
         double: operations on float64.
+        options: what the vocabulary is compiled with.
     """
-    overload = extending.overload
+    overload = partial(extending.overload, jit_options=dict(options)) if options else extending.overload
     exact = {types.float32: single, types.float64: double}
 
     def bitcast_to(destination: Any) -> Any:

@@ -77,6 +77,23 @@ def test_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
+def difference_of_product(x, y, z):
+    return x * y - z
+
+
+def calls_a_rule(x, y, z):
+    return rule(x, y, z)  # noqa: F821 - bound when the template is compiled
+
+
+def test_a_rule_is_not_compiled_with_what_its_first_caller_may_do() -> None:
+    """Contracted, the difference would be what rounding took from the product, instead of zero."""
+    x = np.float32(1 + 2.0**-12)
+    for fastmath in ({"contract"}, False):
+        kernel = _numba_cpu.compile_template(calls_a_rule, {"rule": difference_of_product}, fastmath=fastmath)
+        assert kernel(x, x, x * x) == 0
+    assert _numba_cpu.compile_rule(difference_of_product)(x, x, x * x) == 0
+
+
 def test_kernels_run_from_several_threads_at_once() -> None:
     """The training and the communication thread both launch; Numba's own thread layer would end the process."""
     codec = MinMaxUInt8()
