@@ -1,6 +1,7 @@
-"""The passes of PowerSGD over whole matrices, on the CPU: each reads and writes them once.
+"""The passes of PowerSGD over whole matrices, and the work on its factors, on the CPU.
 
-As tensor operations they are ten passes for rank 1 and more for each further column; memory decides how long that takes.
+As tensor operations the former are ten passes for rank 1 and more for each further column, and memory decides how long that
+takes; the latter are hundreds of operations on few numbers. What all ranks compute alike has the bits of `docs/powersgd.md`.
 """
 
 from __future__ import annotations
@@ -18,55 +19,205 @@ from bagua_kernels.jit._numba_cpu import array, compile_template, run_parallel
 _ANY_ORDER = {"reassoc", "contract", "nsz"}
 
 
-def project_row(total, residual, gradient, right, left):
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = residual[j] + gradient[j]
-        total[j] = value
-        nothing += value * np.float32(0)
-    for k in range(left.size):
-        product = np.float32(0)
-        for j in range(total.size):
-            product += total[j] * right[k, j]
-        left[k] = product
-    return nothing == 0  # 0 times inf or NaN is NaN
+def one(a, x):
+    return a * x
 
 
-def project_rows(total, residual, gradient, right, left, finite):
-    for i in numba.prange(total.shape[0]):
-        finite[i] = project_row(total[i], residual[i], gradient[i], right, left[i])
+def two(a, x, b, y):
+    return a * x + b * y
 
 
-def approximate_row(total, left, right, out):
-    for j in range(total.size):
+def four(a, x, b, y, c, z, d, w):
+    return ((a * x + b * y) + c * z) + d * w
+
+
+def renewed(total, approximation, gradient):
+    return (total - approximation) + gradient
+
+
+def vanished(x):
+    """0, unless twice the number is inf or NaN."""
+    return (x * 2.0) * 0.0
+
+
+def approximate_1(left, right, out):
+    a, x = left[0], right[0]
+    for j in range(out.size):
+        out[j] = one(a, x[j])
+
+
+def approximate_2(left, right, out):
+    a, b, x, y = left[0], left[1], right[0], right[1]
+    for j in range(out.size):
+        out[j] = two(a, x[j], b, y[j])
+
+
+def approximate_4(left, right, out):
+    a, b, c, d = left[0], left[1], left[2], left[3]
+    x, y, z, w = right[0], right[1], right[2], right[3]
+    for j in range(out.size):
+        out[j] = four(a, x[j], b, y[j], c, z[j], d, w[j])
+
+
+def approximate_any(left, right, out):
+    for j in range(out.size):
         out[j] = left[0] * right[0, j]
     for k in range(1, left.size):
-        for j in range(total.size):
+        for j in range(out.size):
             out[j] += left[k] * right[k, j]
+
+
+def project_1(total, before, before_left, before_right, gradient, right, left):
+    a, x, q = before_left[0], before_right[0], right[0]
+    nothing = p = np.float32(0)
     for j in range(total.size):
-        total[j] -= out[j]
-
-
-def is_finite(x):
-    nothing = np.float32(0)
-    for j in range(x.size):
-        nothing += x[j] * np.float32(0)
+        value = renewed(before[j], one(a, x[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+        p += value * q[j]
+    left[0] = p
     return nothing == 0
 
 
-def approximate_rows(total, left, right, out, finite):
+def project_2(total, before, before_left, before_right, gradient, right, left):
+    a, b, x, y = before_left[0], before_left[1], before_right[0], before_right[1]
+    q, s = right[0], right[1]
+    nothing = p = r = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], two(a, x[j], b, y[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+        p += value * q[j]
+        r += value * s[j]
+    left[0], left[1] = p, r
+    return nothing == 0
+
+
+def project_4(total, before, before_left, before_right, gradient, right, left):
+    a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
+    x, y, z, w = before_right[0], before_right[1], before_right[2], before_right[3]
+    q, s, u, v = right[0], right[1], right[2], right[3]
+    nothing = p = r = t = o = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], four(a, x[j], b, y[j], c, z[j], d, w[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+        p += value * q[j]
+        r += value * s[j]
+        t += value * u[j]
+        o += value * v[j]
+    left[0], left[1], left[2], left[3] = p, r, t, o
+    return nothing == 0
+
+
+def project_any(total, before, before_left, before_right, gradient, right, left):
+    approximate(before_left, before_right, total)
+    nothing = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], total[j], gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+    for k in range(left.size):
+        p = np.float32(0)
+        for j in range(total.size):
+            p += total[j] * right[k, j]
+        left[k] = p
+    return nothing == 0
+
+
+def project_rows(total, before, before_left, before_right, gradient, right, left, small):
     for i in numba.prange(total.shape[0]):
-        approximate_row(total[i], left[i], right, out[i])
-        finite[i] = is_finite(total[i])
+        small[i] = project(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+
+
+def is_small(x):
+    nothing = np.float32(0)
+    for j in range(x.size):
+        nothing += vanished(x[j])
+    return nothing == 0
+
+
+def approximate_rows(left, right, out, small):
+    for i in numba.prange(out.shape[0]):
+        approximate(left[i], right, out[i])
+        small[i] = is_small(out[i])
+
+
+def tree_sum(x):
+    """The sum in the order of `orthonormal.tree_sum`; overwrites `x`."""
+    rows = x.size
+    while rows > 1:
+        half = 1
+        while 2 * half < rows:
+            half *= 2
+        for i in range(rows - half):
+            x[i] += x[half + i]
+        rows = half
+    return x[0]
+
+
+def norm(column, scratch):
+    for i in range(column.size):
+        scratch[i] = column[i] * column[i]
+    # Rounded correctly, as there.
+    return np.float32(np.sqrt(np.float64(tree_sum(scratch))))
+
+
+def orthonormal_columns(columns, bits, scratch, limits):
+    """`orthonormal.orthonormalize` on one matrix, given by columns, and once more as int32."""
+    rank, rows = columns.shape
+    finite = True
+    for k in range(rank):
+        largest = np.int32(0)
+        for i in range(rows):
+            largest = max(largest, bits[k, i] & np.int32(0x7FFFFFFF))
+        finite &= largest < 0x7F800000
+        limits.view(np.int32)[k] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
+    if not finite:
+        columns[:] = np.nan
+        return
+    for k in range(rank):
+        unit = limits[k]
+        for i in range(rows):
+            columns[k, i] /= unit
+    for threshold in (np.float32(16 * 2.0**-23), np.float32(0.5)):
+        for k in range(rank):
+            limits[k] = norm(columns[k], scratch) * threshold
+        for k in range(rank):
+            column = columns[k]
+            length = norm(column, scratch)
+            if length <= limits[k]:
+                column[:] = 0
+            else:
+                for i in range(rows):
+                    column[i] /= length
+            for later in range(k + 1, rank):
+                rest = columns[later]
+                for i in range(rows):
+                    scratch[i] = column[i] * rest[i]
+                share = tree_sum(scratch)
+                for i in range(rows):
+                    rest[i] -= column[i] * share
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any]:
-    row = compile_template(project_row, {"np": np}, fastmath=_ANY_ORDER)
-    project_all = compile_template(project_rows, {"numba": numba, "project_row": row}, parallel=True)
-    row, finite = compile_template(approximate_row, {}), compile_template(is_finite, {"np": np}, fastmath=_ANY_ORDER)
-    names = {"numba": numba, "approximate_row": row, "is_finite": finite}
-    return project_all, compile_template(approximate_rows, names, parallel=True)
+def _kernels(rank: int) -> tuple[Any, Any]:
+    rules = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
+    made = {1: (approximate_1, project_1), 2: (approximate_2, project_2), 4: (approximate_4, project_4)}
+    approximate, project = made.get(rank, (approximate_any, project_any))
+    approximation = compile_template(approximate, rules)
+    small = compile_template(is_small, {**rules, "np": np}, fastmath=_ANY_ORDER)
+    row = compile_template(project, {**rules, "np": np, "approximate": approximation}, fastmath=_ANY_ORDER)
+    projection = compile_template(project_rows, {"numba": numba, "project": row}, parallel=True)
+    names = {"numba": numba, "approximate": approximation, "is_small": small}
+    return projection, compile_template(approximate_rows, names, parallel=True)
+
+
+@functools.cache
+def _orthonormal() -> Any:
+    names = {"np": np, "tree_sum": compile_template(tree_sum, {})}
+    names["norm"] = compile_template(norm, dict(names))
+    return compile_template(orthonormal_columns, names)
 
 
 def suits(state: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
@@ -75,39 +226,60 @@ def suits(state: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def project(
-    total: torch.Tensor, residual: torch.Tensor, gradient: torch.Tensor, right: torch.Tensor, left: torch.Tensor
+    total: torch.Tensor,
+    before: torch.Tensor,
+    factors: tuple[torch.Tensor, torch.Tensor],
+    gradient: torch.Tensor,
+    right: torch.Tensor,
+    left: torch.Tensor,
 ) -> bool:
-    """Writes `residual + gradient` to `total`, and its product with the columns of `right` to `left`.
+    """Writes `before - factors[0] @ factors[1].T + gradient` to `total`, and its product with the columns of `right` to `left`.
+
+    The product of factors is rounded as in `approximate`.
 
     Args:
         total: shape (n, m), contiguous float32 on the CPU, like all of them.
-        residual: shape (n, m).
+        before: shape (n, m), other memory than `total`.
+        factors: shapes (n, r) and (m, r).
         gradient: shape (n, m).
         right: shape (m, r).
         left: shape (n, r).
 
     Returns:
-        Whether all of `total` is finite.
+        Whether all of `total` is below 2^127 in magnitude.
     """
-    finite = np.empty(total.shape[0], dtype=np.bool_)
-    columns = right.t().contiguous()
-    run_parallel(_kernels()[0], *map(array, (total, residual, gradient, columns, left)), finite)
-    return bool(finite.all())
+    small = np.empty(total.shape[0], dtype=np.bool_)
+    columns, last = right.t().contiguous(), factors[1].t().contiguous()
+    run_parallel(
+        _kernels(right.shape[1])[0], *map(array, (total, before, factors[0], last, gradient, columns, left)), small
+    )
+    return bool(small.all())
 
 
-def approximate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
-    """Writes `left @ right.T` to `out` and subtracts it from `total`, column by column and rounded each time.
+def approximate(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
+    """Writes `left @ right.T` to `out`, column by column and rounded each time.
 
     Args:
-        total: shape (n, m), contiguous float32 on the CPU, like all of them.
-        left: shape (n, r).
+        left: shape (n, r), contiguous float32 on the CPU, like all of them.
         right: shape (m, r).
         out: shape (n, m).
 
     Returns:
-        Whether all of `total` is finite afterwards.
+        Whether all of `out` is below 2^127 in magnitude.
     """
-    finite = np.empty(total.shape[0], dtype=np.bool_)
-    columns = right.t().contiguous()
-    run_parallel(_kernels()[1], *map(array, (total, left, columns, out)), finite)
-    return bool(finite.all())
+    small = np.empty(out.shape[0], dtype=np.bool_)
+    run_parallel(_kernels(right.shape[1])[1], *map(array, (left, right.t().contiguous(), out)), small)
+    return bool(small.all())
+
+
+def orthonormalize(p: torch.Tensor) -> None:
+    """Does what `orthonormal.orthonormalize` does, with its bits.
+
+    Args:
+        p: shape (matrices, rows, columns), float32 on the CPU.
+    """
+    columns = array(p.transpose(1, 2).contiguous())
+    bits, scratch, limits = columns.view(np.int32), np.empty(p.shape[1], np.float32), np.empty(p.shape[2], np.float32)
+    for matrix, as_bits in zip(columns, bits, strict=True):
+        _orthonormal()(matrix, as_bits, scratch, limits)
+    p.copy_(torch.from_numpy(columns).transpose(1, 2))

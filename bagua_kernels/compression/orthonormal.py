@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bagua_kernels.compression import _numba_cpu_low_rank
 from bagua_kernels.rules.random import random_bits, random_key
 
 
@@ -50,6 +51,14 @@ def orthonormalize(p: torch.Tensor) -> None:
         p: shape (matrices, rows, columns), float32, or float64, whose roots are the library's; a matrix with inf or NaN
             becomes NaN.
     """
+    if p.dtype == torch.float32 and p.device.type == "cpu":
+        _numba_cpu_low_rank.orthonormalize(p)
+    else:
+        orthonormalize_by_operations(p)
+
+
+def orthonormalize_by_operations(p: torch.Tensor) -> None:
+    """Does that by tensor operations, on any device."""
     p.masked_fill_(~finite(p), math.nan)
     p.div_(power_of_two(p))
     for threshold in (16 * torch.finfo(p.dtype).eps, 0.5):

@@ -89,11 +89,17 @@ class _Matrix(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Matrices of equal lengths, and views of their share of the buffers, of shapes (matrices, length, length)."""
+    """Matrices of equal lengths, and views of their share of the buffers, of shapes (matrices, length, length).
+
+    The residual is `before` less the product of the factors that were the last to be given out, so that no pass over the matrix
+    is needed to take that off.
+    """
 
     matrices: list[_Matrix]
     total: torch.Tensor  # rows x columns: M, the tensor with the residual
-    residual: torch.Tensor  # rows x columns
+    before: torch.Tensor  # rows x columns: M of the last step, or the residual where the factors beside it are zero
+    before_left: torch.Tensor  # rows x rank
+    before_right: torch.Tensor  # columns x rank
     left: torch.Tensor  # rows x rank: P
     right: torch.Tensor  # columns x rank: Q
     kept: torch.Tensor  # columns x rank: Q of the last step
@@ -131,16 +137,18 @@ class LowRank:
         self._count = len(shapes)
         self._next = "left"
         self._owes = False  # whether a residual may be other than zero
+        self._small: list[bool] = []  # of the stacks of the step under way: whether no difference can overflow
         zeros = partial(torch.zeros, dtype=dtype, device=device)
         areas = [m.rows * m.columns for m in matrices]
         self._scratch = zeros(2, max(areas, default=0))
         self._left, self._right = zeros(self.left_size), zeros(self.right_size)
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank, m.columns))]
         wholes = [_views(zeros(sum(areas)), groups, "rows", "columns") for _ in range(2)]
-        lefts = _views(self._left, groups, "rows", "rank")
-        flats = (self._right, zeros(self.right_size), zeros(self.right_size))
+        lefts = [_views(flat, groups, "rows", "rank") for flat in (zeros(self.left_size), self._left)]
+        flats = (zeros(self.right_size), self._right, zeros(self.right_size), zeros(self.right_size))
         rights = [_views(flat, groups, "columns", "rank") for flat in flats]
-        self._stacks = [_Stack(*parts) for parts in zip(groups, *wholes, lefts, *rights, strict=True)]
+        parts = zip(groups, *wholes, lefts[0], rights[0], lefts[1], *rights[1:], strict=True)
+        self._stacks = [_Stack(*part) for part in parts]
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
         self._factors = _views(self._left, groups, "rows", "rank")
@@ -161,22 +169,28 @@ class LowRank:
             ValueError: the number of tensors, a shape, dtype or device does not fit.
         """
         self._check_tensors("tensors", tensors)
+        self._small = []
         for s in self._stacks:
             # A column that became zero would stay zero whatever gradients come.
             right = torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept)
             given = [tensors[m.place] for m in s.matrices]
             if _numba_cpu_low_rank.suits(s.total, given):
-                for i, gradient in enumerate(given):
-                    if not _numba_cpu_low_rank.project(
-                        s.total[i], s.residual[i], gradient.reshape(s.total[i].shape), right[i], s.left[i]
-                    ):
-                        s.left[i] = math.nan
-                continue
-            for m, total, residual in zip(s.matrices, s.total, s.residual, strict=True):
-                torch.add(residual.view(m.shape), tensors[m.place], out=total.view(m.shape))
-            torch.bmm(s.total, right, out=s.left)
-            # The product alone would not do: a library may skip what it would multiply by zero.
-            s.left.masked_fill_(~finite(s.total), math.nan)
+                small = [
+                    _numba_cpu_low_rank.project(total, before, (p, q), gradient.reshape(total.shape), r, left)
+                    for gradient, total, before, p, q, r, left in zip(
+                        given, s.total, s.before, s.before_left, s.before_right, right, s.left, strict=True
+                    )
+                ]
+                self._small.append(all(small))
+            else:
+                self._take_off(s)
+                for m, total, residual in zip(s.matrices, s.total, s.before, strict=True):
+                    torch.add(residual.view(m.shape), tensors[m.place], out=total.view(m.shape))
+                torch.bmm(s.total, right, out=s.left)
+                self._small.append(False)
+            if not self._small[-1]:
+                # The product alone would not do: a library may skip what it would multiply by zero.
+                s.left.masked_fill_(~finite(s.total), math.nan)
         self._next = "right"
         return self._left
 
@@ -215,32 +229,10 @@ class LowRank:
         self._take("finish", right, self._right)
         for place, s in enumerate(self._stacks):
             into = [out[m.place] for m in s.matrices]
-            if _numba_cpu_low_rank.suits(s.total, into):
-                kept = []
-                for i, tensor in enumerate(into):
-                    dense = tensor if tensor.is_contiguous() else self._scratch[0, : tensor.numel()]
-                    kept.append(
-                        _numba_cpu_low_rank.approximate(s.total[i], s.left[i], s.right[i], dense.view(s.total[i].shape))
-                    )
-                    if dense is not tensor:
-                        tensor.copy_(dense.view(tensor.shape))
-                if all(kept):
-                    self._stacks[place] = s._replace(total=s.residual, residual=s.total)
-                else:
-                    for i in (i for i, good in enumerate(kept) if good):
-                        s.residual[i] = s.total[i]
-                self._keep(s)
-                continue
-            for i, m in enumerate(s.matrices):
-                total, p, q = s.total[i], s.left[i].unsqueeze(2), s.right[i]
-                # Column by column instead of a matrix product, whose rounding differs between libraries and devices.
-                approximation, product = self._scratch[:, : total.numel()].view(2, m.rows, m.columns)
-                torch.mul(p[:, 0], q[:, 0], out=approximation)
-                for k in range(1, m.rank):
-                    approximation += torch.mul(p[:, k], q[:, k], out=product)
-                out[m.place].copy_(approximation.view(m.shape))
-                total.view(m.shape).sub_(out[m.place])
-            torch.where(finite(s.total), s.total, s.residual, out=s.residual)
+            if self._small[place] and _numba_cpu_low_rank.suits(s.total, into):
+                self._write(place, into)
+            else:
+                self._write_and_take_off(s, into)
             self._keep(s)
         self.step += 1
         self._owes = True
@@ -248,10 +240,56 @@ class LowRank:
         if not self.config.warm_start:
             self._draw()
 
+    def _write(self, place: int, out: Sequence[torch.Tensor]) -> None:
+        """Writes the output of a stack, and leaves it to the next step to take it off."""
+        s = self._stacks[place]
+        kept = []
+        for total, left, right, tensor in zip(s.total, s.left, s.right, out, strict=True):
+            dense = tensor if tensor.is_contiguous() else self._scratch[0, : tensor.numel()]
+            kept.append(_numba_cpu_low_rank.approximate(left, right, dense.view(total.shape)))
+            if dense is not tensor:
+                tensor.copy_(dense.view(tensor.shape))
+        if all(kept):
+            self._stacks[place] = s._replace(total=s.before, before=s.total)
+            s.before_left.copy_(s.left)
+            s.before_right.copy_(s.right)
+            return
+        for i in (i for i, good in enumerate(kept) if good):
+            for to, value in ((s.before, s.total), (s.before_left, s.left), (s.before_right, s.right)):
+                to[i] = value[i]
+
+    def _write_and_take_off(self, s: _Stack, out: Sequence[torch.Tensor]) -> None:
+        """Writes the output of a stack, and keeps what it misses in the dtype of `out`, wherever that is finite."""
+        self._take_off(s)
+        for total, left, right, tensor in zip(s.total, s.left, s.right, out, strict=True):
+            tensor.copy_(self._product(left, right).view(tensor.shape))
+            total.view(tensor.shape).sub_(tensor)
+        torch.where(finite(s.total), s.total, s.before, out=s.before)
+
+    def _take_off(self, s: _Stack) -> None:
+        """Makes `before` the residual itself."""
+        if bool(s.before_left.any()):
+            for before, left, right in zip(s.before, s.before_left, s.before_right, strict=True):
+                before.sub_(self._product(left, right))
+            s.before_left.zero_()
+
+    def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """P Q^T; overwritten by the next call."""
+        # Column by column instead of a matrix product, whose rounding differs between libraries and devices.
+        p, q = left.unsqueeze(2), right
+        whole: torch.Tensor
+        whole, product = self._scratch[:, : len(left) * len(right)].view(2, len(left), len(right))
+        torch.mul(p[:, 0], q[:, 0], out=whole)
+        for k in range(1, left.shape[1]):
+            whole += torch.mul(p[:, k], q[:, k], out=product)
+        return whole
+
+    @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiplies the residuals, for gradients that are in another unit from now on."""
         for s in self._stacks:
-            s.residual.mul_(factor)
+            self._take_off(s)
+            s.before.mul_(factor)
 
     @torch.no_grad()
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -265,9 +303,10 @@ class LowRank:
         if not self._owes:
             return
         for s in self._stacks:
-            for m, residual in zip(s.matrices, s.residual, strict=True):
+            self._take_off(s)
+            for m, residual in zip(s.matrices, s.before, strict=True):
                 tensors[m.place].add_(residual.view(m.shape))
-            s.residual.zero_()
+            s.before.zero_()
         self._owes = False
 
     def _keep(self, s: _Stack) -> None:
@@ -305,7 +344,9 @@ class LowRank:
         self._draw()
 
     def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
-        residuals = {m.name: s.residual[i] for s in self._stacks for i, m in enumerate(s.matrices)}
+        for s in self._stacks:
+            self._take_off(s)
+        residuals = {m.name: s.before[i] for s in self._stacks for i, m in enumerate(s.matrices)}
         rights = {m.name: s.kept[i] for s in self._stacks for i, m in enumerate(s.matrices)}
         return {"residuals": residuals, "rights": rights}
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from bagua_kernels.compression import fold_seed
-from bagua_kernels.compression.orthonormal import gaussian, name_number, norms, orthonormalize, power_of_two, tree_sum
+from bagua_kernels.compression.orthonormal import (
+    gaussian,
+    name_number,
+    norms,
+    orthonormalize,
+    orthonormalize_by_operations,
+    power_of_two,
+    tree_sum,
+)
 from bagua_kernels.compression.powersgd import LowRank, PowerSGD
 from tests.oracles import powersgd as oracle
 
@@ -498,15 +506,20 @@ def test_orthonormal_columns_have_the_bits_of_the_page(rows: int, scale: float, 
     expected = [oracle.orthonormal_bits(m) for m in p.numpy()]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    # As other devices do it.
+    other = p.clone()
+    orthonormalize_by_operations(other)
     orthonormalize(p)
     torch.set_num_threads(before)
-    for m, wanted in zip(p, expected, strict=True):
-        assert torch.equal(m, torch.from_numpy(wanted))
+    for each in (p, other):
+        for m, wanted in zip(each, expected, strict=True):
+            assert torch.equal(m, torch.from_numpy(wanted))
 
 
-def test_output_has_the_bits_of_the_page() -> None:
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_output_has_the_bits_of_the_page(rank: int) -> None:
     """Whatever the gradient was: all that counts are the averaged factors."""
-    shape, rank = (40, 30), 4
+    shape = (40, 30)
     p, q = matrix("heavy", (40, rank)), matrix("heavy", (30, rank), 1)
     states = [PowerSGD(rank, min_compression=0).start([shape]) for _ in range(2)]
     for seed, state in enumerate(states):
@@ -516,6 +529,31 @@ def test_output_has_the_bits_of_the_page() -> None:
         state.finish(q.flatten(), [out])
         expected = oracle.product_bits(oracle.orthonormal_bits(p.numpy()), q.numpy())
         assert torch.equal(out, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_residual_has_the_bits_of_the_page(rank: int) -> None:
+    """Of two steps: what is given out is not taken off before the next one, or when somebody looks."""
+    shape = (40, 30)
+    looked, other = (PowerSGD(rank, min_compression=0).start([shape]) for _ in range(2))
+    residual = np.zeros(shape, np.float32)
+    for step in range(3):
+        gradient = gradients([shape], step)[0]
+        for state in (looked, other):
+            out = exchange([state], [[gradient]])[0][0]
+        residual = residual + gradient.numpy() - out.numpy()
+        assert np.array_equal(looked.state_dict()["residuals"]["0"].numpy(), residual)
+    assert np.array_equal(other.state_dict()["residuals"]["0"].numpy(), residual)
+
+
+def test_what_overflows_is_forgotten() -> None:
+    """The matrix and its approximation are finite, but not their difference."""
+    state = PowerSGD(1, min_compression=0).start([(2, 2)])
+    for _ in range(2):
+        state.left([torch.full((2, 2), -3e38)])
+        state.right(torch.ones(2))
+        state.finish(torch.full((2,), 3e38), [torch.empty(2, 2)])
+        assert torch.equal(state.state_dict()["residuals"]["0"], torch.zeros(2, 2))
 
 
 def test_power_of_two() -> None:
