@@ -41,10 +41,12 @@ class Algorithm(WrappedModule):
         name: what `from_spec` knows the algorithm by.
         late: whether the mean of a parameter may be other than zero though no rank has a gradient for it, because something
             of earlier steps is still to come.
+        lend: whether `exchange` takes gradients that are to be compressed from `bucket.sources()`, and clears `bucket.lent`.
     """
 
     name: ClassVar[str]
     late = True
+    lend = False
     _trial: Trial | None = None
 
     def __init__(
@@ -154,6 +156,7 @@ class Algorithm(WrappedModule):
                 late=self.late,
                 name=self.name,
                 steps=self._steps,
+                lend=self.lend,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
                 lanes=_LANES[self._communicator.device.type] if lanes is None else lanes,
             )

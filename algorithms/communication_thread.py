@@ -132,9 +132,19 @@ def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None
         task.finished.record(stream)
 
 
-def load(bucket: Bucket, gradients: list[Taken], weight: float) -> None:
-    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them."""
+def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = False) -> None:
+    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them.
+
+    Args:
+        bucket: where to.
+        gradients: for each slot its own; None stands for zeros.
+        weight: by which they are multiplied.
+        lend: whether those that are to be compressed, and not multiplied, need only be lent.
+    """
     for slot, gradient in gradients:
+        if lend and gradient is not None and weight == 1.0 and bucket.compressed(slot):
+            bucket.lent[slot] = gradient.detach()
+            continue
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)

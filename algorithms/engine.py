@@ -103,6 +103,7 @@ class Engine:
         name: str = "",
         steps: BackwardSteps | None = None,
         lanes: int = 1,
+        lend: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Lays out buckets and installs hooks.
@@ -122,6 +123,8 @@ class Engine:
             name: of the algorithm, for profilers.
             steps: what updates parameters on the communication threads, if anything does.
             lanes: number of communication threads, if there are as many buckets.
+            lend: whether `exchange` reads what is to be compressed where backward has left it (`Bucket.lent`), so that it need
+                not be copied.
             clock: by which passes are timed.
         """
         self._late = late
@@ -136,6 +139,7 @@ class Engine:
         self._bucket_bytes = bucket_bytes
         self._reorder = reorder
         self._settle = settle
+        self._lend = lend
         self._clock = clock
         self.lay_out(list(range(len(self.members))))
         lanes = min(lanes, len(self.buckets) + len(self.rows))
@@ -282,7 +286,7 @@ class Engine:
             if self._steps is not None:
                 for position in self.groups[index]:
                     self.members[position].parameter.grad = None
-            self._start(bucket, partial(load, bucket, self._taken[index], self.weight))
+            self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend))
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
         self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self.counters.steps, before))

@@ -35,6 +35,7 @@ class PowerSGD(Algorithm):
     """
 
     name = "powersgd"
+    lend = True
 
     def __init__(
         self,
@@ -86,12 +87,14 @@ class PowerSGD(Algorithm):
         if factor != 1.0:
             self._state(bucket).scale(factor)
         if not self.compresses(bucket, step):
+            bucket.collect()
             self._hand_over(bucket)
             self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         state = self._state(bucket)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
-        left = state.left(bucket.views)
+        left = state.left(bucket.sources())
+        bucket.lent.clear()
         together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
         self.lane(bucket).all_reduce(together, ReduceOp.AVG).wait()
         means = together[left.numel() :].split([view.numel() for view in dense])

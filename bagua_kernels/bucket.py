@@ -24,6 +24,7 @@ class Bucket:
         views: one view of the buffer for each tensor, with the tensor's shape and, if that is dense, its strides.
         spans: where each tensor's elements lie in `whole`, in the order of memory.
         gaps: the elements of `flat` between the end of each view and the next boundary.
+        lent: tensors by position that belong into views and have not been copied yet.
     """
 
     def __init__(
@@ -81,6 +82,17 @@ class Bucket:
             self.whole[offset + t.numel() : offset + size]
             for t, offset, size in zip(tensors, offsets, sizes, strict=True)
         ]
+
+        self.lent: dict[int, torch.Tensor] = {}
+
+    def sources(self) -> list[torch.Tensor]:
+        """Where the elements of each tensor are: in its view, or lent."""
+        return [self.lent.get(slot, view) for slot, view in enumerate(self.views)]
+
+    def collect(self) -> None:
+        """Copies what is lent into its views."""
+        while self.lent:
+            self.fill(*self.lent.popitem())
 
     def compressed(self, slot: int) -> bool:
         """Whether a tensor lies in `flat`, which is to be compressed."""

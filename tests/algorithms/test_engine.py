@@ -122,14 +122,59 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+class Lending(GradientAllReduce):
+    """Notes which gradients are still where backward has left them."""
+
+    name = "lending"
+    lend = True
+
+    def place(self, name: str, parameter: nn.Parameter) -> tuple[Hashable, bool]:
+        return None, parameter.dim() < 2
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        self.lent = list(bucket.lent)
+        bucket.collect()
+        super().exchange(bucket, step)
+
+
+def test_gradients_are_lent() -> None:
+    """What is to be compressed; not what has no gradient, or a weight."""
+
+    def rank(communicator: Communicator) -> None:
+        module, plain = (nn.ModuleList([nn.Linear(7, 5), nn.Linear(7, 5)]) for _ in range(2))
+        fill(module)
+        fill(plain)
+        algorithm, other = (
+            kind(m, communicator=communicator) for kind, m in ((Lending, module), (GradientAllReduce, plain))
+        )
+        for step, weight in ((0, None), (1, None), (2, 0.5 + communicator.rank)):
+            for each in (algorithm, other):
+                each.zero_grad()
+                if weight is not None:
+                    each.weigh(weight)
+                x = batch(communicator.rank, step)
+                used = each.module[0](x) + (each.module[1](x) if step == 1 else 0)
+                used.square().mean().backward()
+            (bucket,) = algorithm._engine.buckets
+            names = [bucket.names[slot] for slot in algorithm.lent]
+            assert sorted(names) == [["0.weight"], ["0.weight", "1.weight"], []][step]
+            assert not bucket.lent
+            for a, b in zip(gradients(module), gradients(plain), strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(a, b)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", [GradientAllReduce, Lending])
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
-def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float) -> None:
+def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float, kind: type[Algorithm]) -> None:
     """However fast the thread is that exchanges them."""
 
     def rank(communicator: Communicator) -> torch.Tensor:
         module = nn.Linear(7, 3, bias=False)
         fill(module)
-        algorithm = GradientAllReduce(module, communicator=communicator)
+        algorithm = kind(module, communicator=communicator)
 
         def change(parameter: torch.Tensor) -> None:
             time.sleep(seconds)
