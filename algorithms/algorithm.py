@@ -41,12 +41,10 @@ class Algorithm(WrappedModule):
         name: what `from_spec` knows the algorithm by.
         late: whether the mean of a parameter may be other than zero though no rank has a gradient for it, because something
             of earlier steps is still to come.
-        lend: whether `exchange` takes gradients that are to be compressed from `bucket.sources()`, and clears `bucket.lent`.
     """
 
     name: ClassVar[str]
     late = True
-    lend = False
     _trial: Trial | None = None
 
     def __init__(
@@ -156,7 +154,7 @@ class Algorithm(WrappedModule):
                 late=self.late,
                 name=self.name,
                 steps=self._steps,
-                lend=self.lend,
+                lend=self.lends,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
                 lanes=_LANES[self._communicator.device.type] if lanes is None else lanes,
             )
@@ -166,6 +164,11 @@ class Algorithm(WrappedModule):
     def alignment(self) -> int:
         """Elements to whose multiples tensors are aligned in a bucket."""
         return 1
+
+    @property
+    def lends(self) -> bool:
+        """Whether `exchange` reads gradients that are to be compressed where backward left them, and clears `bucket.lent`."""
+        return False
 
     def lane(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator of the thread that exchanges a bucket; other buckets may be exchanged at the same time."""

@@ -139,10 +139,11 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
         bucket: where to.
         gradients: for each slot its own; None stands for zeros.
         weight: by which they are multiplied.
-        lend: whether those that are to be compressed, and not multiplied, need only be lent.
+        lend: whether those that are to be compressed, not multiplied, and laid out like their views need only be lent.
     """
     for slot, gradient in gradients:
-        if lend and gradient is not None and weight == 1.0 and bucket.compressed(slot):
+        lendable = lend and gradient is not None and weight == 1.0 and bucket.compressed(slot)
+        if lendable and gradient is not None and gradient.stride() == bucket.views[slot].stride():
             bucket.lent[slot] = gradient.detach()
             continue
         bucket.fill(slot, gradient)

@@ -109,6 +109,11 @@ class CompressedAllReduce(Algorithm):
         """A block never spans two tensors."""
         return self.plan.alignment()
 
+    @property
+    def lends(self) -> bool:
+        """See `Algorithm.lends`; a subclass may expect gradients in the bucket."""
+        return type(self).exchange is CompressedAllReduce.exchange
+
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `Algorithm.place`."""
         return self.plan.place(name, parameter)
@@ -117,24 +122,36 @@ class CompressedAllReduce(Algorithm):
         """See `Algorithm.exchange`."""
         self._convert(bucket)
         codec = self.codec_at(bucket, step)
+        if not self._reads_pieces(bucket, codec, step):
+            bucket.collect()
         if codec is None or not bucket.flat.numel():
             found = self._all_reduces.pop(bucket.index, None)
             self._hand_over(bucket, self._recalled.pop(bucket.index, {}) if found is None else found.vectors(), set())
             self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
-        sample = None
-        if self.guard is not None and (step + bucket.index) % self.guard.every == 0:
-            sample = Sample(bucket, self.lane(bucket))
+        sample = Sample(bucket, self.lane(bucket)) if self._samples(bucket, step) else None
         all_reduce, seed = self._all_reduce(bucket, codec), fold_seed(self.seed, step, bucket.index)
         # The guard compares what has been decoded.
         with self._delivery(bucket, codec, sample is None and all_reduce.delivers) as deliver:
-            all_reduce(bucket.flat, bucket.exact, seed=seed, deliver=deliver)
+            source = bucket.pieces if bucket.lent else None
+            all_reduce(bucket.flat, bucket.exact, seed=seed, source=source, deliver=deliver)
+        bucket.lent.clear()
         if self.guard is not None and sample is not None:
             error, errors = sample.errors(bucket)
             self._errors.update(errors)
             then = answer(self.guard, codec, bucket, error, self.alignment)
             if then != codec:
                 self._decided[bucket.index] = (bucket.kind, then)
+
+    def _samples(self, bucket: Bucket, step: int) -> bool:
+        return self.guard is not None and (step + bucket.index) % self.guard.every == 0
+
+    def _reads_pieces(self, bucket: Bucket, codec: Codec | None, step: int) -> bool:
+        """Whether gradients need not be in the bucket: nothing but the all-reduce looks at them."""
+        found = self._all_reduces.get(bucket.index)
+        if found is None or found.codec != codec or self._samples(bucket, step):
+            return False
+        return found.reads_pieces and found.codec.block == bucket.align
 
     def _delivery(self, bucket: Bucket, codec: Codec, possible: bool) -> AbstractContextManager[Deliver | None]:
         """What the bucket's payloads are given to instead of being decoded.

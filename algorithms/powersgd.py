@@ -35,7 +35,6 @@ class PowerSGD(Algorithm):
     """
 
     name = "powersgd"
-    lend = True
 
     def __init__(
         self,
@@ -80,6 +79,11 @@ class PowerSGD(Algorithm):
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `Algorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""
         return None, parameter.dim() < 2 or not parameter.numel() or parameter.dtype in EXACT_DTYPES
+
+    @property
+    def lends(self) -> bool:
+        """See `Algorithm.lends`; a subclass may expect gradients in the bucket."""
+        return type(self).exchange is PowerSGD.exchange
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""

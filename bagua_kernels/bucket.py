@@ -23,6 +23,7 @@ class Bucket:
         whole: `flat` and then `exact`.
         views: one view of the buffer for each tensor, with the tensor's shape and, if that is dense, its strides.
         spans: where each tensor's elements lie in `whole`, in the order of memory.
+        align: elements to whose multiples tensors of `flat` are aligned.
         gaps: the elements of `flat` between the end of each view and the next boundary.
         lent: tensors by position that belong into views and have not been copied yet.
     """
@@ -69,6 +70,7 @@ class Bucket:
                     end += size
             ends.append(end)
         self.index = index
+        self.align = align
         self.kind = kind
         self.names = list(names)
         self.whole = torch.zeros(end + flags, dtype=dtype, device=device)
@@ -88,6 +90,19 @@ class Bucket:
     def sources(self) -> list[torch.Tensor]:
         """Where the elements of each tensor are: in its view, or lent."""
         return [self.lent.get(slot, view) for slot, view in enumerate(self.views)]
+
+    def pieces(self, part: slice) -> list[torch.Tensor]:
+        """The elements of a part of `flat` that begins and ends at multiples of `align`: vectors, where they are.
+
+        Each is to be filled up with zeros to a multiple of `align`.
+        """
+        found = []
+        for slot, (span, view) in enumerate(zip(self.spans, self.views, strict=True)):
+            begin, end = max(span.start, part.start), min(span.stop, part.stop)
+            if begin < end:
+                whole = self.lent.get(slot, view).as_strided((span.stop - span.start,), (1,))
+                found.append(whole[begin - span.start : end - span.start])
+        return found
 
     def collect(self) -> None:
         """Copies what is lent into its views."""

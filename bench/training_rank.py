@@ -45,7 +45,10 @@ OURS |= {
         for name, (kind, own) in OURS.items()
         if kind is not algorithms.GradientAllReduce
     },
-    "bytegrad in backward": (algorithms.ByteGrad, {"apply_in_backward": True}),
+    **{
+        f"{name} in backward": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True})
+        for name in ("bytegrad", "powersgd 2", "powersgd 4")
+    },
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS
 from bagua_kernels.optim.launch import Launch
+from bagua_kernels.rules.optimizers import ElementwiseRule
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,22 @@ class Encoded:
                 p.grad = gradient
 
 
+class _Place(NamedTuple):
+    """What a step of one parameter needs: the rule, vectors of the parameter and its states, and numbers."""
+
+    rule: ElementwiseRule
+    arrays: list[Tensor]
+    scalars: list[float]
+    factor: float
+
+    @classmethod
+    def of(cls, launch: Launch, rows: Any, index: int) -> _Place:
+        state, scalars = launch.states[index], slice(SCALARS, SCALARS + launch.variant.scalars)
+        arrays = [launch.params[index], *(state[name] for name in launch.names[2:])]
+        vectors = [array.detach().as_strided((array.numel(),), (1,)) for array in arrays]
+        return cls(launch.variant.rule, vectors, rows[index, scalars].tolist(), float(rows[index, FACTOR]))
+
+
 class PayloadStep:
     """A step whose gradients are decoded where they are used, and may arrive in pieces.
 
@@ -76,7 +93,7 @@ class PayloadStep:
     def __init__(self, codec: BlockCodec, launches: Sequence[Launch], rows: Sequence[Any]) -> None:
         self._codec = codec
         self._places = {
-            id(parameter): (launch, row, index)
+            id(parameter): _Place.of(launch, row, index)
             for launch, row in zip(launches, rows, strict=True)
             for index, parameter in enumerate(launch.params)
         }
@@ -101,15 +118,13 @@ class PayloadStep:
             total: elements that the payloads are of; those of the span by default.
             scale: factor of the sum.
         """
-        launch, rows, index = self._places[id(parameter)]
-        state, scalars = launch.states[index], slice(SCALARS, SCALARS + launch.variant.scalars)
-        arrays = [parameter, *(state[name] for name in launch.names[2:])]
+        place = self._places[id(parameter)]
         self._codec.decode_apply(
             payloads,
-            launch.variant.rule,
-            [array.detach().as_strided((array.numel(),), (1,))[span] for array in arrays],
-            [float(s) for s in rows[index, scalars]],
-            scale=scale * float(rows[index, FACTOR]),
+            place.rule,
+            [array[span] for array in place.arrays],
+            place.scalars,
+            scale=scale * place.factor,
             first=first,
             total=total,
         )

@@ -9,6 +9,7 @@ from bagua_kernels.comm.compressed.choice import all_reduce_for as all_reduce_fo
 from bagua_kernels.comm.compressed.choice import measure_plain_below as measure_plain_below
 from bagua_kernels.comm.compressed.contract import AllReduce as AllReduce
 from bagua_kernels.comm.compressed.contract import Deliver as Deliver
+from bagua_kernels.comm.compressed.contract import Source as Source
 from bagua_kernels.comm.compressed.halves import CompressedAllGather as CompressedAllGather
 from bagua_kernels.comm.compressed.halves import CompressedReduceScatter as CompressedReduceScatter
 from bagua_kernels.comm.compressed.layout import FIRST_PASS as FIRST_PASS
@@ -29,6 +30,7 @@ __all__ = [
     "Layout",
     "LinearAllReduce",
     "NeighbourExchange",
+    "Source",
     "SparseAllReduce",
     "all_reduce_for",
     "measure_plain_below",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver
+from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter
+from bagua_kernels.comm.compressed.passes import Gather, Scatter, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.compression import Codec
 
@@ -72,13 +72,16 @@ class CompressedAllReduce(AllReduce):
         if self.plain:
             return
         self.delivers = True
+        self.reads_pieces = encodes_pieces(codec) and not worker_residual
         self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
         self._gather = Gather(codec, communicator, self.layout, owner_residual, exact, dtype)
 
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
+    def _exchange(
+        self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
+    ) -> None:
         pipeline(
             self.layout.pieces,
-            lambda piece: self._scatter.start(piece, x, seed),
+            lambda piece: self._scatter.start(piece, x, seed, source),
             lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece), exact, seed),
             lambda piece: self._gather.finish(piece, x, exact, deliver),
         )

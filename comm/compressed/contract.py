@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Takes some elements of the mean, and their payload.
 Deliver = Callable[[slice, torch.Tensor], None]
+# Gives some elements of this rank's vector, tensor by tensor.
+Source = Callable[[slice], Sequence[torch.Tensor]]
 
 
 class AllReduce(abc.ABC):
@@ -53,6 +55,7 @@ class AllReduce(abc.ABC):
         self.dtype = dtype
         self.plain = communicator.size == 1 or n < plain_below
         self.delivers = False
+        self.reads_pieces = False
 
     @torch.no_grad()
     def __call__(
@@ -61,6 +64,7 @@ class AllReduce(abc.ABC):
         exact: torch.Tensor | None = None,
         *,
         seed: int | None = None,
+        source: Source | None = None,
         deliver: Deliver | None = None,
     ) -> None:
         """Replaces `x` by its mean, compressed, and `exact` by its mean in full precision, over all ranks.
@@ -70,17 +74,21 @@ class AllReduce(abc.ABC):
             exact: shape (exact,), contiguous; may be left out if that is 0.
             seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
                 where the codec draws no random numbers, or `plain`.
+            source: gives the elements of any part that begins and ends at multiples of the codec's block, where they are not in
+                `x`: contiguous vectors, each to be filled up with zeros to such a multiple. Only where `reads_pieces`.
             deliver: called instead of writing to `x`, for each part of the mean as soon as it is here: with the part's
                 elements, and its payload, to be read at once. Only where `delivers`.
 
         Raises:
             TypeError: a dtype is another than that given at construction.
-            ValueError: a shape or device does not fit, a vector is not contiguous, a seed is lacking, or payloads cannot be
-                delivered.
+            ValueError: a shape or device does not fit, a vector is not contiguous, a seed is lacking, or `source` or
+                `deliver` cannot be had.
             CommunicationError: a rank was lost or did not take part in time.
         """
         if deliver is not None and not self.delivers:
             raise ValueError(f"{type(self).__name__} of {self.codec!r} has no payloads of the mean; leave out deliver")
+        if source is not None and not self.reads_pieces:
+            raise ValueError(f"{type(self).__name__} of {self.codec!r} reads one vector; leave out source")
         exact = x.new_empty(0) if exact is None else exact
         check_vector("x", x, self.n, self.dtype, self.communicator)
         check_vector("exact", exact, self.exact, self.dtype, self.communicator)
@@ -88,7 +96,7 @@ class AllReduce(abc.ABC):
         if self.plain:
             average(self.communicator, x, exact)
         else:
-            self._exchange(x, exact, seed, deliver)
+            self._exchange(x, exact, seed, source, deliver)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The residuals: "worker", what this rank's payloads lacked, and "owner", what those of its chunk's mean lacked.
@@ -124,7 +132,9 @@ class AllReduce(abc.ABC):
         self.load_state_dict(vectors)
 
     @abc.abstractmethod
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
+    def _exchange(
+        self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
+    ) -> None:
         """Does it, with checked arguments, more than one rank, and compression."""
 
 

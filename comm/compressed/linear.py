@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver
+from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, pipeline
 from bagua_kernels.comm.compressed.passes import Slots
 from bagua_kernels.comm.compressed.residuals import Residuals
@@ -73,7 +73,9 @@ class LinearAllReduce(AllReduce):
         self._payloads = Slots(1, [codec.payload_size(elements) for elements in lengths], communicator.device)
         self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
 
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
+    def _exchange(
+        self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
+    ) -> None:
         communicator, codec, size = self.communicator, self.codec, self.communicator.size
         exact_mean = communicator.all_reduce(exact, ReduceOp.AVG)
         scales = self._shared_scales(x)

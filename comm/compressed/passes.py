@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import Deliver
+from bagua_kernels.comm.compressed.contract import Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, second_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Work
-from bagua_kernels.compression import Codec
+from bagua_kernels.compression import BlockCodec, Codec
 
 
 class Slots:
@@ -38,6 +38,11 @@ class Slots:
         return self._memory[piece % 2][: self._rows * size].view(self._rows, size)
 
 
+def encodes_pieces(codec: Codec) -> bool:
+    """Whether a codec makes of many tensors what it makes of one vector of them."""
+    return isinstance(codec, BlockCodec) and type(codec).encode is BlockCodec.encode
+
+
 class Scatter:
     """First pass: each rank encodes all chunks of its vector and sends each to its owner, piece by piece.
 
@@ -61,19 +66,21 @@ class Scatter:
         parts = [(layout.number(p, o), length(layout.part(p, o))) for p, o in everything]
         self.residuals = Residuals(codec, parts, device) if residual else None
 
-    def start(self, piece: int, x: torch.Tensor, seed: int) -> None:
-        """Encodes one piece of each chunk of `x`, of shape (n,), and starts sending it."""
+    def start(self, piece: int, x: torch.Tensor, seed: int, source: Source | None = None) -> None:
+        """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
         layout, sent = self._layout, self._sent[piece]
         for owner in range(layout.owners):
-            part, number = x[layout.part(piece, owner)], layout.number(piece, owner)
+            part, number = layout.part(piece, owner), layout.number(piece, owner)
             out = sent[owner, : self._bytes[piece, owner]]
             own = first_seed(self._codec, seed, self._communicator.rank, number)
-            if not part.numel():
+            if not length(part):
                 continue
-            if self.residuals is None:
-                self._codec.encode(part, seed=own, out=out)
+            if source is not None and isinstance(self._codec, BlockCodec):
+                self._codec.encode_pieces(source(part), seed=own, out=out)
+            elif self.residuals is None:
+                self._codec.encode(x[part], seed=own, out=out)
             else:
-                self.residuals.encode(number, part, seed=own, out=out)
+                self.residuals.encode(number, x[part], seed=own, out=out)
         received = self._received[piece]
         self._works[piece % 2] = self._communicator.all_to_all(received.view(-1), sent.view(-1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver
+from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
 from bagua_kernels.comm.compressed.passes import Messages
 from bagua_kernels.comm.compressed.residuals import Residuals
@@ -64,7 +64,9 @@ class SparseAllReduce(AllReduce):
         self._messages = Messages(communicator, [codec.payload_size(length) for length in lengths], exact, dtype)
         self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
 
-    def _exchange(self, x: torch.Tensor, exact: torch.Tensor, seed: int, deliver: Deliver | None) -> None:
+    def _exchange(
+        self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
+    ) -> None:
         rank, scale = self.communicator.rank, 1.0 / self.communicator.size
 
         def encode(piece: int) -> None:

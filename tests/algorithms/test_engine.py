@@ -126,7 +126,7 @@ class Lending(GradientAllReduce):
     """Notes which gradients are still where backward has left them."""
 
     name = "lending"
-    lend = True
+    lends = True
 
     def place(self, name: str, parameter: nn.Parameter) -> tuple[Hashable, bool]:
         return None, parameter.dim() < 2

@@ -7,6 +7,7 @@ decoded. Arguments are checked here, once for all backends; each backend offers 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ def decode_apply(
         raise ValueError(
             f"rule {update.name!r} takes {update.arrays - 1} arrays beside the gradient, got {len(arrays)}"
         )
-    wanted = len(inspect.signature(update.function).parameters) - update.arrays
+    wanted = _parameters(update.function) - update.arrays
     if len(scalars) != wanted:
         raise ValueError(f"rule {update.name!r} takes {wanted} scalars, got {len(scalars)}")
     if not 0 <= position < update.arrays or position in update.writes:
@@ -246,6 +247,11 @@ def decode_apply(
         numbers = tuple(float(s) for s in scalars)
         backend = OP.backend(payloads.device)
         backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position, whole, first)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:
