@@ -14,9 +14,18 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu_intrinsics import (
+    VECTOR_BYTES,
+    borrowed,
+    keep,
+    store_fence,
+    stream_vector,
+    wide_vectors,
+)
 
 # A sum over a row may be taken in any order: what is computed here is averaged over ranks, and no other rank repeats it.
 _ANY_ORDER = {"reassoc", "contract", "nsz"}
+_TASK = 1 << 15  # elements that a thread takes at a time
 
 
 def one(a, x):
@@ -41,18 +50,21 @@ def vanished(x):
 
 
 def approximate_1(left, right, out):
+    wide_vectors()
     a, x = left[0], right[0]
     for j in range(out.size):
         out[j] = one(a, x[j])
 
 
 def approximate_2(left, right, out):
+    wide_vectors()
     a, b, x, y = left[0], left[1], right[0], right[1]
     for j in range(out.size):
         out[j] = two(a, x[j], b, y[j])
 
 
 def approximate_4(left, right, out):
+    wide_vectors()
     a, b, c, d = left[0], left[1], left[2], left[3]
     x, y, z, w = right[0], right[1], right[2], right[3]
     for j in range(out.size):
@@ -60,6 +72,7 @@ def approximate_4(left, right, out):
 
 
 def approximate_any(left, right, out):
+    wide_vectors()
     for j in range(out.size):
         out[j] = left[0] * right[0, j]
     for k in range(1, left.size):
@@ -68,6 +81,7 @@ def approximate_any(left, right, out):
 
 
 def project_1(total, before, before_left, before_right, gradient, right, left):
+    wide_vectors()
     a, x, q = before_left[0], before_right[0], right[0]
     nothing = p = np.float32(0)
     for j in range(total.size):
@@ -80,6 +94,7 @@ def project_1(total, before, before_left, before_right, gradient, right, left):
 
 
 def project_2(total, before, before_left, before_right, gradient, right, left):
+    wide_vectors()
     a, b, x, y = before_left[0], before_left[1], before_right[0], before_right[1]
     q, s = right[0], right[1]
     nothing = p = r = np.float32(0)
@@ -94,6 +109,7 @@ def project_2(total, before, before_left, before_right, gradient, right, left):
 
 
 def project_4(total, before, before_left, before_right, gradient, right, left):
+    wide_vectors()
     a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
     x, y, z, w = before_right[0], before_right[1], before_right[2], before_right[3]
     q, s, u, v = right[0], right[1], right[2], right[3]
@@ -111,6 +127,7 @@ def project_4(total, before, before_left, before_right, gradient, right, left):
 
 
 def project_any(total, before, before_left, before_right, gradient, right, left):
+    wide_vectors()
     approximate(before_left, before_right, total)
     nothing = np.float32(0)
     for j in range(total.size):
@@ -125,9 +142,18 @@ def project_any(total, before, before_left, before_right, gradient, right, left)
     return nothing == 0
 
 
-def project_rows(total, before, before_left, before_right, gradient, right, left, small):
-    for i in numba.prange(total.shape[0]):
+def project_some(total, before, before_left, before_right, gradient, right, left, small, begin, end):
+    # A row takes five slices, each of which would count references atomically.
+    total, before, gradient, left = borrowed(total), borrowed(before), borrowed(gradient), borrowed(left)
+    before_left, before_right, right = borrowed(before_left), borrowed(before_right), borrowed(right)
+    for i in range(begin, end):
         small[i] = project(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+
+
+def project_rows(total, before, before_left, before_right, gradient, right, left, small, rows):
+    for task in numba.prange(-(-total.shape[0] // rows)):
+        end = min((task + 1) * rows, total.shape[0])
+        some(total, before, before_left, before_right, gradient, right, left, small, task * rows, end)
 
 
 def is_small(x):
@@ -137,10 +163,29 @@ def is_small(x):
     return nothing == 0
 
 
-def approximate_rows(left, right, out, small):
-    for i in numba.prange(out.shape[0]):
-        approximate(left[i], right, out[i])
-        small[i] = is_small(out[i])
+def approximate_some(left, right, out, small, streamed, begin, end):
+    left, right, out = borrowed(left), borrowed(right), borrowed(out)
+    own = np.empty(out.shape[1], np.float32)
+    row = borrowed(own)
+    for i in range(begin, end):
+        if streamed:
+            # What is not read again soon need not displace what is, nor be read before it is written.
+            approximate(left[i], right, row)
+            small[i] = is_small(row)
+            target = out[i]
+            for at in range(0, 4 * row.size, VECTOR_BYTES):
+                stream_vector(target, row, at)
+        else:
+            approximate(left[i], right, out[i])
+            small[i] = is_small(out[i])
+    if streamed:
+        store_fence()
+    keep(own)
+
+
+def approximate_rows(left, right, out, small, streamed, rows):
+    for task in numba.prange(-(-out.shape[0] // rows)):
+        some(left, right, out, small, streamed, task * rows, min((task + 1) * rows, out.shape[0]))
 
 
 def tree_sum(x):
@@ -202,15 +247,19 @@ def orthonormal_columns(columns, bits, scratch, limits):
 
 @functools.cache
 def _kernels(rank: int) -> tuple[Any, Any]:
-    rules = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
+    rules: dict[str, Any] = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
+    rules["wide_vectors"] = wide_vectors
+    memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence, "stream_vector": stream_vector}
     made = {1: (approximate_1, project_1), 2: (approximate_2, project_2), 4: (approximate_4, project_4)}
     approximate, project = made.get(rank, (approximate_any, project_any))
     approximation = compile_template(approximate, rules)
     small = compile_template(is_small, {**rules, "np": np}, fastmath=_ANY_ORDER)
     row = compile_template(project, {**rules, "np": np, "approximate": approximation}, fastmath=_ANY_ORDER)
-    projection = compile_template(project_rows, {"numba": numba, "project": row}, parallel=True)
-    names = {"numba": numba, "approximate": approximation, "is_small": small}
-    return projection, compile_template(approximate_rows, names, parallel=True)
+    some = compile_template(project_some, {"borrowed": borrowed, "project": row})
+    projection = compile_template(project_rows, {"numba": numba, "some": some}, parallel=True)
+    names = {"np": np, "VECTOR_BYTES": VECTOR_BYTES, "approximate": approximation, "is_small": small, **memory}
+    some = compile_template(approximate_some, names)
+    return projection, compile_template(approximate_rows, {"numba": numba, "some": some}, parallel=True)
 
 
 @functools.cache
@@ -218,6 +267,11 @@ def _orthonormal() -> Any:
     names = {"np": np, "tree_sum": compile_template(tree_sum, {})}
     names["norm"] = compile_template(norm, dict(names))
     return compile_template(orthonormal_columns, names)
+
+
+def _rows(matrix: torch.Tensor) -> int:
+    """How many rows a thread takes at a time."""
+    return max(1, _TASK // max(1, matrix.shape[1]))
 
 
 def suits(state: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
@@ -250,9 +304,8 @@ def project(
     """
     small = np.empty(total.shape[0], dtype=np.bool_)
     columns, last = right.t().contiguous(), factors[1].t().contiguous()
-    run_parallel(
-        _kernels(right.shape[1])[0], *map(array, (total, before, factors[0], last, gradient, columns, left)), small
-    )
+    arrays = map(array, (total, before, factors[0], last, gradient, columns, left))
+    run_parallel(_kernels(right.shape[1])[0], *arrays, small, _rows(total))
     return bool(small.all())
 
 
@@ -268,7 +321,9 @@ def approximate(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> b
         Whether all of `out` is below 2^127 in magnitude.
     """
     small = np.empty(out.shape[0], dtype=np.bool_)
-    run_parallel(_kernels(right.shape[1])[1], *map(array, (left, right.t().contiguous(), out)), small)
+    streamed = out.data_ptr() % VECTOR_BYTES == 0 == 4 * out.shape[1] % VECTOR_BYTES
+    arrays = map(array, (left, right.t().contiguous(), out))
+    run_parallel(_kernels(right.shape[1])[1], *arrays, small, streamed, _rows(out))
     return bool(small.all())
 
 
