@@ -43,6 +43,7 @@ _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
 # DDP is in both, as what ratios refer to: rivals of different groups are not measured at the same time.
 _METHODS = ["alone", "ddp", "ddp fp16", "allreduce", "bytegrad", "bytegrad in backward", "int8", "sign", "topk"]
 _FACTORS = ["ddp", *(f"{maker}powersgd {rank}" for maker in ("ddp ", "") for rank in _RANKS)]
+_FACTORS += [f"powersgd {rank} in backward" for rank in (2, 4)]
 _OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
 _TRIED = [f"{name} if faster" for name in _OURS]
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
@@ -91,7 +92,8 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
     if rate == 500.0:
         for name in ("bytegrad", "bytegrad in backward"):
             found += [(name, "ddp", 0.35), (name, "ddp fp16", 0.65)]
-    found += [(f"powersgd {rank}", f"ddp powersgd {rank}", 0.6) for rank in (2, 4)]
+    for rank in (2, 4):
+        found += [(name, f"ddp powersgd {rank}", 0.6) for name in (f"powersgd {rank}", f"powersgd {rank} in backward")]
     if rate is None:
         found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]
