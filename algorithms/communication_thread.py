@@ -16,8 +16,8 @@ from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
 Exchange = Callable[[Bucket | Rows, int], None]
-# A slot of a bucket, and the gradient that belongs there.
-Taken = tuple[int, torch.Tensor | None]
+# A slot of a bucket, the gradient that belongs there, and the parameter if its `grad` is to be the slot's view from then on.
+Taken = tuple[int, torch.Tensor | None, torch.nn.Parameter | None]
 
 
 @dataclass
@@ -133,15 +133,19 @@ def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None
 
 
 def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = False) -> None:
-    """Brings gradients to their slots of a bucket, multiplied by a weight, and lets go of them.
+    """Brings gradients to their slots of a bucket, multiplied by a weight.
 
     Args:
         bucket: where to.
-        gradients: for each slot its own; None stands for zeros.
+        gradients: for each slot its own; None stands for zeros. Nothing is left: backward can use the memory again while it is in
+            the caches.
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, not multiplied, and laid out like their views need only be lent.
     """
-    for slot, gradient in gradients:
+    while gradients:
+        slot, gradient, parameter = gradients.pop()
+        if parameter is not None:
+            parameter.grad = bucket.views[slot]
         lendable = lend and gradient is not None and weight == 1.0 and bucket.compressed(slot)
         if lendable and gradient is not None and gradient.stride() == bucket.views[slot].stride():
             bucket.lent[slot] = gradient.detach()
@@ -149,7 +153,6 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
-    gradients.clear()
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

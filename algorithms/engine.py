@@ -68,8 +68,8 @@ class Engine:
 
     1. When a parameter's gradient is complete, its hook takes note of it. What later hooks make of it is not exchanged.
     2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
-       them into the bucket, unless they are there already, and exchanges it, while backward goes on. Threads take buckets in
-       turn. On a GPU backward's stream makes the copy.
+       them into the bucket, unless they are there already or `exchange` reads them where they are (`lend`), and exchanges it,
+       while backward goes on. Threads take buckets in turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it.
@@ -271,11 +271,12 @@ class Engine:
                 )
             self._present.add(position)
         bucket, slot = self.slots[position]
-        self._taken[bucket.index].append((slot, gradient))
         # On a GPU on backward's stream, of which the allocator knows that it reads the gradient. And what hooks after this
         # one make of a gradient is not exchanged, however long that takes.
-        hooks = member.parameter._post_accumulate_grad_hooks
-        if bucket.whole.is_cuda or len(hooks or ()) > 1:
+        now = bucket.whole.is_cuda or len(member.parameter._post_accumulate_grad_hooks or ()) > 1
+        adopts = gradient is not None and not now
+        self._taken[bucket.index].append((slot, gradient, member.parameter if adopts else None))
+        if now:
             load(bucket, self._taken[bucket.index], self.weight)
 
     def _start_complete(self) -> None:

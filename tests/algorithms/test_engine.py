@@ -166,6 +166,34 @@ def test_gradients_are_lent() -> None:
     run_ranks(2, rank)
 
 
+class Looking(GradientAllReduce):
+    """Notes which parameters' gradients are in the bucket when it is exchanged."""
+
+    name = "looking"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name, view in zip(bucket.names, bucket.views, strict=True):
+            gradient = parameters[name].grad
+            self.inside[name] = gradient is not None and gradient.data_ptr() == view.data_ptr()
+        super().exchange(bucket, step)
+
+
+def test_what_was_copied_is_let_go() -> None:
+    """Not where a later hook is at work on the gradient, and nothing is there without one."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.ModuleList([nn.Linear(7, 5), nn.Linear(7, 5)])
+        algorithm = Looking(module, communicator=communicator)
+        algorithm.inside = {}
+        module[0].bias.register_post_accumulate_grad_hook(lambda p: None)
+        module[0](batch(communicator.rank, 0)).square().mean().backward()
+        assert algorithm.inside == {"0.weight": True, "0.bias": False, "1.weight": False, "1.bias": False}
+        assert all((p.grad is None) == name.startswith("1.") for name, p in module.named_parameters())
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("kind", [GradientAllReduce, Lending])
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float, kind: type[Algorithm]) -> None:
