@@ -167,7 +167,7 @@ class Algorithm(WrappedModule):
 
     @property
     def lends(self) -> bool:
-        """Whether `exchange` reads gradients that are to be compressed where backward left them, and clears `bucket.lent`."""
+        """Whether `exchange` reads gradients that are to be compressed where backward left them, if they are in `bucket.lent`."""
         return False
 
     def lane(self, bucket: Bucket | Rows) -> Communicator:
@@ -186,7 +186,7 @@ class Algorithm(WrappedModule):
         """Replaces `bucket.flat` and `bucket.exact` by their means over all ranks, on the bucket's `lane`; runs on its thread.
 
         Args:
-            bucket: the gradients of one bucket.
+            bucket: the gradients of one bucket; where the algorithm `lends`, see `Bucket.lent`.
             step: number of the backward pass, equal on all ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} must say how a bucket is exchanged")
@@ -206,6 +206,7 @@ class Algorithm(WrappedModule):
         if self._steps is not None and self._engine is not None:
             self._steps.begin(bucket, self._engine.present(bucket))
         self.exchange(bucket, step)
+        bucket.lent.clear()
         if self._steps is not None:
             self._steps.finish(bucket)
 

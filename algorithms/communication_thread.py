@@ -140,15 +140,14 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
         gradients: for each slot its own; None stands for zeros. Nothing is left: backward can use the memory again while it is in
             the caches.
         weight: by which they are multiplied.
-        lend: whether those that are to be compressed, not multiplied, and laid out like their views need only be lent.
+        lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
     """
     while gradients:
         slot, gradient, parameter = gradients.pop()
         if parameter is not None:
             parameter.grad = bucket.views[slot]
-        lendable = lend and gradient is not None and weight == 1.0 and bucket.compressed(slot)
-        if lendable and gradient is not None and gradient.stride() == bucket.views[slot].stride():
-            bucket.lent[slot] = gradient.detach()
+        lendable = lend and weight == 1.0 and bucket.compressed(slot)
+        if lendable and gradient is not None and bucket.lend(slot, gradient):
             continue
         bucket.fill(slot, gradient)
         if weight != 1.0:

@@ -135,7 +135,6 @@ class CompressedAllReduce(Algorithm):
         with self._delivery(bucket, codec, sample is None and all_reduce.delivers) as deliver:
             source = bucket.pieces if bucket.lent else None
             all_reduce(bucket.flat, bucket.exact, seed=seed, source=source, deliver=deliver)
-        bucket.lent.clear()
         if self.guard is not None and sample is not None:
             error, errors = sample.errors(bucket)
             self._errors.update(errors)
@@ -147,7 +146,7 @@ class CompressedAllReduce(Algorithm):
         return self.guard is not None and (step + bucket.index) % self.guard.every == 0
 
     def _reads_pieces(self, bucket: Bucket, codec: Codec | None, step: int) -> bool:
-        """Whether gradients need not be in the bucket: nothing but the all-reduce looks at them."""
+        """Whether gradients need not be in the bucket, since only the all-reduce looks at them, and does so piece by piece."""
         found = self._all_reduces.get(bucket.index)
         if found is None or found.codec != codec or self._samples(bucket, step):
             return False

@@ -96,9 +96,9 @@ class PowerSGD(Algorithm):
             self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         state = self._state(bucket)
+        bucket.collect(state.dense)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
         left = state.left(bucket.sources())
-        bucket.lent.clear()
         together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
         self.lane(bucket).all_reduce(together, ReduceOp.AVG).wait()
         means = together[left.numel() :].split([view.numel() for view in dense])

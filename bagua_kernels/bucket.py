@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ class Bucket:
         spans: where each tensor's elements lie in `whole`, in the order of memory.
         align: elements to whose multiples tensors of `flat` are aligned.
         gaps: the elements of `flat` between the end of each view and the next boundary.
-        lent: tensors by position that belong into views and have not been copied yet.
+        lent: tensors by position that stand for their views, which hold nothing of use meanwhile, nor do the gaps behind them.
     """
 
     def __init__(
@@ -104,10 +104,21 @@ class Bucket:
                 found.append(whole[begin - span.start : end - span.start])
         return found
 
-    def collect(self) -> None:
-        """Copies what is lent into its views."""
-        while self.lent:
-            self.fill(*self.lent.popitem())
+    def collect(self, slots: Iterable[int] | None = None) -> None:
+        """Copies what is lent into its views: of these positions, or all of it."""
+        for slot in list(self.lent) if slots is None else slots:
+            if slot in self.lent:
+                self.fill(slot, self.lent[slot])
+
+    def lend(self, slot: int, tensor: torch.Tensor) -> bool:
+        """Lets a tensor stand for its view, if it has the view's memory format and plain numbers; returns whether it does."""
+        view = self.views[slot]
+        alike = tensor.shape == view.shape and tensor.stride() == view.stride() and tensor.dtype == view.dtype
+        # Tensors whose memory does not hold their numbers are for PyTorch to read.
+        if not alike or tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        self.lent[slot] = tensor.detach()
+        return True
 
     def compressed(self, slot: int) -> bool:
         """Whether a tensor lies in `flat`, which is to be compressed."""
@@ -123,6 +134,7 @@ class Bucket:
             tensor: of the view's shape; None stands for zeros.
         """
         view, gap = self.views[slot], self.gaps[slot]
+        self.lent.pop(slot, None)
         if tensor is None:
             view.zero_()
         elif tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride():

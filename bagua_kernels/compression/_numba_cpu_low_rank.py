@@ -245,13 +245,21 @@ def orthonormal_columns(columns, bits, scratch, limits):
                     rest[i] -= column[i] * share
 
 
+_BY_RANK = {
+    0: (approximate_any, project_any),
+    1: (approximate_1, project_1),
+    2: (approximate_2, project_2),
+    4: (approximate_4, project_4),
+}
+
+
 @functools.cache
 def _kernels(rank: int) -> tuple[Any, Any]:
+    """Projection and approximation, for a rank, or for any if it is 0."""
     rules: dict[str, Any] = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
     rules["wide_vectors"] = wide_vectors
     memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence, "stream_vector": stream_vector}
-    made = {1: (approximate_1, project_1), 2: (approximate_2, project_2), 4: (approximate_4, project_4)}
-    approximate, project = made.get(rank, (approximate_any, project_any))
+    approximate, project = _BY_RANK[rank]
     approximation = compile_template(approximate, rules)
     small = compile_template(is_small, {**rules, "np": np}, fastmath=_ANY_ORDER)
     row = compile_template(project, {**rules, "np": np, "approximate": approximation}, fastmath=_ANY_ORDER)
@@ -305,7 +313,7 @@ def project(
     small = np.empty(total.shape[0], dtype=np.bool_)
     columns, last = right.t().contiguous(), factors[1].t().contiguous()
     arrays = map(array, (total, before, factors[0], last, gradient, columns, left))
-    run_parallel(_kernels(right.shape[1])[0], *arrays, small, _rows(total))
+    run_parallel(_kernels(right.shape[1] if right.shape[1] in _BY_RANK else 0)[0], *arrays, small, _rows(total))
     return bool(small.all())
 
 
@@ -323,7 +331,7 @@ def approximate(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> b
     small = np.empty(out.shape[0], dtype=np.bool_)
     streamed = out.data_ptr() % VECTOR_BYTES == 0 == 4 * out.shape[1] % VECTOR_BYTES
     arrays = map(array, (left, right.t().contiguous(), out))
-    run_parallel(_kernels(right.shape[1])[1], *arrays, small, streamed, _rows(out))
+    run_parallel(_kernels(right.shape[1] if right.shape[1] in _BY_RANK else 0)[1], *arrays, small, streamed, _rows(out))
     return bool(small.all())
 
 

@@ -149,6 +149,7 @@ class LowRank:
         rights = [_views(flat, groups, "columns", "rank") for flat in flats]
         parts = zip(groups, *wholes, lefts[0], rights[0], lefts[1], *rights[1:], strict=True)
         self._stacks = [_Stack(*part) for part in parts]
+        self._due = [False] * len(self._stacks)  # whether the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
         self._factors = _views(self._left, groups, "rows", "rank")
@@ -170,20 +171,22 @@ class LowRank:
         """
         self._check_tensors("tensors", tensors)
         self._small = []
-        for s in self._stacks:
+        for place, s in enumerate(self._stacks):
             # A column that became zero would stay zero whatever gradients come.
             right = torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept)
             given = [tensors[m.place] for m in s.matrices]
             if _numba_cpu_low_rank.suits(s.total, given):
                 small = [
-                    _numba_cpu_low_rank.project(total, before, (p, q), gradient.reshape(total.shape), r, left)
+                    _numba_cpu_low_rank.project(
+                        total, before, (p, q), gradient.reshape(total.shape).contiguous(), r, left
+                    )
                     for gradient, total, before, p, q, r, left in zip(
                         given, s.total, s.before, s.before_left, s.before_right, right, s.left, strict=True
                     )
                 ]
                 self._small.append(all(small))
             else:
-                self._take_off(s)
+                self._take_off(place)
                 for m, total, residual in zip(s.matrices, s.total, s.before, strict=True):
                     torch.add(residual.view(m.shape), tensors[m.place], out=total.view(m.shape))
                 torch.bmm(s.total, right, out=s.left)
@@ -232,7 +235,7 @@ class LowRank:
             if self._small[place] and _numba_cpu_low_rank.suits(s.total, into):
                 self._write(place, into)
             else:
-                self._write_and_take_off(s, into)
+                self._write_and_take_off(place, into)
             self._keep(s)
         self.step += 1
         self._owes = True
@@ -249,6 +252,7 @@ class LowRank:
             kept.append(_numba_cpu_low_rank.approximate(left, right, dense.view(total.shape)))
             if dense is not tensor:
                 tensor.copy_(dense.view(tensor.shape))
+        self._due[place] = True
         if all(kept):
             self._stacks[place] = s._replace(total=s.before, before=s.total)
             s.before_left.copy_(s.left)
@@ -258,37 +262,29 @@ class LowRank:
             for to, value in ((s.before, s.total), (s.before_left, s.left), (s.before_right, s.right)):
                 to[i] = value[i]
 
-    def _write_and_take_off(self, s: _Stack, out: Sequence[torch.Tensor]) -> None:
+    def _write_and_take_off(self, place: int, out: Sequence[torch.Tensor]) -> None:
         """Writes the output of a stack, and keeps what it misses in the dtype of `out`, wherever that is finite."""
-        self._take_off(s)
+        self._take_off(place)
+        s = self._stacks[place]
         for total, left, right, tensor in zip(s.total, s.left, s.right, out, strict=True):
-            tensor.copy_(self._product(left, right).view(tensor.shape))
+            tensor.copy_(_product(left, right, self._scratch).view(tensor.shape))
             total.view(tensor.shape).sub_(tensor)
         torch.where(finite(s.total), s.total, s.before, out=s.before)
 
-    def _take_off(self, s: _Stack) -> None:
+    def _take_off(self, place: int) -> None:
         """Makes `before` the residual itself."""
-        if bool(s.before_left.any()):
+        s = self._stacks[place]
+        if self._due[place]:
             for before, left, right in zip(s.before, s.before_left, s.before_right, strict=True):
-                before.sub_(self._product(left, right))
+                before.sub_(_product(left, right, self._scratch))
             s.before_left.zero_()
-
-    def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """P Q^T; overwritten by the next call."""
-        # Column by column instead of a matrix product, whose rounding differs between libraries and devices.
-        p, q = left.unsqueeze(2), right
-        whole: torch.Tensor
-        whole, product = self._scratch[:, : len(left) * len(right)].view(2, len(left), len(right))
-        torch.mul(p[:, 0], q[:, 0], out=whole)
-        for k in range(1, left.shape[1]):
-            whole += torch.mul(p[:, k], q[:, k], out=product)
-        return whole
+            self._due[place] = False
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiplies the residuals, for gradients that are in another unit from now on."""
-        for s in self._stacks:
-            self._take_off(s)
+        for place, s in enumerate(self._stacks):
+            self._take_off(place)
             s.before.mul_(factor)
 
     @torch.no_grad()
@@ -302,8 +298,8 @@ class LowRank:
         self._next = "left"
         if not self._owes:
             return
-        for s in self._stacks:
-            self._take_off(s)
+        for place, s in enumerate(self._stacks):
+            self._take_off(place)
             for m, residual in zip(s.matrices, s.before, strict=True):
                 tensors[m.place].add_(residual.view(m.shape))
             s.before.zero_()
@@ -315,10 +311,18 @@ class LowRank:
             good = finite(s.left) & finite(s.right)
             torch.where(good, s.right / power_of_two(s.right), s.kept, out=s.kept)
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """A copy of the step, and by name of the residuals, which differ from rank to rank, and of the right factors."""
-        copies = {key: {name: t.clone() for name, t in own.items()} for key, own in self._persistent().items()}
-        return {"step": self.step, **copies}
+        residuals, rights = {}, {}
+        for s, due in zip(self._stacks, self._due, strict=True):
+            for i, m in enumerate(s.matrices):
+                # Nothing is changed, in case that another thread takes a step meanwhile.
+                scratch = s.before.new_empty(2, m.rows * m.columns if due else 0)
+                product = _product(s.before_left[i], s.before_right[i], scratch) if due else 0.0
+                residuals[m.name] = s.before[i] - product
+                rights[m.name] = s.kept[i].clone()
+        return {"step": self.step, "residuals": residuals, "rights": rights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, whatever the order of the tensors; a step under way is forgotten.
@@ -326,8 +330,12 @@ class LowRank:
         Raises:
             ValueError: the matrices differ in their names or shapes, or the rank differs; nothing is changed then.
         """
-        pairs = []
-        for key, own in self._persistent().items():
+        places = {m.name: (s, i) for s in self._stacks for i, m in enumerate(s.matrices)}
+        targets = {
+            "residuals": {name: s.before[i] for name, (s, i) in places.items()},
+            "rights": {name: s.kept[i] for name, (s, i) in places.items()},
+        }
+        for key, own in targets.items():
             wanted, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (own, state[key]))
             differ = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
             if differ:
@@ -335,20 +343,16 @@ class LowRank:
                     f"{key} of {differ}: expected shapes {[wanted.get(n) for n in differ]}, got "
                     f"{[found.get(n) for n in differ]}; start with the names, shapes and rank that were saved"
                 )
-            pairs += [(t, state[key][name]) for name, t in own.items()]
-        for to, value in pairs:
-            to.copy_(value)
+        for s in self._stacks:
+            s.before_left.zero_()
+        self._due = [False] * len(self._stacks)
+        for key, own in targets.items():
+            for name, target in own.items():
+                target.copy_(state[key][name])
         self.step = int(state["step"])
         self._owes = True
         self._next = "left"
         self._draw()
-
-    def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
-        for s in self._stacks:
-            self._take_off(s)
-        residuals = {m.name: s.before[i] for s in self._stacks for i, m in enumerate(s.matrices)}
-        rights = {m.name: s.kept[i] for s in self._stacks for i, m in enumerate(s.matrices)}
-        return {"residuals": residuals, "rights": rights}
 
     def _draw(self) -> None:
         step = 0 if self.config.warm_start else self.step
@@ -387,6 +391,18 @@ def _compressed(config: PowerSGD, place: int, name: str, shape: torch.Size) -> _
     rank = min(config.rank, rows, columns)
     too_large = (rows + columns) * rank * config.min_compression > rows * columns
     return None if len(shape) < 2 or rank == 0 or too_large else _Matrix(place, name, shape, rows, columns, rank)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """P Q^T, in memory of shape (2, n m or more)."""
+    # Column by column instead of a matrix product, whose rounding differs between libraries and devices.
+    p, q = left.unsqueeze(2), right
+    whole: torch.Tensor
+    whole, product = scratch[:, : len(left) * len(right)].view(2, len(left), len(right))
+    torch.mul(p[:, 0], q[:, 0], out=whole)
+    for k in range(1, left.shape[1]):
+        whole += torch.mul(p[:, k], q[:, k], out=product)
+    return whole
 
 
 def _views(flat: torch.Tensor, groups: list[list[_Matrix]], rows: str, columns: str) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ class AllReduce(abc.ABC):
     Attributes:
         plain: whether vectors are sent plainly.
         delivers: whether it can hand out the mean's payloads instead of decoding them.
+        reads_pieces: whether it can be given many tensors instead of one vector.
 
     Raises:
         TypeError: the codec or the dtype is none.

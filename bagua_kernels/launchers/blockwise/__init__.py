@@ -249,7 +249,7 @@ def decode_apply(
         backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position, whole, first)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _parameters(function: Callable[..., Any]) -> int:
     return len(inspect.signature(function).parameters)
 
