@@ -137,8 +137,8 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
 
     Args:
         bucket: where to.
-        gradients: for each slot its own; None stands for zeros. Nothing is left: backward can use the memory again while it is in
-            the caches.
+        gradients: for each slot its own; None stands for zeros. It is emptied, so that backward can use the memory of what was
+            copied again; what is lent stays until it is exchanged.
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
     """

@@ -84,7 +84,6 @@ class Bucket:
             self.whole[offset + t.numel() : offset + size]
             for t, offset, size in zip(tensors, offsets, sizes, strict=True)
         ]
-
         self.lent: dict[int, torch.Tensor] = {}
 
     def sources(self) -> list[torch.Tensor]:
