@@ -13,6 +13,7 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine import Counters, Engine, Member
+from bagua_kernels.algorithms.gates import Gates, check_waits
 from bagua_kernels.algorithms.replicas import check_equal, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
@@ -20,7 +21,7 @@ from bagua_kernels.algorithms.trial import Trial
 from bagua_kernels.algorithms.vectors import Named, mean_of
 from bagua_kernels.algorithms.wrapped import WrappedModule
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.errors import CommunicationError
 
 BUCKET_BYTES = 10 << 20
@@ -58,6 +59,7 @@ class Algorithm(WrappedModule):
         broadcast_buffers: bool = True,
         average_buffers: bool = False,
         apply_in_backward: bool = False,
+        wait_in_forward: bool = False,
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -73,14 +75,18 @@ class Algorithm(WrappedModule):
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
             apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
-                goes on, with what the optimizer's options are then. `grad` is None afterwards, so that `optimizer.step()`
-                has nothing left to do but its hooks and sparse gradients; a GradScaler or a norm of all gradients cannot
-                come between. The optimizer is one of `bagua_kernels.optim`.
+                goes on, with what the optimizer's options are when that begins. `grad` is None afterwards, so that
+                `optimizer.step()` has nothing left to do but its hooks and sparse gradients; a GradScaler or a norm of all
+                gradients cannot come between. The optimizer is one of `bagua_kernels.optim`.
+            wait_in_forward: whether, with `apply_in_backward`, backward does not wait at its end, but each module of the next
+                forward pass for its own parameters; what forward needs first is exchanged first. Whoever reads parameters
+                by references of his own calls `wait` before.
 
         Raises:
             TypeError: a trainable parameter is complex, or `apply_in_backward` has no optimizer of this package.
             ValueError: the modules differ between ranks, a parameter is on another device than the communicator, or
-                `bucket_bytes` or `lanes` is below 1 or differs between ranks.
+                `bucket_bytes` or `lanes` is below 1 or differs between ranks; or with `wait_in_forward` a gradient is not
+                for `apply_in_backward`.
         """
         super().__init__()
         if bucket_bytes < 1:
@@ -102,7 +108,7 @@ class Algorithm(WrappedModule):
         if self._communicator.size == 1:
             return
         try:
-            self._start(module, optimizer, bucket_bytes, lanes, apply_in_backward)
+            self._start(module, optimizer, bucket_bytes, lanes, apply_in_backward, wait_in_forward)
         except Exception as error:
             self._give_up(error)
             raise
@@ -111,7 +117,7 @@ class Algorithm(WrappedModule):
         """Leaves nothing open after a constructor that failed."""
         if self._engine is not None:
             self._engine.close()
-        for lane in self._lanes:
+        for lane in self._communicators():
             try:
                 lane.close(_FAREWELL)
             except CommunicationError:  # the others have not failed
@@ -124,12 +130,12 @@ class Algorithm(WrappedModule):
         bucket_bytes: int,
         lanes: int | None,
         apply_in_backward: bool,
+        wait_in_forward: bool,
     ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
         check_module(module, self._communicator)
-        check_equal(
-            {"bucket_bytes": bucket_bytes, "lanes": lanes, "apply_in_backward": apply_in_backward}, self._communicator
-        )
+        options = {"bucket_bytes": bucket_bytes, "lanes": lanes, "apply_in_backward": apply_in_backward}
+        check_equal({**options, "wait_in_forward": wait_in_forward}, self._communicator)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
@@ -142,7 +148,9 @@ class Algorithm(WrappedModule):
         ]
         if apply_in_backward:
             self._steps = BackwardSteps(optimizer, {m.name: m.parameter for m in members if not m.sparse})
-        trial = self._trial
+        if wait_in_forward:
+            check_waits(members, optimizer, apply_in_backward)
+        trial, gates = self._trial, Gates() if wait_in_forward else None
         if members:
             self._engine = Engine(
                 members,
@@ -155,9 +163,16 @@ class Algorithm(WrappedModule):
                 name=self.name,
                 steps=self._steps,
                 lend=self.lends,
+                gates=gates,
+                agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
                 lanes=_LANES[self._communicator.device.type] if lanes is None else lanes,
             )
+            if gates is not None and optimizer is not None:
+                gates.install(module, optimizer, [m.parameter for m in self._engine.members])
+                if self._communicator.device.type == "cpu":
+                    # Buffers are synchronized while buckets may be under way.
+                    self._lanes = [self._world.duplicate()]
             self._lanes += [self._world.duplicate() for _ in range(self._engine.lanes - 1)]
 
     @property
@@ -173,6 +188,16 @@ class Algorithm(WrappedModule):
     def lane(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator of the thread that exchanges a bucket; other buckets may be exchanged at the same time."""
         return self._lanes[bucket.index % len(self._lanes)]
+
+    def _communicators(self) -> list[Communicator]:
+        """All that are open, each once."""
+        return list(dict.fromkeys([self._communicator, *self._lanes]))
+
+    def _agree(self, bucket: Bucket | Rows) -> int:
+        lane = self.lane(bucket)
+        index = torch.tensor([bucket.index], device=lane.device)
+        lane.all_reduce(index, ReduceOp.MIN).wait()
+        return int(index)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """Says where the gradient of a parameter belongs.
@@ -267,15 +292,17 @@ class Algorithm(WrappedModule):
     def close(self) -> None:
         """Stops exchanging gradients and frees the connections; collective over all ranks."""
         if self._engine is not None:
+            self._engine.complete()
             self._engine.close()
             self._engine = None
-        for lane in self._lanes:
+        for lane in self._communicators():
             lane.close()
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
+        self.wait()
         counters = Counters(self._steps_alone) if self._engine is None else self._engine.counters
-        sent = sum(lane.bytes_sent for lane in self._lanes) - self._setup_bytes
+        sent = sum(lane.bytes_sent for lane in self._communicators()) - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds
         outcome = "" if self._trial is None else self._trial.outcome
         return Stats(counters.steps, sent, *waits, self.residual_norm(), self.errors(), outcome)
@@ -297,7 +324,7 @@ class Algorithm(WrappedModule):
         """
         order: list[str] = []
         if self._engine is not None:
-            self._engine.check_idle()
+            self._engine.conclude()
             order = [self._engine.members[position].name for position in self._engine.order]
         vectors, decisions = self._remembered(), self.decisions()
         return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": decisions}
@@ -334,6 +361,7 @@ class Algorithm(WrappedModule):
                     stacklevel=2,
                 )
             return
+        self._engine.conclude()
         positions = {member.name: position for position, member in enumerate(self._engine.members)}
         if states[0]["order"] and set(states[0]["order"]) != set(positions):
             differ = sorted(set(states[0]["order"]) ^ set(positions))

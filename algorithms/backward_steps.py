@@ -14,10 +14,11 @@ from bagua_kernels.compression import BlockCodec, Codec
 from bagua_kernels.optim.compressed import PayloadStep
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.part import Part
+from bagua_kernels.optim.twin import Twin
 
 
 class BackwardSteps:
-    """Updates the parameters of each bucket as soon as their mean has arrived; `grad` is None afterwards.
+    """Updates the parameters of each bucket as soon as their mean has arrived; their `grad` is not set.
 
     A parameter without a gradient on this rank waits for the end of backward, when it is known whether any rank has one.
     Means that arrive as payloads of a block codec are decoded in the same pass over memory that updates the parameters.
@@ -43,9 +44,10 @@ class BackwardSteps:
                 raise TypeError(
                     "apply_in_backward=True goes neither with differentiable nor, on a CPU, with capturable"
                 )
-        self._optimizer = optimizer
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = {name: p for name, p in parameters.items() if id(p) in known}
+        self._twin = Twin(optimizer)
+        self._originals = dict(parameters)
+        # What stands for them, and has the gradients.
+        self._parameters: dict[str, torch.Tensor] = {}
         self._parts: dict[tuple[int, str], Part] = {}
         self._ready: dict[int, dict[str, None]] = {}
         self._taken: set[str] = set()
@@ -53,6 +55,18 @@ class BackwardSteps:
     def forget(self) -> None:
         """Drops what was prepared for buckets, since these are laid out anew."""
         self._parts.clear()
+
+    def updates(self, name: str) -> bool:
+        """Whether the optimizer has a parameter."""
+        return name in self._parameters
+
+    def start(self) -> None:
+        """Begins a backward pass: steps are taken with what the optimizer's options are now."""
+        same = self._twin.begin()
+        if not same or not self._parameters:
+            self._parts.clear()
+            twins = self._twin.parameters
+            self._parameters = {name: twins[p] for name, p in self._originals.items() if p in twins}
 
     def taken(self, name: str) -> bool:
         """Whether the parameter has had its step in this backward pass."""
@@ -100,13 +114,15 @@ class BackwardSteps:
             self._part(bucket.index, "all", [name for name in bucket.names if name in self._parameters]).step()
             self._end(ready)
 
-    def finish_late(self, names: Sequence[str]) -> None:
-        """At the end of backward, updates parameters whose gradient came from other ranks only."""
-        late = [name for name in names if name in self._parameters]
+    def finish_late(self, late: Mapping[str, torch.Tensor]) -> None:
+        """When all exchanges have ended, updates parameters by gradients that came from other ranks only."""
+        for name, mean in late.items():
+            self._parameters[name].grad = mean
         if late:
             self._part(-1, "all", list(self._parameters)).step()
-            self._end(late)
+            self._end(list(late))
         self._taken.clear()
+        self._twin.end()
 
     def _end(self, names: Sequence[str]) -> None:
         for name in names:
@@ -117,5 +133,5 @@ class BackwardSteps:
         """The parameters of these names; those of them that have no gradient are left alone."""
         key = (bucket, which)
         if key not in self._parts:
-            self._parts[key] = Part(self._optimizer, [self._parameters[name] for name in names])
+            self._parts[key] = Part(self._twin.optimizer, [self._parameters[name] for name in names])
         return self._parts[key]

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
 Exchange = Callable[[Bucket | Rows, int], None]
+Agree = Callable[[Bucket | Rows], int]
+_T = TypeVar("_T")
 # A slot of a bucket, the gradient that belongs there, and the parameter if its `grad` is to be the slot's view from then on.
 Taken = tuple[int, torch.Tensor | None, torch.nn.Parameter | None]
 
@@ -48,28 +51,39 @@ class Task:
     label: str = "bagua_kernels exchange"
     before: Callable[[], None] | None = None
 
+    def check(self) -> None:
+        """To be called when it is done: raises what went wrong, and has the current stream wait for the averages."""
+        if self.error is not None:
+            raise self.error
+        if self.finished is not None:
+            torch.cuda.current_stream(self.bucket.whole.device).wait_event(self.finished)
+
 
 class CommunicationThread:
-    """Runs exchanges one after the other, in the order they are given, beside the training thread.
+    """Runs exchanges one after the other beside the training thread: in the order they are given, or the last first.
 
     One thread and one order for each communicator mean that all ranks start its collectives in the same order, without which
-    collectives of different buckets would meet.
+    collectives of different buckets would meet. All ranks give the same tasks in the same order, but not at the same time: so
+    the last that one of them has may not be there yet on another, and which is to be next is the lowest of what they say. It
+    is there on all ranks, for what is done is the same on all.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device, name: str) -> None:
+    def __init__(self, exchange: Exchange, device: torch.device, name: str, agree: Agree | None = None) -> None:
         """Starts the thread, which ends with this object.
 
         Args:
             exchange: what to do with each bucket: a method, of whose object the thread keeps no reference.
             device: of the buckets.
             name: of the algorithm, for profilers.
+            agree: the lowest of the indices of the buckets that ranks give, a method too. If given, the last bucket is the
+                first to be exchanged.
         """
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # A reference from the thread to the algorithm, or to `self`, would keep all of them alive for ever.
         thread = threading.Thread(
             target=_work,
-            args=(self._tasks, weakref.WeakMethod(exchange), device),
+            args=(self._tasks, weakref.WeakMethod(exchange), agree and weakref.WeakMethod(agree), device),
             name="bagua_kernels communication",
             daemon=True,
         )
@@ -94,31 +108,63 @@ def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread)
         thread.join(timeout=10.0)
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], exchange: weakref.WeakMethod[Exchange], device: torch.device) -> None:
+def _work(
+    tasks: queue.SimpleQueue[Task | None],
+    exchange: weakref.WeakMethod[Exchange],
+    agree: weakref.WeakMethod[Agree] | None,
+    device: torch.device,
+) -> None:
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     failure = ""
-    while (task := tasks.get()) is not None:
+    waiting: list[Task] = []
+    while _collect(tasks, waiting):
+        task = waiting[0] if agree is None else waiting[-1]
         task.began = time.perf_counter()
         try:
             # After one failure the ranks no longer agree on what comes next.
             if failure:
                 raise RuntimeError(f"an exchange before this one failed: {failure}")
-            _run(task, exchange(), stream)
+            if agree is not None:
+                task = _agreed(waiting, _alive(agree())(task.bucket), task.began)
+            _run(task, _alive(exchange()), stream)
         except BaseException as error:
             # Only its text is kept: its traceback holds the algorithm.
             task.error, failure = error, failure or f"{error!r}"
         finally:
             task.ended = time.perf_counter()
+            waiting.remove(task)
             task.done.set()
         # Waiting for the next task must not keep this one's tensors alive.
         del task
 
 
-def _run(task: Task, exchange: Exchange | None, stream: torch.cuda.Stream | None) -> None:
-    if exchange is None:
+def _collect(tasks: queue.SimpleQueue[Task | None], waiting: list[Task]) -> bool:
+    """Takes all tasks that are there, at least one if none is waiting; returns whether any is, or else the thread is to end."""
+    while not waiting or not tasks.empty():
+        task = tasks.get()
+        if task is None:
+            tasks.put(None)
+            break
+        waiting.append(task)
+    return bool(waiting)
+
+
+def _agreed(waiting: list[Task], index: int, began: float) -> Task:
+    """The task that all ranks take next."""
+    (task,) = (task for task in waiting if task.bucket.index == index)
+    task.began = began
+    return task
+
+
+def _alive(found: _T | None) -> _T:
+    if found is None:
         raise RuntimeError(
             "the algorithm was deleted while its gradients were exchanged; keep it until backward has ended"
         )
+    return found
+
+
+def _run(task: Task, exchange: Exchange, stream: torch.cuda.Stream | None) -> None:
     if stream is None or task.ready is None:
         with torch.profiler.record_function(task.label):
             if task.before is not None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.communication_thread import (
+    Agree,
     CommunicationThread,
     Exchange,
     Taken,
@@ -21,6 +22,7 @@ from bagua_kernels.algorithms.communication_thread import (
     covered,
     load,
 )
+from bagua_kernels.algorithms.gates import Gates
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
@@ -72,7 +74,9 @@ class Engine:
        while backward goes on. Threads take buckets in turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
-       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it.
+       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. With `gates`,
+       nothing is waited for but where a parameter is used, and at the next backward pass's first gradient; and each
+       communication thread takes first, of the buckets that are there on all ranks, the one that forward needs first.
     4. After the first pass, and when gradients come in another order twice running, buckets are laid out in the order in
        which they came on rank 0.
 
@@ -104,6 +108,8 @@ class Engine:
         steps: BackwardSteps | None = None,
         lanes: int = 1,
         lend: bool = False,
+        gates: Gates | None = None,
+        agree: Agree | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Lays out buckets and installs hooks.
@@ -125,6 +131,8 @@ class Engine:
             lanes: number of communication threads, if there are as many buckets.
             lend: whether `exchange` reads what is to be compressed where backward has left it (`Bucket.lent`), so that it need
                 not be copied.
+            gates: if given, with `steps` that update all members, what waits for these where they are used.
+            agree: the lowest of the numbers of a bucket that ranks give, with `gates`; runs on a communication thread.
             clock: by which passes are timed.
         """
         self._late = late
@@ -140,12 +148,16 @@ class Engine:
         self._reorder = reorder
         self._settle = settle
         self._lend = lend
+        self._gates = gates
         self._clock = clock
         self.lay_out(list(range(len(self.members))))
         lanes = min(lanes, len(self.buckets) + len(self.rows))
         device = members[0].parameter.device
-        self._threads = [CommunicationThread(exchange, device, name) for _ in range(lanes)]
+        self._threads = [CommunicationThread(exchange, device, name, agree) for _ in range(lanes)]
         self._running = False
+        self._pending = False
+        self._unconcluded = False
+        self._step = 0
         self._begun = 0.0
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
@@ -191,6 +203,8 @@ class Engine:
 
     def close(self) -> None:
         """Removes the hooks and ends the communication threads."""
+        if self._gates is not None:
+            self._gates.remove()
         for hook in self._hooks:
             hook.remove()
         for thread in self._threads:
@@ -225,18 +239,60 @@ class Engine:
 
     def take_part(self) -> None:
         """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
-        self.check_idle()
+        self.conclude()
         self._begin()
         for position in range(len(self.members)):
             bucket, slot = self.slots[position]
             bucket.fill(slot, None)
-        self._finish([None] * len(self.rows))
-        self._consider_order()
-        self._rest()
+        self._start_rest([None] * len(self.rows))
+        self._wait()
+        self.counters.steps += 1
+        self._conclude()
 
     def present(self, bucket: Bucket) -> list[bool]:
         """Which of a bucket's tensors have a gradient on this rank."""
         return [position in self._present for position in self.groups[bucket.index]]
+
+    def arrive(self, positions: Sequence[int]) -> None:
+        """Waits until these parameters have been updated; see `Gates`.
+
+        Raises:
+            Exception: what went wrong in their exchange.
+        """
+        if not self._present.issuperset(positions):
+            # Whether other ranks have a gradient for one is known when all has arrived.
+            self.complete()
+            return
+        begin = time.perf_counter()
+        for task in [self._tasks[index] for index in {self.slots[position][0].index for position in positions}]:
+            task.done.wait()
+            task.check()
+        self.counters.wait_seconds += time.perf_counter() - begin
+
+    def complete(self) -> None:
+        """Waits for what is under way after backward has ended; says nothing to other ranks.
+
+        Raises:
+            Exception: what went wrong in an exchange.
+        """
+        if self._pending:
+            self._wait()
+            self._publish()
+            self.counters.steps += 1
+            self._pending = False
+            if self._gates is not None:
+                self._gates.pending = None
+
+    def conclude(self) -> None:
+        """Completes the last backward pass, and decides what follows from it; collective.
+
+        Raises:
+            RuntimeError: see `check_idle`.
+        """
+        self.check_idle()
+        self.complete()
+        if self._unconcluded:
+            self._conclude()
 
     def check_idle(self) -> None:
         """Raises if the last backward pass ended in an exception while exchanges were under way.
@@ -252,8 +308,12 @@ class Engine:
         self._running = False
 
     def _begin(self) -> None:
+        self.conclude()
         self._begun = self._clock()
+        self._step = self.counters.steps
         self._running = True
+        if self._steps is not None:
+            self._steps.start()
         self._arrived = {}
         self._present = set()
         self._missing = [len(group) for group in self.groups]
@@ -274,7 +334,7 @@ class Engine:
         # On a GPU on backward's stream, of which the allocator knows that it reads the gradient. And what hooks after this
         # one make of a gradient is not exchanged, however long that takes.
         now = bucket.whole.is_cuda or len(member.parameter._post_accumulate_grad_hooks or ()) > 1
-        adopts = gradient is not None and not now
+        adopts = gradient is not None and not now and not (self._steps is not None and self._steps.updates(member.name))
         self._taken[bucket.index].append((slot, gradient, member.parameter if adopts else None))
         if now:
             load(bucket, self._taken[bucket.index], self.weight)
@@ -290,7 +350,7 @@ class Engine:
             self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend))
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
-        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self.counters.steps, before))
+        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self._step, before))
 
     def _write_flags(self) -> None:
         present = [float(p in self._present) for p in range(len(self.members))]
@@ -300,7 +360,7 @@ class Engine:
         if len(self._arrived) < len(self.members):
             return False
         order = list(self._arrived)
-        lasting = order == self._last_order or self.counters.steps == 0
+        lasting = order == self._last_order or self._step == 0
         self._last_order = order
         # Asked once: where ranks differ for good, rank 0's order stays.
         asks = lasting and order not in (self.order, self._asked)
@@ -313,20 +373,17 @@ class Engine:
         for position in range(len(self.members)):
             if position not in self._arrived:
                 self._take(position)
-        self._finish([parameter.grad for parameter in self._sparse])
-        self._publish()
-        self._rest()
-
-    def _rest(self) -> None:
-        """Not reached after an exception, so that `check_idle` notices what is still under way."""
+        self._start_rest([parameter.grad for parameter in self._sparse])
+        self._pending = self._unconcluded = True
+        if self._gates is None:
+            # After an exception `_running` stays, so that `check_idle` notices what is still under way.
+            self.complete()
+            self._conclude()
+            return
         self._running = False
-        self._tasks = []
-        for rows in self.rows:
-            rows.gradient = None
-        self.weight = 1.0
-        self.counters.steps += 1
+        self._gates.pending = self
 
-    def _finish(self, sparse: Sequence[torch.Tensor | None]) -> None:
+    def _start_rest(self, sparse: Sequence[torch.Tensor | None]) -> None:
         self._missing = [0] * len(self.buckets)
         self._start_complete()
         for rows, gradient in zip(self.rows, sparse, strict=True):
@@ -337,8 +394,6 @@ class Engine:
                 )
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
             self._start(rows)
-        self._wait()
-        self._settle(self.counters.steps, self._clock() - self._begun)
 
     def _wait(self) -> None:
         begin = time.perf_counter()
@@ -348,31 +403,38 @@ class Engine:
         self.counters.wait_seconds += time.perf_counter() - begin
         self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
         for task in self._tasks:
-            if task.error is not None:
-                raise task.error
-            if task.finished is not None:
-                torch.cuda.current_stream(task.bucket.whole.device).wait_event(task.finished)
+            task.check()
 
     def _publish(self) -> None:
         for rows, parameter in zip(self.rows, self._sparse, strict=True):
             parameter.grad = rows.gradient
-        unused, late = self.unused(), []
+        unused, late = self.unused(), {}
         for position, member in enumerate(self.members):
             if self._steps is not None and self._steps.taken(member.name):
                 continue
             bucket, slot = self.slots[position]
             if position not in unused or (self._late and bool(bucket.views[slot].any())):
-                member.parameter.grad = bucket.views[slot]
-                late.append(member.name)
+                if self._steps is not None and self._steps.updates(member.name):
+                    late[member.name] = bucket.views[slot]
+                else:
+                    member.parameter.grad = bucket.views[slot]
         if self._steps is not None:
             self._steps.finish_late(late)
+
+    def _conclude(self) -> None:
+        self._settle(self._step, self._clock() - self._begun)
         self._consider_order()
+        self._unconcluded = self._running = False
+        self._tasks = []
+        for rows in self.rows:
+            rows.gradient = None
+        self.weight = 1.0
 
     def _consider_order(self) -> None:
         if not self.buckets:
             return
         flag = self.buckets[-1].flags[-1]
-        if (not flag.is_cuda or self.counters.steps % _LOOK_EVERY == 0) and float(flag) > 0:
+        if (not flag.is_cuda or self._step % _LOOK_EVERY == 0) and float(flag) > 0:
             self._reorder(list(self._arrived) if len(self._arrived) == len(self.members) else self.order)
 
 

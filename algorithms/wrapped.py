@@ -32,6 +32,7 @@ class WrappedModule(torch.nn.Module):
     _engine: Engine | None
     _steps: BackwardSteps | None
     _communicator: Communicator
+    _lanes: list[Communicator]
     _joining: bool
     _announced: int | None
 
@@ -44,11 +45,21 @@ class WrappedModule(torch.nn.Module):
                 if self._joining:
                     source = self._announced if self._announced is not None else self._announce(1.0)
                 self._announced = None
+                if self.broadcast_buffers and self._communicator in self._lanes:
+                    self._engine.complete()
                 if self.average_buffers and not self._joining:
                     average(list(self.module.buffers()), self._communicator)
                 elif self.broadcast_buffers:
                     synchronize(list(self.module.buffers()), self._communicator, source)
         return self.module(*args, **kwargs)
+
+    def wait(self) -> None:
+        """Waits until no update of parameters is under way, with `wait_in_forward`; else there never is when backward has ended.
+
+        Needed only before parameters are read by references that were taken before, such as a list of them.
+        """
+        if self._engine is not None:
+            self._engine.complete()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -120,7 +131,7 @@ class WrappedModule(torch.nn.Module):
     def _announce(self, weight: float) -> int:
         """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
         assert self._engine is not None
-        self._engine.check_idle()
+        self._engine.conclude()
         weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
         self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
         given = weights.tolist()
