@@ -12,8 +12,9 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
-from bagua_kernels.algorithms.engine import Counters, Engine, Member
+from bagua_kernels.algorithms.engine import Engine
 from bagua_kernels.algorithms.gates import Gates, check_waits
+from bagua_kernels.algorithms.member import Counters, Member
 from bagua_kernels.algorithms.replicas import check_equal, check_module, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
@@ -70,8 +71,8 @@ class Algorithm(WrappedModule):
                 its own, so its messages never meet the caller's.
             bucket_bytes: gradients are exchanged in buckets of about this size. Smaller ones start earlier and overlap
                 better with backward; larger ones pay the network's latency less often.
-            lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs and 1
-                on GPUs.
+            lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
+                on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
             apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
@@ -166,7 +167,7 @@ class Algorithm(WrappedModule):
                 gates=gates,
                 agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
-                lanes=_LANES[self._communicator.device.type] if lanes is None else lanes,
+                lanes=lanes or (1 if wait_in_forward else _LANES[self._communicator.device.type]),
             )
             if gates is not None and optimizer is not None:
                 gates.install(module, optimizer, [m.parameter for m in self._engine.members])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.communication_thread import (
@@ -23,46 +20,14 @@ from bagua_kernels.algorithms.communication_thread import (
     load,
 )
 from bagua_kernels.algorithms.gates import Gates
+from bagua_kernels.algorithms.member import Counters, Member
+from bagua_kernels.algorithms.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket, partition
 
 _FIRST_BYTES = 1 << 20  # of the first bucket: the wire is idle until it is full
 # Steps between two looks at whether buckets should be laid out anew, where a look waits for the device.
 _LOOK_EVERY = 64
-
-
-@dataclass
-class Counters:
-    """What the engine has counted since it was made.
-
-    Attributes:
-        steps: backward passes whose gradients were exchanged.
-        wait_seconds: time that backward passes had to wait at their end for exchanges.
-        exchange_seconds: time any communication thread was busy.
-    """
-
-    steps: int = 0
-    wait_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Member:
-    """A parameter whose gradient is exchanged.
-
-    Attributes:
-        name: in the module.
-        parameter: itself.
-        kind: only parameters of one kind share a bucket.
-        exact: whether its gradient lies in the part of the bucket that is not compressed.
-        sparse: whether its gradient is sparse; it is then exchanged by itself, after the buckets.
-    """
-
-    name: str
-    parameter: torch.nn.Parameter
-    kind: Hashable = None
-    exact: bool = False
-    sparse: bool = False
 
 
 class Engine:
@@ -215,7 +180,7 @@ class Engine:
         if not self.enabled:
             return
         if not self._running:
-            _refuse_reentrant()
+            refuse_reentrant()
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if position is None:
@@ -445,18 +410,3 @@ def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.
             alive.gradient_ready(position)
 
     return hook
-
-
-def _refuse_reentrant() -> None:
-    """Raises within the backward pass that a reentrant checkpoint runs inside of backward.
-
-    Its end is not that of the whole: the gradients of all other parameters are not there yet.
-    """
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RuntimeError(
-                "gradients came out of a reentrant activation checkpoint, which runs a backward pass of its own: use "
-                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
-            )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Sequence, ValuesView
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from bagua_kernels.algorithms.engine import Member
+from bagua_kernels.algorithms.member import Member
 
 
 class Updates(Protocol):
@@ -26,8 +25,8 @@ class Gates:
     """Makes whoever reads a parameter of a module wait until its update is through.
 
     A module reads its parameters as its attributes, or by `parameters()` and the like; both go by way of its table of
-    parameters, in whose place one is put that waits. Modules that keep references of their own (`torch.nn.LSTM` does) are
-    waited for before their forward pass. References kept anywhere else are not seen.
+    parameters, in whose place one is put that waits. For modules that keep references of their own, all of their parameters
+    are waited for before their forward pass. References kept anywhere else are not seen.
 
     Attributes:
         pending: the updates that are under way; None if there are none.
@@ -72,20 +71,16 @@ class Gates:
 
     def wait(self, parameters: Iterable[torch.Tensor | None]) -> None:
         """Waits for the updates of these parameters, as far as they are watched over."""
-        if self.pending is not None:
+        pending = self.pending
+        if pending is not None:
             found = (self._positions.get(id(p)) for p in parameters)
-            self.pending.arrive([position for position in found if position is not None])
+            pending.arrive([position for position in found if position is not None])
 
-    # In a graph that has been compiled, parameters are inputs, which nobody reads by their names.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # waiting cannot be traced
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Waits for a module's own parameters."""
-        if self.pending is None:
-            return
-        # It reads its projection's weight without calling it.
-        inside = module.modules() if isinstance(module, nn.MultiheadAttention) else [module]
-        for each in inside:
-            each._parameters.values()
+        if self.pending is not None:
+            module._parameters.values()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Waits for all, if the optimizer has anything to do."""

@@ -40,10 +40,15 @@ _TUNING = 2.0  # seconds, about
 _MANY = 6  # steps from which on an interval is worth a verdict
 _RANKS = (1, 2, 4)
 _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
-# DDP is in both, as what ratios refer to: rivals of different groups are not measured at the same time.
-_METHODS = ["alone", "ddp", "ddp fp16", "allreduce", "bytegrad", "bytegrad in backward", "int8", "sign", "topk"]
-_FACTORS = ["ddp", *(f"{maker}powersgd {rank}" for maker in ("ddp ", "") for rank in _RANKS)]
-_FACTORS += [f"powersgd {rank} in backward" for rank in (2, 4)]
+# DDP is in all, as what ratios refer to: rivals of different groups are not measured at the same time. The more there are
+# side by side, the less of each is left in caches and the longer it lasts until a turn comes again.
+_WAYS = ("", " in backward", " in forward")
+_METHODS = [
+    ["alone", "ddp", "ddp fp16", "allreduce", *(f"bytegrad{way}" for way in _WAYS)],
+    ["ddp", "int8", "sign", "topk"],
+    ["ddp", "ddp powersgd 1", "powersgd 1"],
+    *(["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{way}" for way in _WAYS)] for rank in (2, 4)),
+]
 _OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
 _TRIED = [f"{name} if faster" for name in _OURS]
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
@@ -90,10 +95,10 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
     """What is to be at most how many times what, where both were measured."""
     found = [("allreduce", "ddp", 1.0)]
     if rate == 500.0:
-        for name in ("bytegrad", "bytegrad in backward"):
-            found += [(name, "ddp", 0.35), (name, "ddp fp16", 0.65)]
+        for way in _WAYS:
+            found += [(f"bytegrad{way}", "ddp", 0.35), (f"bytegrad{way}", "ddp fp16", 0.65)]
     for rank in (2, 4):
-        found += [(name, f"ddp powersgd {rank}", 0.6) for name in (f"powersgd {rank}", f"powersgd {rank} in backward")]
+        found += [(f"powersgd {rank}{way}", f"ddp powersgd {rank}", 0.6) for way in _WAYS]
     if rate is None:
         found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]
@@ -120,7 +125,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     for model in options.models:
         # Whether compression pays is tried where it hardly does.
         unlimited = [rate for rate in rates if rate[0] is None]
-        groups = [(_METHODS, rates), (_FACTORS, rates), (["ddp", *_TRIED], unlimited)]
+        groups = [*((group, rates) for group in _METHODS), (["ddp", *_TRIED], unlimited)]
         settings = {"model": model, "groups": [group for group in groups if group[1]], "tunings": tunings}
         told = run(_HOSTS, "steps", settings)
         # Links are the same for the next model, and to measure them takes a minute where they are slow.

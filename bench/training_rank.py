@@ -46,8 +46,9 @@ OURS |= {
         if kind is not algorithms.GradientAllReduce
     },
     **{
-        f"{name} in backward": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True})
-        for name in ("bytegrad", "powersgd 2", "powersgd 4")
+        f"{name} in {where}": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True, **more})
+        for name in ("allreduce", "bytegrad", "powersgd 2", "powersgd 4")
+        for where, more in (("backward", {}), ("forward", {"wait_in_forward": True}))
     },
 }
 
@@ -132,6 +133,11 @@ class Rival:
         self.backward()
         self.optimizer.step()
 
+    def finish(self) -> None:
+        """Waits for what a step has left under way."""
+        if self.algorithm is not None:
+            self.algorithm.wait()
+
     def local(self) -> None:
         """Forward and backward as far as they can be had without communication; its gradients are dropped."""
         quiet = getattr(self.module, "no_sync", contextlib.nullcontext)
@@ -201,8 +207,10 @@ def measure(
             before = _engine(rival)
             last = together(c)
             before |= _host()
-            for _ in range(counted):
+            for number in range(counted):
                 rival.step()
+                if number == counted - 1:
+                    rival.finish()
                 now = time.monotonic()
                 taken[name].append(now - last)
                 last = now

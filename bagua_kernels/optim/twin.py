@@ -53,7 +53,9 @@ class Twin:
             options.update({name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()})
             options["params"] = [self.parameters[p] for p in group["params"]]
         states = self._original.state
-        self.optimizer.state = defaultdict(dict, {self.parameters[p]: states[p] for p in self.parameters if p in states})
+        self.optimizer.state = defaultdict(
+            dict, {self.parameters[p]: states[p] for p in self.parameters if p in states}
+        )
         return len(before) == len(self.parameters) and all(before.get(p) is a for p, a in self.parameters.items())
 
     def end(self) -> None:

@@ -55,7 +55,8 @@ class Channel:
     """One socket, what waits to leave through it, and what has arrived."""
 
     __slots__ = (
-        "arrival", "begin", "end", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "torn", "writing",
+        "arrival", "begin", "end", "expected", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "torn",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -71,6 +72,14 @@ class Channel:
         self.arrival: Arrival | None = None
         self.rest = memoryview(b"")
         self.parked: Key | None = None
+        self.expected = 1
+
+    def expect(self, count: int) -> None:
+        """Has the kernel report something to read only if so many bytes are there, or the end of the connection."""
+        count = max(1, count)
+        if count != self.expected:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self.expected = count
 
     def flush(self, done: Callable[[Transfer], None]) -> bool:
         """Hands the kernel as much as it takes.

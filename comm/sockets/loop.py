@@ -18,6 +18,9 @@ from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, misma
 
 _AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
+# Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link segments would
+# wake it one by one, and each time it takes the interpreter from whoever computes.
+_GATHER = 1 << 17
 
 
 class Loop:
@@ -303,6 +306,10 @@ class Loop:
 
     def _read(self, channel: Channel) -> None:
         """Takes what has arrived."""
+        self._take(channel)
+        channel.expect(min(len(channel.rest), _GATHER))
+
+    def _take(self, channel: Channel) -> None:
         taken = 0
         while taken < _TURN and channel.parked is None:
             into = channel.rest if len(channel.rest) else channel.staging[channel.end :]

@@ -93,6 +93,21 @@ def by_hand(count: int = 1) -> Iterator[tuple[Loop, list[socket.socket]]]:
 
 
 @contextlib.contextmanager
+def over_tcp() -> Iterator[tuple[Loop, socket.socket]]:
+    """A loop of rank 0, and the other end of its connection to rank 1."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made = Loop("over TCP", {1: [ours]}, lambda n: None)
+    try:
+        yield made, theirs
+    finally:
+        made.stop("the test is over")
+        theirs.close()
+
+
+@contextlib.contextmanager
 def two(count: int = 1) -> Iterator[tuple[Loop, Loop]]:
     """Loops of ranks 0 and 1."""
     pairs = [socket.socketpair() for _ in range(count)]

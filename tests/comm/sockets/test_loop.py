@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm.sockets import loop as loop_module
+from bagua_kernels.comm.sockets.channel import Channel
 from bagua_kernels.comm.sockets.schedules import Ranks, all_to_all, messages
 from bagua_kernels.comm.sockets.transfer import Lane, Steps, signature
 from tests.comm.sockets.common import (
@@ -20,6 +21,7 @@ from tests.comm.sockets.common import (
     data,
     leaving_nothing,
     operation,
+    over_tcp,
     part,
     receiving,
     sending,
@@ -286,3 +288,47 @@ def test_brief_operation_starts_on_the_thread_that_submits_it() -> None:
             loop.submit(works[2])
         wait(works[2])
         assert threads == [threading.current_thread(), loop._thread, loop._thread]
+
+
+def test_bytes_are_gathered_before_the_thread_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that trickle in do not wake it one by one; the last ones, of which there are few, do."""
+    reads: list[int] = []
+    original = loop_module.Loop._read
+
+    def counted(self: loop_module.Loop, channel: Channel) -> None:
+        reads.append(len(channel.rest))
+        original(self, channel)
+
+    monkeypatch.setattr(loop_module.Loop, "_read", counted)
+    total, step = (1 << 20) + 4321, 4096
+    with over_tcp() as (loop, peer):
+        for number in range(2):
+            sent, got = data(total, number), torch.zeros(total, dtype=torch.uint8)
+            work = receiving(number, got)
+            loop.submit(work)
+            message = part(number, sent.numpy().tobytes())
+            for begin in range(0, len(message), step):
+                peer.sendall(message[begin : begin + step])
+                time.sleep(0.0005)
+            wait(work)
+            assert torch.equal(got, sent)
+        # A message of a few bytes arrives after a large one as it would without.
+        got = torch.zeros(3, dtype=torch.uint8)
+        work = receiving(2, got)
+        loop.submit(work)
+        peer.sendall(part(2, b"abc"))
+        wait(work)
+        assert got.tolist() == list(b"abc")
+    assert len(reads) < 2 * total / step / 4
+
+
+def test_connection_that_ends_in_a_large_message() -> None:
+    """Though fewer bytes are there than the thread waits for."""
+    with over_tcp() as (loop, peer):
+        work = receiving(0, torch.zeros(1 << 20, dtype=torch.uint8))
+        loop.submit(work)
+        peer.sendall(part(0, bytes(1 << 20))[:300_000])
+        time.sleep(0.05)
+        peer.close()
+        with pytest.raises(RuntimeError, match="the connection to rank 1 broke"):
+            wait(work)

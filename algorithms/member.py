@@ -1,0 +1,42 @@
+"""What the engine is given, a parameter at a time, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Counters:
+    """What the engine has counted since it was made.
+
+    Attributes:
+        steps: backward passes whose gradients were exchanged.
+        wait_seconds: time that backward passes had to wait at their end for exchanges.
+        exchange_seconds: time any communication thread was busy.
+    """
+
+    steps: int = 0
+    wait_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter whose gradient is exchanged.
+
+    Attributes:
+        name: in the module.
+        parameter: itself.
+        kind: only parameters of one kind share a bucket.
+        exact: whether its gradient lies in the part of the bucket that is not compressed.
+        sparse: whether its gradient is sparse; it is then exchanged by itself, after the buckets.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    kind: Hashable = None
+    exact: bool = False
+    sparse: bool = False
