@@ -26,6 +26,9 @@ from bagua_kernels.jit._numba_cpu_intrinsics import (
 # A sum over a row may be taken in any order: what is computed here is averaged over ranks, and no other rank repeats it.
 _ANY_ORDER = {"reassoc", "contract", "nsz"}
 _TASK = 1 << 15  # elements that a thread takes at a time
+# Where something begins within this many elements behind the row that is written, compiled loops fear that they overlap, and sum
+# in another order: results would depend on where memory happens to be. Longer rows end behind that.
+_NEAR = 128
 
 
 def one(a, x):
@@ -313,7 +316,8 @@ def project(
     small = np.empty(total.shape[0], dtype=np.bool_)
     columns, last = right.t().contiguous(), factors[1].t().contiguous()
     arrays = map(array, (total, before, factors[0], last, gradient, columns, left))
-    run_parallel(_kernels(right.shape[1] if right.shape[1] in _BY_RANK else 0)[0], *arrays, small, _rows(total))
+    fused = right.shape[1] in _BY_RANK and total.shape[1] >= _NEAR
+    run_parallel(_kernels(right.shape[1] if fused else 0)[0], *arrays, small, _rows(total))
     return bool(small.all())
 
 

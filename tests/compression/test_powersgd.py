@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_kernels.compression import fold_seed
+from bagua_kernels.compression import _numba_cpu_low_rank, fold_seed
 from bagua_kernels.compression.orthonormal import (
     gaussian,
     name_number,
@@ -638,3 +638,22 @@ def test_wrong_saved_state_changes_nothing() -> None:
             state.load_state_dict(other.state_dict())
     after = state.state_dict()
     assert all(same(after[key][name], before[key][name]) for key in ("residuals", "rights") for name in "ab")
+
+
+@pytest.mark.parametrize("columns", [5, 33, 60, 100, 127, 128, 150])
+def test_projection_does_not_depend_on_where_memory_is(columns: int) -> None:
+    """A row's sum is taken in the same order, however near to it the factor lies that it is multiplied by."""
+    rows = 3
+    generator = torch.Generator().manual_seed(columns)
+    before, gradient = (torch.randn(rows, columns, generator=generator) for _ in range(2))
+    factors = torch.randn(rows, 1, generator=generator), torch.randn(columns, 1, generator=generator)
+    values = torch.randn(columns, generator=generator)
+    found = set()
+    for gap in (*range(0, 80, 3), 5000):
+        memory = torch.zeros(rows * columns + gap + columns)
+        total, right = memory[: rows * columns].view(rows, columns), memory[-columns:].view(columns, 1)
+        right.copy_(values[:, None])
+        left = torch.zeros(rows, 1)
+        assert _numba_cpu_low_rank.project(total, before, factors, gradient, right, left)
+        found.add(left.numpy().tobytes())
+    assert len(found) == 1
