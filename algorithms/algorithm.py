@@ -254,7 +254,8 @@ class Algorithm(WrappedModule):
 
         Args:
             step: as for `exchange`.
-            seconds: from the first gradient to the end of the last exchange.
+            seconds: from the first gradient to the end of the last exchange; with `wait_in_forward` to the next pass's first
+                gradient.
         """
         if self._trial is not None and not self._trial.decided and self._engine is not None:
             compressed = self.lasting(step) and any(self.compresses(bucket, step) for bucket in self._engine.buckets)
@@ -292,12 +293,14 @@ class Algorithm(WrappedModule):
 
     def close(self) -> None:
         """Stops exchanging gradients and frees the connections; collective over all ranks."""
-        if self._engine is not None:
-            self._engine.complete()
-            self._engine.close()
-            self._engine = None
-        for lane in self._communicators():
-            lane.close()
+        try:
+            self.wait()
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            for lane in self._communicators():
+                lane.close()
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
@@ -338,7 +341,7 @@ class Algorithm(WrappedModule):
         return vectors
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restores what `algorithm_state_dict` gave.
+        """Restores what `algorithm_state_dict` gave; collective.
 
         Args:
             state: this rank's; or, if the number of ranks has changed, those of all ranks before: each rank then begins with

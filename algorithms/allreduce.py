@@ -74,5 +74,8 @@ class GradientAllReduce(Algorithm):
 
     def close(self) -> None:
         """See `Algorithm.close`."""
-        self.forget()
-        super().close()
+        try:
+            self.wait()
+        finally:
+            self.forget()
+            super().close()

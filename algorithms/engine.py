@@ -89,7 +89,7 @@ class Engine:
             reorder: told the positions in the order in which gradients came, on all ranks at once when they come in another
                 order than that of the buckets on any; expected to call `lay_out`.
             settle: told after each pass, before that and when no exchange is under way, the pass's number, and the seconds
-                from its first gradient to the end of its last exchange.
+                from its first gradient to the end of its last exchange; with `gates` to the next pass's first gradient.
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
             steps: what updates parameters on the communication threads, if anything does.
@@ -233,6 +233,8 @@ class Engine:
             task.done.wait()
             task.check()
         self.counters.wait_seconds += time.perf_counter() - begin
+        if all(task.done.is_set() for task in self._tasks):
+            self.complete()
 
     def complete(self) -> None:
         """Waits for what is under way after backward has ended; says nothing to other ranks.
@@ -241,12 +243,21 @@ class Engine:
             Exception: what went wrong in an exchange.
         """
         if self._pending:
+            # Without gates `check_idle` notices what is interrupted; with them it is waited for once more.
+            self._pending = self._gates is not None
             self._wait()
-            self._publish()
+            self._pending, running, self._running = False, self._running, True
+            # Whoever waits may be in an evaluation; states that are made here are for training.
+            with torch.inference_mode(False), torch.no_grad():
+                self._publish()
             self.counters.steps += 1
-            self._pending = False
-            if self._gates is not None:
-                self._gates.pending = None
+            self._running = running
+        else:
+            # On a GPU it is streams that wait, and this one may be another.
+            for task in self._tasks if self._gates is not None else ():
+                task.check()
+        if self._gates is not None and self._tasks and not self._tasks[0].bucket.whole.is_cuda:
+            self._gates.pending = None
 
     def conclude(self) -> None:
         """Completes the last backward pass, and decides what follows from it; collective.
@@ -256,6 +267,8 @@ class Engine:
         """
         self.check_idle()
         self.complete()
+        if self._gates is not None:
+            self._gates.pending = None
         if self._unconcluded:
             self._conclude()
 
@@ -366,9 +379,9 @@ class Engine:
             # The exchange itself is bounded by its communicator's timeout.
             task.done.wait()
         self.counters.wait_seconds += time.perf_counter() - begin
-        self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
         for task in self._tasks:
             task.check()
+        self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
 
     def _publish(self) -> None:
         for rows, parameter in zip(self.rows, self._sparse, strict=True):

@@ -36,7 +36,7 @@ class Gates:
         """Waits for nothing yet."""
         self.pending: Updates | None = None
         self._positions: dict[int, int] = {}
-        self._modules: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, dict[str, Any]]] = []
         self._handles: list[Any] = []
 
     def install(self, module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -50,7 +50,7 @@ class Gates:
         self._positions = {id(p): position for position, p in enumerate(parameters)}
         for each in module.modules():
             if any(id(p) in self._positions for p in each._parameters.values()):
-                self._modules.append(each)
+                self._replaced.append((each, each._parameters))
                 each._parameters = _Waiting(each._parameters, self)
                 self._handles.append(each.register_forward_pre_hook(self.before_forward))
         self._handles += [
@@ -62,12 +62,18 @@ class Gates:
     def remove(self) -> None:
         """Waits for nothing from now on."""
         self.pending = None
-        for each in self._modules:
-            if isinstance(each._parameters, _Waiting) and each._parameters.gates is self:
-                each._parameters = dict(each._parameters)
+        for each, before in self._replaced:
+            now = each._parameters
+            if isinstance(now, _Waiting) and now.gates is self:
+                # What was there before may be another algorithm's, which may have ended by now.
+                ended = isinstance(before, _Waiting) and not before.gates._handles
+                kept = {} if ended else before
+                kept.clear()
+                kept.update(now)
+                each._parameters = kept
         for handle in self._handles:
             handle.remove()
-        self._modules, self._handles = [], []
+        self._replaced, self._handles = [], []
 
     def wait(self, parameters: Iterable[torch.Tensor | None]) -> None:
         """Waits for the updates of these parameters, as far as they are watched over."""
@@ -80,7 +86,10 @@ class Gates:
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Waits for a module's own parameters."""
         if self.pending is not None:
-            module._parameters.values()
+            # It reads its projection's weight without calling it, and in a compiled module nothing else waits.
+            inside = module.modules() if isinstance(module, nn.MultiheadAttention) else (module,)
+            for each in inside:
+                self.wait(each._parameters.values())
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Waits for all, if the optimizer has anything to do."""

@@ -14,7 +14,7 @@ class Counters:
 
     Attributes:
         steps: backward passes whose gradients were exchanged.
-        wait_seconds: time that backward passes had to wait at their end for exchanges.
+        wait_seconds: time that backward passes at their end, or forward passes, had to wait for exchanges.
         exchange_seconds: time any communication thread was busy.
     """
 

@@ -28,6 +28,12 @@ from bench.training_models import batch, model
 Times = dict[str, list[float]]
 
 _SMALL_BUCKETS = 1 << 20
+# Rivals, how many times as long as backward their bytes take on the wire, and their options.
+_OVERLAPS: list[tuple[list[str], float, dict[str, Any]]] = [
+    (["allreduce"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
+    (["bytegrad"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
+    (["allreduce in backward", "allreduce in forward"], 1.75, {}),
+]
 _WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps
@@ -311,32 +317,33 @@ def engine(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict
 
 
 def overlap(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
-    """How much of communication backward hides where both take about as long.
+    """How much of communication is hidden: by backward where both take about as long, by forward too where it takes longer.
 
-    Buckets are small: none can be sent before its last gradient is there, and the last one only after backward.
+    For the former buckets are small: none can be sent before its last gradient is there, and the last one only after backward.
     """
     rows, order = [], random.Random(7)
-    for name in ("allreduce", "bytegrad"):
+    for ours, times_backward, options in _OVERLAPS:
         links.set(None)
         rivals = {each: Rival(each, settings["model"]) for each in ("alone", "ddp")}
-        rivals[name] = Rival(name, settings["model"], bucket_bytes=_SMALL_BUCKETS)
+        rivals |= {each: Rival(each, settings["model"], **options) for each in ours}
         for rival in rivals.values():
             rival.warm_up()
         _, costs = measure(c, rivals, 2, 3, order)
         # What all ranks compute alike from what they gathered.
         backward = max(c.all_gather_object(backward_seconds(rivals["alone"])))
-        rate = round(costs[name]["bytes"] * 8 / (backward * 1e6 * _PAYLOAD), 1)
+        rate = round(costs[ours[0]]["bytes"] * 8 / (times_backward * backward * 1e6 * _PAYLOAD), 1)
         links.set(rate)
         tuning = tuned(c, settings["budget"], None)
         for rival in rivals.values():
             rival.follow(tuning)
         taken, costs = measure(c, rivals, settings["rounds"], settings["counted"], order)
         seconds = {each: statistics.median(times) for each, times in taken.items()}
-        busy, waited = costs[name]["exchange"], costs[name]["wait"]
-        shares = {"hidden": 1 - (seconds[name] - seconds["alone"]) / busy, "beside_backward": 1 - waited / busy}
-        place = {"name": name, "rate_mbit": rate, "bucket_bytes": _SMALL_BUCKETS, "backward": backward}
-        rows.append({**place, "seconds": seconds, "exchange": busy, "wait": waited, **shares})
-        if name == "allreduce" and settings["trace"]:
+        for name in ours:
+            busy, waited = costs[name]["exchange"], costs[name]["wait"]
+            shares = {"hidden": 1 - (seconds[name] - seconds["alone"]) / busy, "beside_backward": 1 - waited / busy}
+            place = {"name": name, "rate_mbit": rate, "backward": backward, **options}
+            rows.append({**place, "seconds": seconds, "exchange": busy, "wait": waited, **shares})
+        if ours == ["allreduce"] and settings["trace"]:
             trace(c, settings, tuning)
         for rival in rivals.values():
             rival.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections import deque
@@ -78,7 +79,9 @@ class Channel:
         """Has the kernel report something to read only if so many bytes are there, or the end of the connection."""
         count = max(1, count)
         if count != self.expected:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            # Where it cannot be had, more is reported than need be.
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self.expected = count
 
     def flush(self, done: Callable[[Transfer], None]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -421,6 +423,80 @@ def test_errors_reach_whoever_waits() -> None:
             with pytest.raises(ArithmeticError, match="no mean"):
                 look()
 
+    run_ranks(2, rank)
+
+
+@pytest.mark.usefixtures("slow")
+def test_evaluation_may_be_the_first_that_waits() -> None:
+    """States that a late step makes there are of use in training."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        module = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        fill(module)
+        algorithm = GradientAllReduce(
+            module,
+            optim.AdamW(module.parameters(), lr=0.1),
+            communicator=communicator,
+            apply_in_backward=True,
+            wait_in_forward=True,
+        )
+        for _ in range(3):
+            # Each rank has gradients of one part only.
+            module[communicator.rank](torch.ones(4)).sum().backward()
+            with torch.inference_mode():
+                module[1 - communicator.rank](torch.ones(4))
+        algorithm.close()
+        return [p.detach().clone() for p in module.parameters()]
+
+    first, second = run_ranks(2, rank)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.usefixtures("slow")
+def test_close_waits() -> None:
+    """Also with hierarchies, whose communicators it closes too."""
+
+    def rank(communicator: Communicator, hierarchical: bool) -> list[float]:
+        module = nn.Linear(4, 4, bias=False)
+        fill(module)
+        algorithm = GradientAllReduce(
+            module,
+            optim.SGD(module.parameters(), lr=0.1),
+            communicator=communicator,
+            hierarchical=hierarchical,
+            apply_in_backward=True,
+            wait_in_forward=True,
+        )
+        for _ in range(2):
+            algorithm(torch.ones(4)).sum().backward()
+        algorithm.close()
+        return module.weight.flatten().tolist()
+
+    expected, found = (run_ranks(2, lambda c, h=h: rank(c, h)) for h in (False, True))
+    assert expected == found
+
+
+def test_no_algorithm_lives_on_after_a_forward_pass() -> None:
+    def rank(communicator: Communicator) -> None:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        algorithm = GradientAllReduce(
+            module,
+            optim.SGD(module.parameters(), lr=0.1),
+            communicator=communicator,
+            apply_in_backward=True,
+            wait_in_forward=True,
+        )
+        algorithm(torch.ones(4)).sum().backward()
+        alive = weakref.ref(algorithm)
+        module(torch.ones(4))
+        del algorithm
+        deadline = time.monotonic() + PATIENCE
+        while alive() is not None and time.monotonic() < deadline:
+            gc.collect()  # does nothing while another thread collects
+            time.sleep(0.01)
+        assert alive() is None
+
+    run_ranks(1, rank)
     run_ranks(2, rank)
 
 
