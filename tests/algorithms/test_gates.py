@@ -440,10 +440,10 @@ def test_evaluation_may_be_the_first_that_waits() -> None:
             apply_in_backward=True,
             wait_in_forward=True,
         )
-        for _ in range(3):
+        for step in range(4):
             # Each rank has gradients of one part only.
             module[communicator.rank](torch.ones(4)).sum().backward()
-            with torch.inference_mode():
+            with torch.inference_mode(step < 2):
                 module[1 - communicator.rank](torch.ones(4))
         algorithm.close()
         return [p.detach().clone() for p in module.parameters()]
@@ -470,6 +470,7 @@ def test_close_waits() -> None:
         for _ in range(2):
             algorithm(torch.ones(4)).sum().backward()
         algorithm.close()
+        assert not algorithm._hierarchies
         return module.weight.flatten().tolist()
 
     expected, found = (run_ranks(2, lambda c, h=h: rank(c, h)) for h in (False, True))
