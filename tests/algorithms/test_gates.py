@@ -24,6 +24,7 @@ from tests.algorithms.ranks import batch, fill
 from tests.algorithms.test_backward_steps import ALGORITHMS, OPTIMIZERS, Parts
 
 PATIENCE = 20.0  # seconds
+WAITS: dict[str, Any] = {"apply_in_backward": True, "wait_in_forward": True}
 
 
 exchange = Algorithm._exchange
@@ -207,16 +208,7 @@ def test_forward_begins_while_later_layers_are_exchanged() -> None:
         first, second = nn.Linear(8, 8), nn.Linear(8, 8)
         module = nn.Sequential(first, second)
         optimizer = optim.SGD(module.parameters(), lr=0.1)
-        algorithm = Held(
-            module,
-            optimizer,
-            communicator=communicator,
-            bucket_bytes=200,
-            lanes=2,
-            held=0,
-            apply_in_backward=True,
-            wait_in_forward=True,
-        )
+        algorithm = Held(module, optimizer, communicator=communicator, bucket_bytes=200, lanes=2, held=0, **WAITS)
         first.register_forward_hook(lambda *_: algorithm.release.set())
         for _ in range(2):
             algorithm(torch.ones(2, 8)).sum().backward()
@@ -235,13 +227,7 @@ def test_what_forward_needs_first_is_exchanged_first() -> None:
     def rank(communicator: Communicator) -> list[int]:
         module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
         algorithm = Held(
-            module,
-            optim.SGD(module.parameters(), lr=0.1),
-            communicator=communicator,
-            bucket_bytes=1,
-            held=0,
-            apply_in_backward=True,
-            wait_in_forward=True,
+            module, optim.SGD(module.parameters(), lr=0.1), communicator=communicator, bucket_bytes=1, held=0, **WAITS
         )
         algorithm.release.set()
         for _ in range(2):
@@ -277,8 +263,7 @@ def test_one_rank_may_look_at_what_it_has() -> None:
             codec="minmax_uint8",
             communicator=communicator,
             bucket_bytes=100,
-            apply_in_backward=True,
-            wait_in_forward=True,
+            **WAITS,
             only_if_faster=True,
         )
         looks: list[Callable[[], Any]] = [
@@ -308,9 +293,7 @@ def test_looks_wait() -> None:
         module = nn.Linear(7, 3, bias=False)
         optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         weight = module.weight
-        algorithm = GradientAllReduce(
-            module, optimizer, communicator=communicator, apply_in_backward=True, wait_in_forward=True
-        )
+        algorithm = GradientAllReduce(module, optimizer, communicator=communicator, **WAITS)
 
         def gradient() -> None:
             weight.grad = torch.zeros_like(weight)
@@ -346,21 +329,13 @@ def test_looks_wait() -> None:
 def test_copies_wait_for_nothing() -> None:
     def rank(communicator: Communicator) -> None:
         module = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 2))
-        algorithm = PowerSGD(
-            module,
-            optim.SGD(module.parameters(), lr=0.1),
-            communicator=communicator,
-            apply_in_backward=True,
-            wait_in_forward=True,
-        )
+        algorithm = PowerSGD(module, optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **WAITS)
         algorithm(torch.ones(1, 7)).sum().backward()
         copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
         for one in copies:
             assert all(type(part._parameters) is dict for part in one.modules())
             assert torch.equal(one(torch.ones(1, 7)), module(torch.ones(1, 7)))
-        other = algorithm.switch_to(
-            ByteGrad, optimizer=optim.SGD(module.parameters(), lr=0.1), apply_in_backward=True, wait_in_forward=True
-        )
+        other = algorithm.switch_to(ByteGrad, optimizer=optim.SGD(module.parameters(), lr=0.1), **WAITS)
         assert type(module[0]._parameters) is not dict
         other(torch.ones(1, 7)).sum().backward()
         assert other.stats().steps == 2
@@ -406,13 +381,7 @@ def test_errors_reach_whoever_waits() -> None:
 
     def rank(communicator: Communicator) -> None:
         module = nn.Linear(7, 3)
-        algorithm = Failing(
-            module,
-            optim.SGD(module.parameters(), lr=0.1),
-            communicator=communicator,
-            apply_in_backward=True,
-            wait_in_forward=True,
-        )
+        algorithm = Failing(module, optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **WAITS)
         algorithm(torch.ones(7)).sum().backward()
         for look in (
             lambda: algorithm(torch.ones(7)),
@@ -434,11 +403,7 @@ def test_evaluation_may_be_the_first_that_waits() -> None:
         module = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         fill(module)
         algorithm = GradientAllReduce(
-            module,
-            optim.AdamW(module.parameters(), lr=0.1),
-            communicator=communicator,
-            apply_in_backward=True,
-            wait_in_forward=True,
+            module, optim.AdamW(module.parameters(), lr=0.1), communicator=communicator, **WAITS
         )
         for step in range(4):
             # Each rank has gradients of one part only.
@@ -464,8 +429,7 @@ def test_close_waits() -> None:
             optim.SGD(module.parameters(), lr=0.1),
             communicator=communicator,
             hierarchical=hierarchical,
-            apply_in_backward=True,
-            wait_in_forward=True,
+            **WAITS,
         )
         for _ in range(2):
             algorithm(torch.ones(4)).sum().backward()
@@ -481,11 +445,7 @@ def test_no_algorithm_lives_on_after_a_forward_pass() -> None:
     def rank(communicator: Communicator) -> None:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         algorithm = GradientAllReduce(
-            module,
-            optim.SGD(module.parameters(), lr=0.1),
-            communicator=communicator,
-            apply_in_backward=True,
-            wait_in_forward=True,
+            module, optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **WAITS
         )
         algorithm(torch.ones(4)).sum().backward()
         alive = weakref.ref(algorithm)
@@ -507,7 +467,7 @@ def test_resume_is_bit_identical() -> None:
             module = nn.Linear(7, 40)
             fill(module)
             optimizer = optim.AdamW(module.parameters(), lr=0.1)
-            options = {"communicator": communicator, "apply_in_backward": True, "wait_in_forward": True}
+            options = {"communicator": communicator, **WAITS}
             return module, optimizer, CompressedAllReduce(module, optimizer, codec="sign", **options)
 
         def train(algorithm: Algorithm, first: int) -> None:
