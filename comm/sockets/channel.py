@@ -8,7 +8,9 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from bagua_kernels.comm.sockets.transfer import Transfer
+import torch
+
+from bagua_kernels.comm.sockets.transfer import Transfer, memory
 
 # number and code of the operation, tag of the message, offset and length of the part, length of the message
 HEADER = struct.Struct("<QIIQQQ")
@@ -29,16 +31,23 @@ class PeerError(ConnectionError):
 
 
 class Arrival:
-    """A message from another rank: where it goes, what is missing of it, and who has asked for it."""
+    """A message from another rank: where it goes, what is missing of it, and who has asked for it.
 
-    __slots__ = ("code", "data", "key", "left", "transfer")
+    Attributes:
+        own: the memory it goes to, unless that is where it was asked for.
+        early: whether it began to arrive before it was asked for.
+    """
 
-    def __init__(self, key: Key, code: int, data: memoryview, transfer: Transfer | None) -> None:
+    __slots__ = ("code", "data", "early", "key", "left", "own", "transfer")
+
+    def __init__(self, key: Key, code: int, transfer: Transfer | None, to: memoryview | torch.Tensor) -> None:
         self.key = key
         self.code = code
-        self.data = data
-        self.left = len(data)
         self.transfer = transfer
+        self.early = transfer is None
+        self.own = to if isinstance(to, torch.Tensor) else None
+        self.data = memory(to) if isinstance(to, torch.Tensor) else to
+        self.left = len(self.data)
 
 
 class Part:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, Part, PeerError
+from bagua_kernels.comm.sockets.scratch import Scratch
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
 
 _AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
@@ -45,6 +46,7 @@ class Loop:
         self._ahead = dict.fromkeys(self._links, 0)
         self._wanted = dict.fromkeys(self._links, 0)
         self._running: dict[Operation, set[Transfer]] = {}
+        self._scratch = Scratch()
         self._ready: deque[Lane] = deque()
         self._lost: dict[int, BaseException] = {}
         self._submitted: deque[Operation] = deque()
@@ -112,10 +114,11 @@ class Loop:
                 self._guarded(channel, self._write)
         return transfer
 
-    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
-        """See `Lane.receive`."""
+    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview | int) -> Transfer:
+        """See `Lane.receive`, and `Lane.receive_anywhere` if a number of bytes is given."""
         operation = lane.operation
-        transfer = Transfer(lane, peer, data, len(data))
+        to, total = (None, data) if isinstance(data, int) else (data, len(data))
+        transfer = Transfer(lane, peer, to, total)
         key = (peer, operation.number, tag)
         self._running[operation].add(transfer)
         arrival = self._arrivals.get(key)
@@ -132,6 +135,10 @@ class Loop:
                 self._arrived(arrival)
         self._unpark(peer)
         return transfer
+
+    def free(self, own: torch.Tensor) -> None:
+        """See `Lane.free`."""
+        self._scratch.give(own)
 
     def _start_here(self, operation: Operation) -> bool:
         """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
@@ -377,13 +384,14 @@ class Loop:
                 transfer = None
         peer = key[0]
         if transfer is not None:
-            arrival = Arrival(key, code, transfer.data, transfer)
+            to = self._scratch.take(total, torch.uint8) if transfer.data is None else transfer.data
+            arrival = Arrival(key, code, transfer, to)
         elif not self._wanted[peer] and self._ahead[peer] + total > _AHEAD:
             # Where something is wanted it may lie behind this in the same socket.
             return None
         else:
             self._ahead[peer] += total
-            arrival = Arrival(key, code, memoryview(bytearray(total)), None)
+            arrival = Arrival(key, code, None, self._scratch.take(total, torch.uint8))
         self._arrivals[key] = arrival
         return arrival
 
@@ -394,9 +402,13 @@ class Loop:
             return
         del self._arrivals[arrival.key]
         self._wanted[transfer.peer] -= 1
-        if arrival.data is not transfer.data:
-            transfer.data[:] = arrival.data
+        if arrival.early:
             self._ahead[transfer.peer] -= len(arrival.data)
+        if transfer.data is None:
+            transfer.own = arrival.own
+        elif arrival.own is not None:
+            transfer.data[:] = arrival.data
+            self._scratch.give(arrival.own)
         self._done(transfer)
 
     def _unpark(self, peer: int) -> None:
@@ -410,7 +422,7 @@ class Loop:
         raise ConnectionResetError("it broke while nothing was asked of it")
 
     def _check(self, code: int, total: int, transfer: Transfer) -> None:
-        operation, expected = transfer.lane.operation, len(transfer.data)
+        operation, expected = transfer.lane.operation, transfer.left
         if code != operation.code:
             raise PeerError(transfer.peer, mismatch(transfer.peer, code, operation.code))
         if total != expected:

@@ -70,16 +70,13 @@ def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Step
     def steps(lane: Lane) -> Steps:
         pieces = chunks(x.numel(), ranks.size)
         own = x[pieces[ranks.rank]]
-        parts = ranks.scratch.take(ranks.size * own.numel(), x.dtype).view(ranks.size, -1)
-        got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
+        got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
         # A reduced chunk can only come from a rank that has received all of this rank's, so it overwrites nothing
         # that is still to be sent.
         results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
         sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
-        parts[ranks.rank] = own
         yield got
-        reduce_rows(parts, own, op)
-        ranks.scratch.give(parts.view(-1))
+        _reduce_arrived(lane, ranks, got, own, op)
         passed = [lane.send(peer, own) for peer in ranks.others]
         yield [*sent, *results, *passed]
 
@@ -94,17 +91,20 @@ def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]
         right, left = (rank + 1) % size, (rank - 1) % size
         pieces = chunks(x.numel(), size)
         divide_first(x, op, size)
-        for step in range(size - 1):
-            mine, theirs = x[pieces[(rank - step) % size]], x[pieces[(rank - step - 1) % size]]
-            part = ranks.scratch.take(theirs.numel(), x.dtype)
-            yield [lane.receive(left, part), lane.send(right, mine)]
-            combine(op)(part, theirs, out=theirs)
-            ranks.scratch.give(part)
         own = (rank + 1) % size
+        arriving = [lane.receive_anywhere(left, x[pieces[(rank - step - 1) % size]]) for step in range(size - 1)]
+        # A result comes from a rank to which this one's share has come around the ring.
+        results = [lane.receive(left, x[pieces[(own - step - 1) % size]]) for step in range(size - 1)]
+        sent = []
+        for step, arrival in enumerate(arriving):
+            sent.append(lane.send(right, x[pieces[(rank - step) % size]]))
+            yield [arrival]
+            _combine_arrived(lane, arrival, x[pieces[(rank - step - 1) % size]], op)
         divide_last(x[pieces[own]], op, size)
-        for step in range(size - 1):
-            mine, theirs = x[pieces[(own - step) % size]], x[pieces[(own - step - 1) % size]]
-            yield [lane.receive(left, theirs), lane.send(right, mine)]
+        for step, result in enumerate(results):
+            sent.append(lane.send(right, x[pieces[(own - step) % size]]))
+            yield [result]
+        yield sent
 
     return steps
 
@@ -114,17 +114,16 @@ def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], St
 
     def steps(lane: Lane) -> Steps:
         divide_first(x, op, ranks.size)
-        part = ranks.scratch.take(x.numel(), x.dtype)
-        place, count = yield from _fold(lane, ranks, x, part, op)
+        place, count = yield from _fold(lane, ranks, x, op)
         if place is not None:
             distance = 1
             while distance < count:
                 peer = _unfolded(place ^ distance, ranks.size)
-                yield [lane.receive(peer, part), lane.send(peer, x)]
-                _combine_ordered(x, part, op, first=place & distance == 0)
+                arrival = lane.receive_anywhere(peer, x)
+                yield [arrival, lane.send(peer, x)]
+                _combine_arrived(lane, arrival, x, op, first=place & distance == 0)
                 distance *= 2
             divide_last(x, op, ranks.size)
-        ranks.scratch.give(part)
         yield from _unfold(lane, ranks, x)
 
     return steps
@@ -135,30 +134,40 @@ def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Ste
 
     def steps(lane: Lane) -> Steps:
         divide_first(x, op, ranks.size)
-        part = ranks.scratch.take(x.numel(), x.dtype)
-        place, count = yield from _fold(lane, ranks, x, part, op)
+        place, count = yield from _fold(lane, ranks, x, op)
         if place is not None:
-            begin, end, distance = 0, x.numel(), count // 2
-            path = []
-            while distance:
-                peer, middle = _unfolded(place ^ distance, ranks.size), (begin + end) // 2
-                lower = place & distance == 0
-                path.append((peer, begin, end))
-                kept, given = ((begin, middle), (middle, end)) if lower else ((middle, end), (begin, middle))
-                begin, end = kept
-                yield [lane.receive(peer, part[begin:end]), lane.send(peer, x[slice(*given)])]
-                _combine_ordered(x[begin:end], part[begin:end], op, first=lower)
-                distance //= 2
-            divide_last(x[begin:end], op, ranks.size)
-            for peer, low, high in reversed(path):
-                given = (low, begin) if low < begin else (end, high)
-                # An empty half may lie on either side; then there is nothing to put in its place.
-                yield [lane.receive(peer, x[slice(*given)]), lane.send(peer, x[begin:end])]
-                begin, end = low, high
-        ranks.scratch.give(part)
+            rounds = _halves(place, count, x.numel())
+            peers = [_unfolded(place ^ distance, ranks.size) for distance, _, _ in rounds]
+            arriving = [lane.receive_anywhere(peer, x[kept]) for peer, (_, kept, _) in zip(peers, rounds, strict=True)]
+            # A result can only come from a rank that has received what it overwrites.
+            results = [lane.receive(peer, x[given]) for peer, (_, _, given) in zip(peers, rounds, strict=True)]
+            sent, own = [], slice(0, x.numel())
+            for (distance, own, given), peer, arrival in zip(rounds, peers, arriving, strict=True):
+                sent.append(lane.send(peer, x[given]))
+                yield [arrival]
+                _combine_arrived(lane, arrival, x[own], op, first=place & distance == 0)
+            divide_last(x[own], op, ranks.size)
+            for (_, _, given), peer, result in zip(reversed(rounds), reversed(peers), reversed(results), strict=True):
+                sent.append(lane.send(peer, x[own]))
+                yield [result]
+                own = slice(min(own.start, given.start), max(own.stop, given.stop))
+            yield sent
         yield from _unfold(lane, ranks, x)
 
     return steps
+
+
+def _halves(place: int, count: int, n: int) -> list[tuple[int, slice, slice]]:
+    """For each round of `halving`, how far away its other rank is, what is kept of `n` elements and what is given."""
+    rounds = []
+    begin, end, distance = 0, n, count // 2
+    while distance:
+        middle = (begin + end) // 2
+        lower, upper = slice(begin, middle), slice(middle, end)
+        kept, given = (upper, lower) if place & distance else (lower, upper)
+        rounds.append((distance, kept, given))
+        begin, end, distance = kept.start, kept.stop, distance // 2
+    return rounds
 
 
 def reduce_scatter(
@@ -167,14 +176,12 @@ def reduce_scatter(
     """Part r of everyone goes to rank r, which reduces in rank order."""
 
     def steps(lane: Lane) -> Steps:
-        rows = ranks.scratch.take(ranks.size * output.numel(), output.dtype).view(ranks.size, -1)
-        rows[ranks.rank] = parts[ranks.rank]
-        got = [lane.receive(peer, rows[peer]) for peer in ranks.others]
+        got = [lane.receive_anywhere(peer, output) for peer in ranks.others]
         sent = [lane.send(peer, parts[peer]) for peer in ranks.others]
-        # Where the output is a part of the input, that part has been copied above.
         yield got
-        reduce_rows(rows, output, op)
-        ranks.scratch.give(rows.view(-1))
+        # Where the output is a part of the input, it is this rank's.
+        output.copy_(parts[ranks.rank])
+        _reduce_arrived(lane, ranks, got, output, op)
         yield sent
 
     return steps
@@ -329,10 +336,11 @@ def divide_last(x: torch.Tensor, op: ReduceOp, size: int) -> None:
         x /= size
 
 
-def reduce_rows(rows: torch.Tensor, output: torch.Tensor, op: ReduceOp) -> None:
-    """Reduces the rows, from the first on, into `output`, which may be memory of the first row; uses the rows up."""
+def reduce_rows(rows: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
+    """Reduces the rows, from the first on, into `output`, which may be memory of one of them; uses the rows up."""
     size = len(rows)
-    divide_first(rows, op, size)
+    for row in rows:
+        divide_first(row, op, size)
     total = rows[0]
     for row in rows[1:-1]:
         combine(op)(total, row, out=total)
@@ -340,13 +348,26 @@ def reduce_rows(rows: torch.Tensor, output: torch.Tensor, op: ReduceOp) -> None:
     divide_last(output, op, size)
 
 
-def _combine_ordered(x: torch.Tensor, part: torch.Tensor, op: ReduceOp, first: bool) -> None:
+def _combine_arrived(lane: Lane, arrival: Transfer, x: torch.Tensor, op: ReduceOp, first: bool = False) -> None:
+    """Reduces what has come from another rank into `x`, whose own is the first operand or else the second."""
+    assert arrival.own is not None
+    part = arrival.own.view(x.dtype)
     # The lower rank's operand first on both sides: of two NaNs, an addition keeps the first one's bits.
     combine(op)(*((x, part) if first else (part, x)), out=x)
+    lane.free(arrival)
+
+
+def _reduce_arrived(lane: Lane, ranks: Ranks, arrived: Sequence[Transfer], x: torch.Tensor, op: ReduceOp) -> None:
+    """Reduces what has come from all others, and `x` in this rank's place, into `x`."""
+    rows = {transfer.peer: transfer.own.view(x.dtype) for transfer in arrived if transfer.own is not None}
+    rows[ranks.rank] = x
+    reduce_rows([rows[rank] for rank in range(ranks.size)], x, op)
+    for transfer in arrived:
+        lane.free(transfer)
 
 
 def _fold(
-    lane: Lane, ranks: Ranks, x: torch.Tensor, part: torch.Tensor, op: ReduceOp
+    lane: Lane, ranks: Ranks, x: torch.Tensor, op: ReduceOp
 ) -> Generator[list[Transfer], None, tuple[int | None, int]]:
     """Leaves a power of two of ranks: the first few even ranks give their values to the odd ones beside them.
 
@@ -360,8 +381,9 @@ def _fold(
     if ranks.rank % 2 == 0:
         yield [lane.send(ranks.rank + 1, x)]
         return None, count
-    yield [lane.receive(ranks.rank - 1, part)]
-    _combine_ordered(x, part, op, first=False)
+    arrival = lane.receive_anywhere(ranks.rank - 1, x)
+    yield [arrival]
+    _combine_arrived(lane, arrival, x, op)
     return ranks.rank // 2, count
 
 

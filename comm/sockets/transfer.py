@@ -20,18 +20,20 @@ class Transfer:
     Attributes:
         lane: that issued it.
         peer: the rank at the other end.
-        data: the memory it is sent from or received into.
-        left: parts of it that have not gone to the kernel, or bytes of it that have not arrived.
+        data: the memory it is sent from or received into; None until it has arrived, if that may be anywhere.
+        own: that memory as a tensor, where it may be anywhere.
+        left: parts of it that have not gone to the kernel, or its bytes if it is received.
         done: whether nothing is left.
         awaited: whether its lane cannot go on without it.
     """
 
-    __slots__ = ("awaited", "data", "done", "lane", "left", "peer")
+    __slots__ = ("awaited", "data", "done", "lane", "left", "own", "peer")
 
-    def __init__(self, lane: Lane, peer: int, data: memoryview, left: int) -> None:
+    def __init__(self, lane: Lane, peer: int, data: memoryview | None, left: int) -> None:
         self.lane = lane
         self.peer = peer
         self.data = data
+        self.own: torch.Tensor | None = None
         self.left = left
         self.done = False
         self.awaited = False
@@ -41,7 +43,8 @@ class Carrier(Protocol):
     """Moves messages; used on its own thread only."""
 
     def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer: ...  # noqa: D102
-    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer: ...  # noqa: D102
+    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview | int) -> Transfer: ...  # noqa: D102
+    def free(self, own: torch.Tensor) -> None: ...  # noqa: D102
 
 
 class Lane:
@@ -71,6 +74,20 @@ class Lane:
         """Receives into a flat tensor."""
         count = self._received[peer] = self._received.get(peer, -1) + 1
         return self.carrier.receive(self, peer, self.tag + count, memory(tensor))
+
+    def receive_anywhere(self, peer: int, like: torch.Tensor) -> Transfer:
+        """Receives as many bytes as a tensor has; what they are in is `Transfer.own`, to be given to `free`.
+
+        A rank that is ahead sends before it is asked. To move that would cost as much as to receive it.
+        """
+        count = self._received[peer] = self._received.get(peer, -1) + 1
+        return self.carrier.receive(self, peer, self.tag + count, like.nbytes)
+
+    def free(self, transfer: Transfer) -> None:
+        """Lets memory be used again that was received anywhere and is not needed any more."""
+        assert transfer.own is not None
+        self.carrier.free(transfer.own)
+        transfer.own = None
 
     def advance(self) -> bool:
         """Goes on to the next step that has to wait; returns whether all steps are done."""

@@ -54,6 +54,45 @@ def test_messages_that_come_before_they_are_asked_for() -> None:
         assert not loop._arrivals
 
 
+@pytest.mark.parametrize("asked", ["before", "between", "after"])
+def test_what_may_be_received_anywhere_is_not_moved(asked: str) -> None:
+    """It is in the memory that it arrived in, whether it was asked for before or not, and that memory is used again."""
+    message = bytes(data(1000).numpy())
+    used = []
+
+    def steps(lane: Lane) -> Steps:
+        transfer = lane.receive_anywhere(1, torch.empty(250))
+        yield [transfer]
+        assert transfer.own is not None
+        got.append(transfer.own.view(torch.float32).clone())
+        used.append(transfer.own.data_ptr())
+        lane.free(transfer)
+        assert transfer.own is None
+
+    with by_hand() as (loop, (peer,)):
+        for number in range(3):
+            got: list[torch.Tensor] = []
+            work = operation(number, [steps])
+            whole = part(number, message)
+            cut = {"before": 0, "between": 500, "after": len(whole)}[asked]
+            peer.sendall(whole[:cut])
+            if cut:
+                until(lambda: bool(loop._arrivals))
+            loop.submit(work)
+            peer.sendall(whole[cut:])
+            wait(work)
+            assert bytes(got[0].view(torch.uint8).numpy()) == message
+            assert loop._ahead == {1: 0}
+            assert not loop._arrivals
+        assert len(set(used)) == 1
+        # One of another size is told of, not taken.
+        work = operation(3, [steps])
+        peer.sendall(part(3, message[:-4]))
+        loop.submit(work)
+        with pytest.raises(RuntimeError, match="rank 1 sent 996 bytes where this rank expected 1000"):
+            wait(work)
+
+
 def test_peer_that_writes_byte_by_byte() -> None:
     """Headers come in pieces, and an empty message is one."""
     with by_hand() as (loop, (peer,)):
