@@ -4,8 +4,10 @@ python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--st
                          [--trace FILE] [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
-Its time is that of the slowest rank, the median over steps; rivals take turns in random order, in blocks of a few steps.
-With four ranks on few cores, arithmetic takes longer than on machines of their own, and so does that of codecs.
+It lasts until the last rank is through with it; medians over steps are told. Rivals take turns in random order, in blocks of a
+few steps that follow one another as in training, after one that is not counted.
+Each host keeps to its share of the processors. With four of them on few cores, arithmetic takes longer than on machines of
+their own, and so does that of codecs.
 
 `engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides.
 """
@@ -52,7 +54,7 @@ _METHODS = [
 _OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
 _TRIED = [f"{name} if faster" for name in _OURS]
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
-_STEPS: list[tuple[float, int, int]] = [(200.0, 4, 1), (1000.0, 8, 4), (float("inf"), 9, 3)]
+_STEPS: list[tuple[float, int, int]] = [(200.0, 4, 2), (1000.0, 12, 6), (float("inf"), 24, 8)]
 
 
 def _serve(listener: Listener, lab: netlab.Lab) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -14,6 +14,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -144,13 +145,6 @@ class Rival:
         if self.algorithm is not None:
             self.algorithm.wait()
 
-    def local(self) -> None:
-        """Forward and backward as far as they can be had without communication; its gradients are dropped."""
-        quiet = getattr(self.module, "no_sync", contextlib.nullcontext)
-        with quiet():
-            self.backward()
-        self.optimizer.zero_grad()
-
     def warm_up(self) -> None:
         for _ in range(_WARM):
             self.step()
@@ -197,45 +191,46 @@ def measure(
 ) -> tuple[Times, dict[str, dict[str, float]]]:
     """Takes steps in blocks of one rival; the order of blocks in a round is random, the same everywhere.
 
-    A block begins with forward and backward that are not counted, and without communication, since on a slow link that
-    takes most of the time and gains nothing by being warm.
+    A block begins with a step that is not counted, and nothing waits between its steps: as in training, a step meets what the
+    last one has left under way, and ranks that are as far apart as the rival lets them be. A step lasts from the moment
+    when the last rank is through with the one before until the moment when the last rank is through with it.
 
     Returns:
-        For each rival the seconds of each step of the slowest rank; and of a step, the mean over ranks: `cpu` seconds,
-        `bytes` that left the host, and of ours the seconds of `exchange` and those that training `wait`ed for them.
+        For each rival the seconds of each step; and of a step, the mean over ranks: `cpu` seconds, `bytes` that left the host,
+        and of ours the seconds of `exchange` and those that training `wait`ed for them.
     """
-    taken: Times = {name: [] for name in rivals}
+    moments: Times = {name: [] for name in rivals}
     costs = {name: dict.fromkeys(("cpu", "bytes", "exchange", "wait"), 0.0) for name in rivals}
     for _ in range(rounds):
         for name in order.sample(sorted(rivals), len(rivals)):
             rival, cost = rivals[name], costs[name]
-            rival.local()
             before = _engine(rival)
-            last = together(c)
+            together(c)
+            rival.step()
+            moments[name].append(time.monotonic())
             before |= _host()
-            for number in range(counted):
+            for _ in range(counted):
                 rival.step()
-                if number == counted - 1:
-                    rival.finish()
-                now = time.monotonic()
-                taken[name].append(now - last)
-                last = now
+                moments[name].append(time.monotonic())
             after = _host()
+            rival.finish()
             # A rank that is through must not compute beside the others' last step.
             c.barrier().wait()
             after |= _engine(rival)
             for what, value in after.items():
-                cost[what] += value - before[what]
-    everyone = c.all_gather_object((taken, costs))
-    slowest = {
-        name: [max(times) for times in zip(*(theirs[name] for theirs, _ in everyone), strict=True)] for name in rivals
-    }
-    steps = rounds * counted * c.size
+                # Statistics sum up residuals, so they are not asked for between steps.
+                steps = counted if what in ("cpu", "bytes") else counted + 1
+                cost[what] += (value - before[what]) / steps
+    everyone = c.all_gather_object((moments, costs))
+    taken = {}
+    for name in rivals:
+        last = np.array([theirs[name] for theirs, _ in everyone]).max(axis=0).reshape(rounds, counted + 1)
+        taken[name] = np.diff(last).ravel().tolist()
     means = {
-        name: {what: sum(theirs[name][what] for _, theirs in everyone) / steps for what in costs[name]}
+        name: {what: sum(theirs[name][what] for _, theirs in everyone) / (rounds * c.size) for what in costs[name]}
         for name in rivals
     }
-    return slowest, means
+    return taken, means
 
 
 def _host() -> dict[str, float]:
@@ -383,8 +378,18 @@ def trace(c: comm.Communicator, settings: dict[str, Any], tuning: Tuning | None)
 PARTS = {"steps": steps, "engine": engine, "overlap": overlap}
 
 
+def keep_to_own_cores(rank: int, size: int) -> None:
+    """Has a host keep to its share of the processors, as hosts do.
+
+    Left to the scheduler, whoever is ahead takes those of the others, and all wait for the last.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[rank % len(cores) :: size])
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    keep_to_own_cores(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     c = comm.init(timeout=300)
