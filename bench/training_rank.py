@@ -389,7 +389,8 @@ def keep_to_own_cores(rank: int, size: int) -> None:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    keep_to_own_cores(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if settings["part"] != "engine":
+        keep_to_own_cores(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     c = comm.init(timeout=300)
