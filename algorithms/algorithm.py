@@ -164,6 +164,7 @@ class Algorithm(WrappedModule):
                 name=self.name,
                 steps=self._steps,
                 lend=self.lends,
+                adopt=self.adopts,
                 gates=gates,
                 agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
@@ -184,6 +185,11 @@ class Algorithm(WrappedModule):
     @property
     def lends(self) -> bool:
         """Whether `exchange` reads gradients that are to be compressed where backward left them, if they are in `bucket.lent`."""
+        return False
+
+    @property
+    def adopts(self) -> bool:
+        """Whether a gradient's memory may become that of its bucket, so that `exchange` finds it elsewhere in each step."""
         return False
 
     def lane(self, bucket: Bucket | Rows) -> Communicator:

@@ -54,6 +54,11 @@ class GradientAllReduce(Algorithm):
             raise ValueError(f"hierarchical means have one lane, got lanes={arguments['lanes']}: leave it out")
         super().__init__(module, optimizer, **arguments)
 
+    @property
+    def adopts(self) -> bool:
+        """See `Algorithm.adopts`; a subclass may remember where a bucket's memory is."""
+        return type(self).exchange is GradientAllReduce.exchange
+
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
         if self.hierarchical:

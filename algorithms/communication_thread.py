@@ -178,7 +178,7 @@ def _run(task: Task, exchange: Exchange, stream: torch.cuda.Stream | None) -> No
         task.finished.record(stream)
 
 
-def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = False) -> None:
+def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = False, adopt: bool = False) -> None:
     """Brings gradients to their slots of a bucket, multiplied by a weight.
 
     Args:
@@ -187,9 +187,12 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
             copied again; what is lent stays until it is exchanged.
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
+        adopt: whether a gradient's memory becomes the bucket's where it can.
     """
     while gradients:
         slot, gradient, parameter = gradients.pop()
+        if adopt and gradient is not None:
+            bucket.adopt(gradient)
         if parameter is not None:
             parameter.grad = bucket.views[slot]
         lendable = lend and weight == 1.0 and bucket.compressed(slot)

@@ -73,6 +73,7 @@ class Engine:
         steps: BackwardSteps | None = None,
         lanes: int = 1,
         lend: bool = False,
+        adopt: bool = False,
         gates: Gates | None = None,
         agree: Agree | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -96,6 +97,8 @@ class Engine:
             lanes: number of communication threads, if there are as many buckets.
             lend: whether `exchange` reads what is to be compressed where backward has left it (`Bucket.lent`), so that it need
                 not be copied.
+            adopt: whether `exchange` looks for a bucket's memory anew each time, so that a gradient as large as a bucket need
+                not be copied either: its memory becomes the bucket's (`Bucket.adopt`).
             gates: if given, with `steps` that update all members, what waits for these where they are used.
             agree: the lowest of the numbers of a bucket that ranks give, with `gates`; runs on a communication thread.
             clock: by which passes are timed.
@@ -113,6 +116,7 @@ class Engine:
         self._reorder = reorder
         self._settle = settle
         self._lend = lend
+        self._adopt = adopt
         self._gates = gates
         self._clock = clock
         self.lay_out(list(range(len(self.members))))
@@ -142,7 +146,7 @@ class Engine:
         """Makes new buckets, whose parameters follow an order of positions."""
         members = [self.members[position] for position in order]
         kinds, first = [m.kind for m in members], min(self._bucket_bytes, _FIRST_BYTES)
-        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, first)
+        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, first, alone=self._adopt)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
         self.buckets = [
@@ -325,7 +329,7 @@ class Engine:
             if self._steps is not None:
                 for position in self.groups[index]:
                     self.members[position].parameter.grad = None
-            self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend))
+            self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend, self._adopt))
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
         self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self._step, before))

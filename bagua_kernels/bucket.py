@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
+
+# Backward lets go of a gradient a moment after it has told that it is there.
+_PATIENCE = 5  # times that its memory is looked at, 0.1 ms apart
 
 
 class Bucket:
@@ -73,18 +77,22 @@ class Bucket:
         self.align = align
         self.kind = kind
         self.names = list(names)
-        self.whole = torch.zeros(end + flags, dtype=dtype, device=device)
-        self.flat, self.exact = self.whole[: ends[0]], self.whole[ends[0] :]
-        self.flags = self.whole[end:]
-        self.views = [
-            self.whole.as_strided(t.shape, dense_strides(t), offset) for t, offset in zip(tensors, offsets, strict=True)
-        ]
         self.spans = [slice(offset, offset + t.numel()) for t, offset in zip(tensors, offsets, strict=True)]
-        self.gaps = [
-            self.whole[offset + t.numel() : offset + size]
-            for t, offset, size in zip(tensors, offsets, sizes, strict=True)
-        ]
+        self._ends = (ends[0], end)
+        self._formats = [(t.shape, dense_strides(t)) for t in tensors]
+        self._boundaries = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         self.lent: dict[int, torch.Tensor] = {}
+        self._use(torch.zeros(end + flags, dtype=dtype, device=device))
+
+    def _use(self, memory: torch.Tensor) -> None:
+        """Takes a vector for the buffer."""
+        flat, end = self._ends
+        self.whole, self.flat, self.exact, self.flags = memory, memory[:flat], memory[flat:], memory[end:]
+        self.views = [
+            memory.as_strided(*format_, memory.storage_offset() + span.start)
+            for format_, span in zip(self._formats, self.spans, strict=True)
+        ]
+        self.gaps = [memory[span.stop : end] for span, end in zip(self.spans, self._boundaries, strict=True)]
 
     def sources(self) -> list[torch.Tensor]:
         """Where the elements of each tensor are: in its view, or lent."""
@@ -111,13 +119,29 @@ class Bucket:
 
     def lend(self, slot: int, tensor: torch.Tensor) -> bool:
         """Lets a tensor stand for its view, if it has the view's memory format and plain numbers; returns whether it does."""
-        view = self.views[slot]
-        alike = tensor.shape == view.shape and tensor.stride() == view.stride() and tensor.dtype == view.dtype
-        # Tensors whose memory does not hold their numbers are for PyTorch to read.
-        if not alike or tensor.is_neg() or tensor._is_zerotensor():
+        if not self._plain(slot, tensor):
             return False
         self.lent[slot] = tensor.detach()
         return True
+
+    def adopt(self, tensor: torch.Tensor) -> bool:
+        """Takes a tensor's memory for its own, and lets go of what it had; returns whether it does.
+
+        It does if it is on the CPU, holds one tensor and nothing else, and no other tensor is in that memory.
+        """
+        if tensor.data_ptr() == self.whole.data_ptr():
+            return False
+        alone = len(self.views) == 1 and self.whole.numel() == tensor.numel() and tensor.device.type == "cpu"
+        if not alone or tensor.requires_grad or not self._plain(0, tensor) or not _exclusive(tensor):
+            return False
+        self._use(tensor.detach().as_strided((tensor.numel(),), (1,)))
+        return True
+
+    def _plain(self, slot: int, tensor: torch.Tensor) -> bool:
+        view = self.views[slot]
+        alike = tensor.shape == view.shape and tensor.stride() == view.stride() and tensor.dtype == view.dtype
+        # Tensors whose memory does not hold their numbers are for PyTorch to read.
+        return alike and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
     def compressed(self, slot: int) -> bool:
         """Whether a tensor lies in `flat`, which is to be compressed."""
@@ -142,6 +166,20 @@ class Bucket:
             gap.zero_()
 
 
+def _exclusive(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares its memory: gradients of several parameters may be views of one tensor."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    storage = tensor.untyped_storage()
+    for _ in range(_PATIENCE):
+        # By the tensor, and by `storage`.
+        if count(storage._cdata) == 2:
+            return True
+        time.sleep(1e-4)
+    return False
+
+
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's strides if they cover its elements without gap or overlap, else those of a contiguous tensor.
 
@@ -162,6 +200,7 @@ def partition(
     bucket_bytes: int,
     kinds: Sequence[Hashable] | None = None,
     first_bytes: int | None = None,
+    alone: bool = False,
 ) -> list[list[int]]:
     """Splits tensors, in the given order, into buckets of one kind, dtype and device each.
 
@@ -172,6 +211,7 @@ def partition(
         bucket_bytes: target size in bytes.
         kinds: of the tensors; all the same if None.
         first_bytes: target size of the first bucket that closes, if another.
+        alone: whether a tensor that fills a bucket has one to itself.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
@@ -181,9 +221,13 @@ def partition(
     sizes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []
     for position, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        if alone and nbytes >= bucket_bytes:
+            buckets.append([position])
+            continue
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)
-        sizes[kind] = sizes.get(kind, 0) + tensor.numel() * tensor.element_size()
+        sizes[kind] = sizes.get(kind, 0) + nbytes
         if sizes[kind] >= (bucket_bytes if buckets or first_bytes is None else first_bytes):
             buckets.append(open_buckets.pop(kind))
             del sizes[kind]

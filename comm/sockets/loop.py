@@ -219,6 +219,7 @@ class Loop:
             kept.clear()
         self._ready.clear()
         self._submitted.clear()
+        self._scratch = Scratch()
         self._epoll.close()
 
     def _nudge(self) -> None:
@@ -371,7 +372,7 @@ class Loop:
         channel.begin, channel.end = 0, left
 
     def _arrival(self, key: Key, code: int, total: int) -> Arrival | None:
-        """Returns where a message goes: to who asked for it, else to memory of its own; None while that is used up."""
+        """Returns where a message goes: to where it was asked for, else to memory of its own; None while that is used up."""
         arrival = self._arrivals.get(key)
         if arrival is not None:
             return arrival
@@ -380,6 +381,7 @@ class Loop:
             try:
                 self._check(code, total, transfer)
             except PeerError as error:
+                self._wanted[key[0]] -= 1
                 self._fail(transfer.lane.operation, error)
                 transfer = None
         peer = key[0]
@@ -390,8 +392,8 @@ class Loop:
             # Where something is wanted it may lie behind this in the same socket.
             return None
         else:
-            self._ahead[peer] += total
             arrival = Arrival(key, code, None, self._scratch.take(total, torch.uint8))
+            self._ahead[peer] += total
         self._arrivals[key] = arrival
         return arrival
 

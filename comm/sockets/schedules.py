@@ -28,7 +28,7 @@ from bagua_kernels.comm.sockets.transfer import Lane, Steps, Transfer
 
 
 class Ranks:
-    """This rank among its fellows, with what every schedule needs.
+    """This rank among its fellows, with memory for what schedules put together.
 
     Args:
         rank: this one.
@@ -179,8 +179,8 @@ def reduce_scatter(
         got = [lane.receive_anywhere(peer, output) for peer in ranks.others]
         sent = [lane.send(peer, parts[peer]) for peer in ranks.others]
         yield got
-        # Where the output is a part of the input, it is this rank's.
-        output.copy_(parts[ranks.rank])
+        if output.data_ptr() != parts[ranks.rank].data_ptr():
+            output.copy_(parts[ranks.rank])
         _reduce_arrived(lane, ranks, got, output, op)
         yield sent
 

@@ -20,10 +20,10 @@ class Transfer:
     Attributes:
         lane: that issued it.
         peer: the rank at the other end.
-        data: the memory it is sent from or received into; None until it has arrived, if that may be anywhere.
-        own: that memory as a tensor, where it may be anywhere.
-        left: parts of it that have not gone to the kernel, or its bytes if it is received.
-        done: whether nothing is left.
+        data: the memory it is sent from or received into; None if it is received anywhere.
+        own: the memory it was received in, if that was anywhere, from then on until it is given to `Lane.free`.
+        left: parts of it that have not gone to the kernel; of one that is received, its bytes.
+        done: whether all of it has gone to the kernel, or arrived.
         awaited: whether its lane cannot go on without it.
     """
 
@@ -50,8 +50,8 @@ class Carrier(Protocol):
 class Lane:
     """Steps of a collective that follow one another, such as those of one piece of a vector.
 
-    The steps are a generator. It calls `send` and `receive`, which start at once, and yields the transfers that it has
-    to wait for. Messages of two ranks match in the order in which their lanes of the same number issue them.
+    The steps are a generator. It calls `send`, `receive` and `receive_anywhere`, which start at once, and yields the transfers
+    that it has to wait for. Messages of two ranks match in the order in which their lanes of the same number issue them.
     """
 
     __slots__ = ("_received", "_sent", "carrier", "operation", "pending", "steps", "tag")

@@ -379,6 +379,12 @@ class TestPartition:
         assert partition(tensors, 1) == [[0], [1], [2], [3], [4]]
         assert partition(tensors, 1000) == [[0, 1, 2, 3, 4]]
 
+    def test_what_fills_a_bucket_has_it_alone(self) -> None:
+        tensors = [torch.empty(n) for n in (1, 20, 2, 21, 3, 9)]
+        assert partition(tensors, 80, alone=True) == [[1], [3], [0, 2, 4, 5]]
+        assert partition(tensors, 12, alone=True) == [[1], [0, 2], [3], [4], [5]]
+        assert partition(tensors, 80) == [[0, 1], [2, 3], [4, 5]]
+
     def test_one_dtype_a_bucket(self) -> None:
         tensors = [torch.empty(10, dtype=d) for d in (torch.float32, torch.float16, torch.float32, torch.float16)]
         assert partition(tensors, 1000) == [[0, 2], [1, 3]]

@@ -1,4 +1,4 @@
-"""Gradients on their way into a bucket: copied, lent, or let go."""
+"""Gradients on their way into a bucket: copied, lent, adopted, or let go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bagua_kernels import bucket as bucket_module
 from bagua_kernels.algorithms import (
     QSGD,
     Algorithm,
@@ -121,6 +122,82 @@ def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float, kin
     sum(expected(batch(r, 0)).square().mean() / 2 for r in range(2)).backward()
     for gradient in found:
         assert torch.allclose(gradient, expected.weight.grad, atol=1e-6)
+
+
+class Copying(GradientAllReduce):
+    """Has buckets of the same memory in all steps."""
+
+    name = "copying"
+    adopts = False
+
+
+@pytest.fixture
+def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each gradient that a bucket might adopt, whether it did; busy machines are waited for."""
+    monkeypatch.setattr(bucket_module, "_PATIENCE", 10_000)
+    found, adopt = [], Bucket.adopt
+
+    def noted(self: Bucket, tensor: torch.Tensor) -> bool:
+        found.append(adopt(self, tensor))
+        return found[-1]
+
+    monkeypatch.setattr(Bucket, "adopt", noted)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_memory_of_large_gradients_becomes_the_buckets(adopted: list[bool], size: int) -> None:
+    """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
+
+    def rank(communicator: Communicator) -> None:
+        modules = [nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3)))) for _ in "ab"]
+        algorithms = []
+        for module, kind in zip(modules, (GradientAllReduce, Copying), strict=True):
+            fill(module)
+            algorithms.append(kind(module, communicator=communicator, bucket_bytes=4 * 64 * 64, lanes=1))
+        first: list[torch.Tensor] = []
+        for step, (drop, weight) in enumerate([(True, None), (True, None), (False, None), (True, 0.5), (False, 2.0)]):
+            for algorithm in algorithms:
+                algorithm.module.zero_grad(set_to_none=drop)
+                if weight is not None:
+                    algorithm.weigh(weight + communicator.rank)
+                algorithm(batch(communicator.rank, step)).square().mean().backward()
+            for one, other in zip(*map(gradients, modules), strict=True):
+                assert torch.equal(one, other)
+            first = first or [modules[0][1].weight.grad, modules[0][1].weight.grad.clone()]
+            # Who keeps a gradient that was dropped finds it unchanged.
+            assert step != 1 or torch.equal(*first)
+
+    run_ranks(size, rank)
+    # The large matrix's, of each step in which gradients were dropped.
+    assert sum(adopted) == (0 if size == 1 else 3 * size)
+
+
+def test_memory_that_several_gradients_share_is_not_adopted(adopted: list[bool]) -> None:
+    """Of parameters that are added up in several shapes, backward leaves one tensor's views."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.zeros(shape)) for shape in ((6,), (2, 3), (3, 2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.a + self.b.view(6) + self.c.view(6)) * x).sum()
+
+    alone = Shared()
+    alone(torch.ones(6)).backward()
+    assert len({p.grad.untyped_storage().data_ptr() for p in alone.parameters()}) < 3, "nothing is shared to begin with"
+
+    def rank(communicator: Communicator) -> None:
+        module = Shared()
+        algorithm = GradientAllReduce(module, communicator=communicator, bucket_bytes=1)
+        for step in range(3):
+            module.zero_grad()
+            algorithm(torch.arange(6.0) * (communicator.rank + step)).backward()
+            for parameter in module.parameters():
+                assert torch.equal(parameter.grad.flatten(), torch.arange(6.0) * (0.5 + step))
+
+    run_ranks(2, rank)
 
 
 class Mixed(nn.Module):

@@ -285,7 +285,9 @@ def test_scratch_is_bounded_and_used_again() -> None:
     with ranks(2) as world:
         for n in range(1, 60):
             world.all_reduce("direct", [torch.zeros(n)] * 2, ReduceOp.SUM)
-        assert all(sum(map(len, r.scratch._free.values())) <= 256 for r in world.ranks)
+            world.all_reduce("exchange", [torch.zeros(n)] * 2, ReduceOp.SUM)
+        for kept in (*(r.scratch for r in world.ranks), *(loop._scratch for loop in world.loops)):
+            assert 0 < sum(map(len, kept._free.values())) <= 256
 
 
 def test_scratch_does_not_keep_much_memory() -> None:
