@@ -164,7 +164,7 @@ class Algorithm(WrappedModule):
                 name=self.name,
                 steps=self._steps,
                 lend=self.lends,
-                adopt=self.adopts,
+                adopt=self.adopts and self._communicator.device.type == "cpu",
                 gates=gates,
                 agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),

@@ -184,7 +184,7 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
     Args:
         bucket: where to.
         gradients: for each slot its own; None stands for zeros. It is emptied, so that backward can use the memory of what was
-            copied again; what is lent stays until it is exchanged.
+            copied again; what is lent stays until it is exchanged, what is adopted until the next is.
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
         adopt: whether a gradient's memory becomes the bucket's where it can.

@@ -35,7 +35,7 @@ class Engine:
 
     1. When a parameter's gradient is complete, its hook takes note of it. What later hooks make of it is not exchanged.
     2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
-       them into the bucket, unless they are there already or `exchange` reads them where they are (`lend`), and exchanges it,
+       them into the bucket, unless they are there already or it works where they are (`lend`, `adopt`), and exchanges it,
        while backward goes on. Threads take buckets in turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
@@ -97,8 +97,8 @@ class Engine:
             lanes: number of communication threads, if there are as many buckets.
             lend: whether `exchange` reads what is to be compressed where backward has left it (`Bucket.lent`), so that it need
                 not be copied.
-            adopt: whether `exchange` looks for a bucket's memory anew each time, so that a gradient as large as a bucket need
-                not be copied either: its memory becomes the bucket's (`Bucket.adopt`).
+            adopt: whether `exchange` looks for a bucket's memory anew each time, so that a gradient that has a bucket to itself
+                need not be copied either: its memory becomes the bucket's (`Bucket.adopt`). The last bucket holds flags too.
             gates: if given, with `steps` that update all members, what waits for these where they are used.
             agree: the lowest of the numbers of a bucket that ranks give, with `gates`; runs on a communication thread.
             clock: by which passes are timed.

@@ -127,12 +127,13 @@ class Bucket:
     def adopt(self, tensor: torch.Tensor) -> bool:
         """Takes a tensor's memory for its own, and lets go of what it had; returns whether it does.
 
-        It does if it is on the CPU, holds one tensor and nothing else, and no other tensor is in that memory.
+        It does if it is on the CPU, holds one tensor and nothing else, and that memory is the tensor's alone.
         """
         if tensor.data_ptr() == self.whole.data_ptr():
             return False
         alone = len(self.views) == 1 and self.whole.numel() == tensor.numel() and tensor.device.type == "cpu"
-        if not alone or tensor.requires_grad or not self._plain(0, tensor) or not _exclusive(tensor):
+        ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_inference()
+        if not (alone and ordinary and self._plain(0, tensor) and _exclusive(tensor)):
             return False
         self._use(tensor.detach().as_strided((tensor.numel(),), (1,)))
         return True
@@ -167,16 +168,16 @@ class Bucket:
 
 
 def _exclusive(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor shares its memory: gradients of several parameters may be views of one tensor."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
+    """Whether its memory is PyTorch's and has no other tensor in it: gradients of several parameters may be parts of one."""
+    count, storage = getattr(torch._C, "_storage_Use_Count", None), tensor.untyped_storage()
+    if count is None or not storage.resizable() or storage.nbytes() != tensor.nbytes:
         return False
-    storage = tensor.untyped_storage()
-    for _ in range(_PATIENCE):
+    for look in range(_PATIENCE):
+        if look:
+            time.sleep(1e-4)
         # By the tensor, and by `storage`.
         if count(storage._cdata) == 2:
             return True
-        time.sleep(1e-4)
     return False
 
 

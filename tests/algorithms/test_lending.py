@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bagua_kernels import bucket as bucket_module
+from bagua_kernels import optim
 from bagua_kernels.algorithms import (
     QSGD,
     Algorithm,
@@ -145,6 +147,38 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("options", [{}, {"wait_in_forward": True}], ids=["backward", "forward"])
+def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict[str, bool]) -> None:
+    """Parameters have the bits that they have with copies."""
+
+    def rank(communicator: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for kind in (GradientAllReduce, Copying):
+            module = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3))))
+            fill(module)
+            optimizer = optim.Adam(module.parameters(), lr=0.01)
+            algorithm = kind(
+                module,
+                optimizer,
+                communicator=communicator,
+                bucket_bytes=4 * 64 * 64,
+                apply_in_backward=True,
+                **options,
+            )
+            for step in range(4):
+                algorithm(batch(communicator.rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            algorithm.wait()
+            found.append([p.detach().clone() for p in module.parameters()])
+            algorithm.close()
+        return found
+
+    for ours, others in run_ranks(2, rank):
+        assert all(torch.equal(*pair) for pair in zip(ours, others, strict=True))
+    assert sum(adopted) == 8
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_memory_of_large_gradients_becomes_the_buckets(adopted: list[bool], size: int) -> None:
     """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
@@ -171,6 +205,38 @@ def test_memory_of_large_gradients_becomes_the_buckets(adopted: list[bool], size
     run_ranks(size, rank)
     # The large matrix's, of each step in which gradients were dropped.
     assert sum(adopted) == (0 if size == 1 else 3 * size)
+
+
+def test_what_is_adopted() -> None:
+    """Plain tensors with the bucket's format that have all of their memory, which PyTorch can free, to themselves."""
+    bucket = Bucket([torch.empty(5, 4)], align=1)
+    inferred = torch.inference_mode()(torch.ones)(5, 4)
+    foreign = torch.from_numpy(np.ones((5, 4), np.float32))
+    for refused in (
+        torch.ones(6, 4)[1:],
+        torch.empty(0).set_(torch.ones(24).untyped_storage(), 0, (5, 4), (4, 1)),
+        torch.ones(4, 5).t(),
+        torch.ones(5, 4, dtype=torch.float64),
+        torch.ones(5, 4, requires_grad=True),
+        nn.Parameter(torch.ones(5, 4)),
+        inferred,
+        foreign,
+        bucket.views[0],
+    ):
+        assert not bucket.adopt(refused)
+    held = torch.ones(5, 4)
+    other = held.view(20)
+    assert not bucket.adopt(held)
+    del other
+    assert bucket.adopt(held)
+    assert bucket.views[0].data_ptr() == bucket.whole.data_ptr() == held.data_ptr()
+    assert not Bucket([torch.empty(5, 4)], align=1, flags=1).adopt(torch.ones(5, 4))
+    assert not Bucket([torch.empty(5, 4)], align=8).adopt(torch.ones(5, 4))
+    assert not Bucket([torch.empty(5, 2)] * 2, align=1).adopt(torch.ones(5, 4))
+    turned = torch.empty_strided((5, 4), (1, 5))
+    bucket = Bucket([torch.empty(4, 5).t()], align=1)
+    assert bucket.adopt(turned)
+    assert bucket.views[0].stride() == turned.stride()
 
 
 def test_memory_that_several_gradients_share_is_not_adopted(adopted: list[bool]) -> None:
