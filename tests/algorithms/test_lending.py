@@ -133,6 +133,13 @@ class Copying(GradientAllReduce):
     adopts = False
 
 
+def layers() -> nn.Module:
+    """The second one's gradient has 4 * 64 * 64 bytes."""
+    module = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3))))
+    fill(module)
+    return module
+
+
 @pytest.fixture
 def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each gradient that a bucket might adopt, whether it did; busy machines are waited for."""
@@ -154,8 +161,7 @@ def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict
     def rank(communicator: Communicator) -> list[list[torch.Tensor]]:
         found = []
         for kind in (GradientAllReduce, Copying):
-            module = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3))))
-            fill(module)
+            module = layers()
             optimizer = optim.Adam(module.parameters(), lr=0.01)
             algorithm = kind(
                 module,
@@ -184,10 +190,9 @@ def test_memory_of_large_gradients_becomes_the_buckets(adopted: list[bool], size
     """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
 
     def rank(communicator: Communicator) -> None:
-        modules = [nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3)))) for _ in "ab"]
+        modules = [layers(), layers()]
         algorithms = []
         for module, kind in zip(modules, (GradientAllReduce, Copying), strict=True):
-            fill(module)
             algorithms.append(kind(module, communicator=communicator, bucket_bytes=4 * 64 * 64, lanes=1))
         first: list[torch.Tensor] = []
         for step, (drop, weight) in enumerate([(True, None), (True, None), (False, None), (True, 0.5), (False, 2.0)]):
