@@ -1,20 +1,23 @@
-"""The passes of PowerSGD over whole matrices, and the work on its factors, on the CPU.
+"""The passes of PowerSGD over whole matrices, and the work on its right factors, on the CPU.
 
 As tensor operations the former are ten passes for rank 1 and more for each further column, and memory decides how long that
-takes; the latter are hundreds of operations on few numbers. What all ranks compute alike has the bits of `docs/powersgd.md`.
+takes; the latter are many operations on few numbers. Here each is one compiled call for all matrices of a state, which finds
+them by a table. What all ranks compute alike has the bits of `docs/powersgd.md`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.jit._numba_cpu_intrinsics import (
+    POINTER,
     VECTOR_BYTES,
     borrowed,
     keep,
@@ -23,12 +26,16 @@ from bagua_kernels.jit._numba_cpu_intrinsics import (
     wide_vectors,
 )
 
+# What the table tells of a matrix: its lengths, and where its parts are in memory. TURNED has room for a right factor by columns.
+ROWS, COLUMNS, RANK, TOTAL, BEFORE, BEFORE_LEFT, BEFORE_RIGHT, LEFT, RIGHT, KEPT, DRAWN, TURNED, GIVEN = range(13)
+
 # A sum over a row may be taken in any order: what is computed here is averaged over ranks, and no other rank repeats it.
 _ANY_ORDER = {"reassoc", "contract", "nsz"}
 _TASK = 1 << 15  # elements that a thread takes at a time
 # Where something begins within this many elements behind the row that is written, compiled loops fear that they overlap, and sum
 # in another order: results would depend on where memory happens to be. Longer rows end behind that.
 _NEAR = 128
+_WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
 
 
 def one(a, x):
@@ -145,18 +152,96 @@ def project_any(total, before, before_left, before_right, gradient, right, left)
     return nothing == 0
 
 
-def project_some(total, before, before_left, before_right, gradient, right, left, small, begin, end):
-    # A row takes five slices, each of which would count references atomically.
-    total, before, gradient, left = borrowed(total), borrowed(before), borrowed(gradient), borrowed(left)
-    before_left, before_right, right = borrowed(before_left), borrowed(before_right), borrowed(right)
+def project_some(place, begin, end):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    total, before = matrix(place[TOTAL], rows, columns), matrix(place[BEFORE], rows, columns)
+    gradient = matrix(place[GIVEN], rows, columns)
+    left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
+    right, before_right = matrix(place[TURNED], rank, columns), matrix(place[BEFORE_RIGHT], rank, columns)
+    small = True
     for i in range(begin, end):
-        small[i] = project(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+        if columns >= NEAR and rank == 1:
+            small &= project_1(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+        elif columns >= NEAR and rank == 2:
+            small &= project_2(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+        elif columns >= NEAR and rank == 4:
+            small &= project_4(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+        else:
+            small &= project_any(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+    return small
 
 
-def project_rows(total, before, before_left, before_right, gradient, right, left, small, rows):
-    for task in numba.prange(-(-total.shape[0] // rows)):
-        end = min((task + 1) * rows, total.shape[0])
-        some(total, before, before_left, before_right, gradient, right, left, small, task * rows, end)
+def project_all(table, places, tasks, small):
+    """For each matrix `before` less the last output, with the gradient added, and its product with the right factor.
+
+    Args:
+        table: int64, a row for each matrix.
+        places: rows of the table that are meant.
+        tasks: a row of the table, and which rows of that matrix, for each piece of the work.
+        small: set to whether all of `total` is below 2^127 in magnitude, for each row of the table.
+    """
+    for at in range(places.size):
+        small[places[at]] = True
+        choose_right(table[places[at]])
+    for task in numba.prange(tasks.shape[0]):
+        if not project_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
+            small[tasks[task, 0]] = False
+
+
+def choose_right(place):
+    """Writes the right factor that is used next, by columns."""
+    columns, rank = place[COLUMNS], place[RANK]
+    kept, drawn = matrix(place[KEPT], columns, rank), matrix(place[DRAWN], columns, rank)
+    turned = matrix(place[TURNED], rank, columns)
+    for k in range(rank):
+        # A column that became zero would stay zero whatever gradients come.
+        zero = True
+        for j in range(columns):
+            zero &= kept[j, k] == 0
+        for j in range(columns):
+            turned[k, j] = drawn[j, k] if zero else kept[j, k]
+
+
+def add_eight(out, rows, at, left, k):
+    wide_vectors()
+    end = at + out.size
+    a, b, c, d = rows[0, at:end], rows[1, at:end], rows[2, at:end], rows[3, at:end]
+    e, f, g, h = rows[4, at:end], rows[5, at:end], rows[6, at:end], rows[7, at:end]
+    q, r, s, t, u, v, w, x = left[0, k], left[1, k], left[2, k], left[3, k], left[4, k], left[5, k], left[6, k], left[7, k]
+    for j in range(out.size):
+        first = (q * a[j] + r * b[j]) + (s * c[j] + t * d[j])
+        out[j] += first + ((u * e[j] + v * f[j]) + (w * g[j] + x * h[j]))
+
+
+def add_one(out, row, p):
+    wide_vectors()
+    for j in range(out.size):
+        out[j] += p * row[j]
+
+
+def gather_some(place, begin, end):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    total, left = matrix(place[TOTAL], rows, columns), matrix(place[LEFT], rows, rank)
+    right = matrix(place[RIGHT], columns, rank)
+    own = np.zeros((rank, end - begin), np.float32)
+    sums = borrowed(own)
+    # A matrix is read from memory once: eight rows stay in the nearest cache until all columns of P are done.
+    for i in range(0, rows - 7, 8):
+        for k in range(rank):
+            add_eight(sums[k], total[i : i + 8], begin, left[i : i + 8], k)
+    for i in range(rows // 8 * 8, rows):
+        for k in range(rank):
+            add_one(sums[k], total[i, begin:end], left[i, k])
+    for j in range(begin, end):
+        for k in range(rank):
+            right[j, k] = sums[k, j - begin]
+    keep(own)
+
+
+def gather_all(table, tasks):
+    """Q = M^T P of each matrix; `tasks` as for `project_all`, but of columns."""
+    for task in numba.prange(tasks.shape[0]):
+        gather_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2])
 
 
 def is_small(x):
@@ -166,187 +251,227 @@ def is_small(x):
     return nothing == 0
 
 
-def approximate_some(left, right, out, small, streamed, begin, end):
-    left, right, out = borrowed(left), borrowed(right), borrowed(out)
-    own = np.empty(out.shape[1], np.float32)
+def approximate_row(left, right, out):
+    if left.size == 1:
+        approximate_1(left, right, out)
+    elif left.size == 2:
+        approximate_2(left, right, out)
+    elif left.size == 4:
+        approximate_4(left, right, out)
+    else:
+        approximate_any(left, right, out)
+    return is_small(out)
+
+
+def approximate_some(place, begin, end):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
+    out = matrix(place[GIVEN], rows, columns)
+    streamed = place[GIVEN] % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
+    own = np.empty(columns, np.float32)
     row = borrowed(own)
+    small = True
     for i in range(begin, end):
         if streamed:
             # What is not read again soon need not displace what is, nor be read before it is written.
-            approximate(left[i], right, row)
-            small[i] = is_small(row)
+            small &= approximate_row(left[i], right, row)
             target = out[i]
-            for at in range(0, 4 * row.size, VECTOR_BYTES):
+            for at in range(0, 4 * columns, VECTOR_BYTES):
                 stream_vector(target, row, at)
         else:
-            approximate(left[i], right, out[i])
-            small[i] = is_small(out[i])
+            small &= approximate_row(left[i], right, out[i])
     if streamed:
         store_fence()
     keep(own)
+    return small
 
 
-def approximate_rows(left, right, out, small, streamed, rows):
-    for task in numba.prange(-(-out.shape[0] // rows)):
-        some(left, right, out, small, streamed, task * rows, min((task + 1) * rows, out.shape[0]))
+def approximate_all(table, places, tasks, small, warm):
+    """Writes P Q^T of each matrix, and keeps its factors where it is small.
+
+    Args:
+        table, places, tasks: as for `project_all`.
+        small: set to whether all of P Q^T is below 2^127 in magnitude, for each row of the table.
+        warm: whether a finite right factor is also kept to begin the next step with.
+    """
+    for at in range(places.size):
+        small[places[at]] = True
+        turn_right(table[places[at]])
+    for task in numba.prange(tasks.shape[0]):
+        if not approximate_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
+            small[tasks[task, 0]] = False
+    for at in range(places.size):
+        if small[places[at]]:
+            keep_factors(table[places[at]])
+        if warm:
+            keep_right(table[places[at]])
 
 
-def tree_sum(x):
-    """The sum in the order of `orthonormal.tree_sum`; overwrites `x`."""
-    rows = x.size
-    while rows > 1:
-        half = 1
-        while 2 * half < rows:
-            half *= 2
-        for i in range(rows - half):
-            x[i] += x[half + i]
-        rows = half
-    return x[0]
-
-
-def norm(column, scratch):
-    for i in range(column.size):
-        scratch[i] = column[i] * column[i]
-    # Rounded correctly, as there.
-    return np.float32(np.sqrt(np.float64(tree_sum(scratch))))
-
-
-def orthonormal_columns(columns, bits, scratch, limits):
-    """`orthonormal.orthonormalize` on one matrix, given by columns, and once more as int32."""
-    rank, rows = columns.shape
-    finite = True
+def turn_right(place):
+    columns, rank = place[COLUMNS], place[RANK]
+    right, turned = matrix(place[RIGHT], columns, rank), matrix(place[TURNED], rank, columns)
     for k in range(rank):
-        largest = np.int32(0)
-        for i in range(rows):
-            largest = max(largest, bits[k, i] & np.int32(0x7FFFFFFF))
-        finite &= largest < 0x7F800000
-        limits.view(np.int32)[k] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
-    if not finite:
-        columns[:] = np.nan
+        for j in range(columns):
+            turned[k, j] = right[j, k]
+
+
+def keep_factors(place):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    matrix(place[BEFORE_LEFT], rows, rank)[:] = matrix(place[LEFT], rows, rank)
+    matrix(place[BEFORE_RIGHT], rank, columns)[:] = matrix(place[TURNED], rank, columns)
+
+
+def keep_right(place):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
+    nothing = np.float32(0)
+    for i in range(rows):
+        for k in range(rank):
+            nothing += left[i, k] * np.float32(0)
+    for k in range(rank):
+        for j in range(columns):
+            nothing += right[k, j] * np.float32(0)
+    if nothing != 0:
         return
+    kept, unit = matrix(place[KEPT], columns, rank), np.empty(1, np.float32)
     for k in range(rank):
-        unit = limits[k]
-        for i in range(rows):
-            columns[k, i] /= unit
-    for threshold in (np.float32(16 * 2.0**-23), np.float32(0.5)):
-        for k in range(rank):
-            limits[k] = norm(columns[k], scratch) * threshold
-        for k in range(rank):
-            column = columns[k]
-            length = norm(column, scratch)
-            if length <= limits[k]:
-                column[:] = 0
-            else:
-                for i in range(rows):
-                    column[i] /= length
-            for later in range(k + 1, rank):
-                rest = columns[later]
-                for i in range(rows):
-                    scratch[i] = column[i] * rest[i]
-                share = tree_sum(scratch)
-                for i in range(rows):
-                    rest[i] -= column[i] * share
+        # Only the direction of a column counts; its length, that of a gradient, could overflow the next product. The power of
+        # two is that of `orthonormal.power_of_two`.
+        bits, largest = right[k].view(np.int32), np.int32(0)
+        for j in range(columns):
+            largest = max(largest, bits[j] & np.int32(0x7FFFFFFF))
+        unit.view(np.int32)[0] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
+        for j in range(columns):
+            kept[j, k] = right[k, j] / unit[0]
 
 
-_BY_RANK = {
-    0: (approximate_any, project_any),
-    1: (approximate_1, project_1),
-    2: (approximate_2, project_2),
-    4: (approximate_4, project_4),
-}
+def matrix(address, rows, columns):
+    return numba.carray(pointer(address), (rows, columns))
+
+
+class Kernels(NamedTuple):
+    """The compiled passes."""
+
+    project: Any
+    gather: Any
+    approximate: Any
 
 
 @functools.cache
-def _kernels(rank: int) -> tuple[Any, Any]:
-    """Projection and approximation, for a rank, or for any if it is 0."""
+def kernels() -> Kernels:
+    """Compiles the passes."""
     rules: dict[str, Any] = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
-    rules["wide_vectors"] = wide_vectors
-    memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence, "stream_vector": stream_vector}
-    approximate, project = _BY_RANK[rank]
-    approximation = compile_template(approximate, rules)
-    small = compile_template(is_small, {**rules, "np": np}, fastmath=_ANY_ORDER)
-    row = compile_template(project, {**rules, "np": np, "approximate": approximation}, fastmath=_ANY_ORDER)
-    some = compile_template(project_some, {"borrowed": borrowed, "project": row})
-    projection = compile_template(project_rows, {"numba": numba, "some": some}, parallel=True)
-    names = {"np": np, "VECTOR_BYTES": VECTOR_BYTES, "approximate": approximation, "is_small": small, **memory}
-    some = compile_template(approximate_some, names)
-    return projection, compile_template(approximate_rows, {"numba": numba, "some": some}, parallel=True)
+    rules |= {"np": np, "wide_vectors": wide_vectors}
+    columns = {name: number for name, number in globals().items() if name.isupper() and not name.startswith("_")}
+    names: dict[str, Any] = {"np": np, "borrowed": borrowed, "keep": keep, "NEAR": _NEAR, **columns}
+    names |= {"stream_vector": stream_vector, "store_fence": store_fence}
+    names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
+    for rule in (approximate_1, approximate_2, approximate_4, approximate_any):
+        names[rule.__name__] = rules[rule.__name__] = compile_template(rule, rules)
+    rules["approximate"] = names["approximate_any"]
+    for rule in (project_1, project_2, project_4, project_any, is_small):
+        names[rule.__name__] = compile_template(rule, rules, fastmath=_ANY_ORDER)
+    # Each column by itself, so that it does not matter which columns are a task.
+    for rule in (add_eight, add_one):
+        names[rule.__name__] = compile_template(rule, rules, fastmath={"contract", "nsz"})
+    parts = (choose_right, project_some, gather_some, approximate_row, approximate_some, turn_right, keep_factors, keep_right)
+    for rule in parts:
+        names[rule.__name__] = compile_template(rule, dict(names))
+    names["numba"] = numba
+    return Kernels(*(compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all)))
 
 
-@functools.cache
-def _orthonormal() -> Any:
-    names = {"np": np, "tree_sum": compile_template(tree_sum, {})}
-    names["norm"] = compile_template(norm, dict(names))
-    return compile_template(orthonormal_columns, names)
+def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
+    """Cuts matrices into tasks, shape (tasks, 3): which matrix, and from where to where along one of its lengths."""
+    cuts = [
+        (place, begin, min(begin + size, length))
+        for place, length, size in zip(places, lengths, sizes, strict=True)
+        for begin in range(0, length, size)
+    ]
+    return np.array(cuts, np.int64).reshape(-1, 3)
 
 
-def _rows(matrix: torch.Tensor) -> int:
-    """How many rows a thread takes at a time."""
-    return max(1, _TASK // max(1, matrix.shape[1]))
+# The attributes of a stack, in the order of the table.
+_PARTS = ("total", "before", "before_left", "before_right", "left", "right", "kept", "drawn", "turned")
 
 
-def suits(state: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Whether these passes can be used: for float32 on the CPU."""
-    return state.device.type == "cpu" and all(t.dtype == torch.float32 == state.dtype for t in tensors)
+class Passes:
+    """The passes over all matrices of a state, which lie in stacks: objects with an attribute for each address in the table.
 
-
-def project(
-    total: torch.Tensor,
-    before: torch.Tensor,
-    factors: tuple[torch.Tensor, torch.Tensor],
-    gradient: torch.Tensor,
-    right: torch.Tensor,
-    left: torch.Tensor,
-) -> bool:
-    """Writes `before - factors[0] @ factors[1].T + gradient` to `total`, and its product with the columns of `right` to `left`.
-
-    The product of factors is rounded as in `approximate`.
-
-    Args:
-        total: shape (n, m), contiguous float32 on the CPU, like all of them.
-        before: shape (n, m), other memory than `total`.
-        factors: shapes (n, r) and (m, r).
-        gradient: shape (n, m).
-        right: shape (m, r).
-        left: shape (n, r).
-
-    Returns:
-        Whether all of `total` is below 2^127 in magnitude.
+    Each is of float32 on the CPU, contiguous, and of shape (matrices, length, length). Tensors that are given are a list for
+    each stack, of float32 on the CPU with any strides.
     """
-    small = np.empty(total.shape[0], dtype=np.bool_)
-    columns, last = right.t().contiguous(), factors[1].t().contiguous()
-    arrays = map(array, (total, before, factors[0], last, gradient, columns, left))
-    fused = right.shape[1] in _BY_RANK and total.shape[1] >= _NEAR
-    run_parallel(_kernels(right.shape[1] if fused else 0)[0], *arrays, small, _rows(total))
-    return bool(small.all())
+
+    def __init__(self, stacks: Sequence[Any]) -> None:
+        """Notes the lengths of stacks."""
+        counts = [len(s.total) for s in stacks]
+        ends = np.cumsum(counts)
+        self._spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self._stack_of = np.repeat(np.arange(len(stacks)), counts)
+        self._lengths = np.array([[*s.total.shape[1:], s.left.shape[2]] for s in stacks for _ in s.total], np.int64)
+        steps = [[4 * i * getattr(s, part)[0].numel() for part in _PARTS] for s in stacks for i in range(len(s.total))]
+        self._offsets = np.array(steps, np.int64)
+        self._row_tasks: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        self._column_tasks: dict[int, Any] = {}
+
+    def _table(self, stacks: Sequence[Any]) -> Any:
+        """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
+        starts = np.array([[getattr(s, part).data_ptr() for part in _PARTS] for s in stacks], np.int64)
+        table = np.empty((len(self._offsets), GIVEN + 1), np.int64)
+        table[:, :TOTAL] = self._lengths
+        table[:, TOTAL:GIVEN] = self._offsets + starts[self._stack_of]
+        return table
+
+    def _run(
+        self, kernel: Any, stacks: Sequence[Any], chosen: Sequence[int], given: Sequence[torch.Tensor], *more: Any
+    ) -> list[list[bool]]:
+        places, tasks = self._by_rows(tuple(chosen))
+        table, small = self._table(stacks), np.empty(len(self._offsets), np.bool_)
+        table[places, GIVEN] = [t.data_ptr() for t in given]
+        run_parallel(kernel, table, places, tasks, small, *more)
+        return [small[self._spans[place]].tolist() for place in chosen]
+
+    def _by_rows(self, chosen: tuple[int, ...]) -> tuple[Any, Any]:
+        if chosen not in self._row_tasks:
+            places = np.concatenate([np.arange(span.start, span.stop) for span in (self._spans[k] for k in chosen)])
+            lengths = self._lengths[places]
+            tasks = pieces(places, lengths[:, ROWS], np.maximum(1, _TASK // lengths[:, COLUMNS]))
+            self._row_tasks[chosen] = places, tasks
+        return self._row_tasks[chosen]
+
+    def project(
+        self, stacks: Sequence[Any], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[bool]]:
+        """Makes M and P of some stacks; returns which of their M are below 2^127 in magnitude."""
+        dense = [gradient.contiguous() for place in chosen for gradient in gradients[place]]
+        return self._run(kernels().project, stacks, chosen, dense)
+
+    def gather(self, stacks: Sequence[Any]) -> None:
+        """Makes Q = M^T P of all stacks."""
+        threads = torch.get_num_threads()
+        if threads not in self._column_tasks:
+            columns = self._lengths[:, COLUMNS]
+            sizes = np.clip(-(-columns // threads), 512, _WIDTH)
+            self._column_tasks[threads] = pieces(range(len(columns)), columns, sizes)
+        run_parallel(kernels().gather, self._table(stacks), self._column_tasks[threads])
+
+    def approximate(
+        self, stacks: Sequence[Any], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool
+    ) -> list[list[bool]]:
+        """Writes P Q^T of some stacks, and keeps what the next step needs.
+
+        Returns:
+            Which of their P Q^T are below 2^127 in magnitude; `before_left` and `before_right` of these are the factors now.
+        """
+        tensors = [tensor for place in chosen for tensor in out[place]]
+        dense = [t if t.is_contiguous() else t.new_empty(t.shape) for t in tensors]
+        found = self._run(kernels().approximate, stacks, chosen, dense, warm)
+        for tensor, values in zip(tensors, dense, strict=True):
+            if values is not tensor:
+                tensor.copy_(values)
+        return found
 
 
-def approximate(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
-    """Writes `left @ right.T` to `out`, column by column and rounded each time.
-
-    Args:
-        left: shape (n, r), contiguous float32 on the CPU, like all of them.
-        right: shape (m, r).
-        out: shape (n, m).
-
-    Returns:
-        Whether all of `out` is below 2^127 in magnitude.
-    """
-    small = np.empty(out.shape[0], dtype=np.bool_)
-    streamed = out.data_ptr() % VECTOR_BYTES == 0 == 4 * out.shape[1] % VECTOR_BYTES
-    arrays = map(array, (left, right.t().contiguous(), out))
-    run_parallel(_kernels(right.shape[1] if right.shape[1] in _BY_RANK else 0)[1], *arrays, small, streamed, _rows(out))
-    return bool(small.all())
-
-
-def orthonormalize(p: torch.Tensor) -> None:
-    """Does what `orthonormal.orthonormalize` does, with its bits.
-
-    Args:
-        p: shape (matrices, rows, columns), float32 on the CPU.
-    """
-    columns = array(p.transpose(1, 2).contiguous())
-    bits, scratch, limits = columns.view(np.int32), np.empty(p.shape[1], np.float32), np.empty(p.shape[2], np.float32)
-    for matrix, as_bits in zip(columns, bits, strict=True):
-        _orthonormal()(matrix, as_bits, scratch, limits)
-    p.copy_(torch.from_numpy(columns).transpose(1, 2))
+def suits(tensor: torch.Tensor) -> bool:
+    """Whether these passes can take a tensor: float32 on the CPU."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32

@@ -99,11 +99,12 @@ class _Stack(NamedTuple):
     total: torch.Tensor  # rows x columns: M, the tensor with the residual
     before: torch.Tensor  # rows x columns: M of the last step, or the residual where the factors beside it are zero
     before_left: torch.Tensor  # rows x rank
-    before_right: torch.Tensor  # columns x rank
+    before_right: torch.Tensor  # rank x columns
     left: torch.Tensor  # rows x rank: P
     right: torch.Tensor  # columns x rank: Q
     kept: torch.Tensor  # columns x rank: Q of the last step
     drawn: torch.Tensor  # columns x rank: random numbers, in place of columns of zeros in Q
+    turned: torch.Tensor  # rank x columns: room for Q by columns
 
 
 class LowRank:
@@ -145,10 +146,14 @@ class LowRank:
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank, m.columns))]
         wholes = [_views(zeros(sum(areas)), groups, "rows", "columns") for _ in range(2)]
         lefts = [_views(flat, groups, "rows", "rank") for flat in (zeros(self.left_size), self._left)]
-        flats = (zeros(self.right_size), self._right, zeros(self.right_size), zeros(self.right_size))
+        flats = (self._right, zeros(self.right_size), zeros(self.right_size))
         rights = [_views(flat, groups, "columns", "rank") for flat in flats]
-        parts = zip(groups, *wholes, lefts[0], rights[0], lefts[1], *rights[1:], strict=True)
+        turned = [_views(zeros(self.right_size), groups, "rank", "columns") for _ in range(2)]
+        parts = zip(groups, *wholes, lefts[0], turned[0], lefts[1], *rights, turned[1], strict=True)
         self._stacks = [_Stack(*part) for part in parts]
+        # Passes over all stacks at once, where there are such.
+        suited = matrices and _numba_cpu_low_rank.suits(self._left)
+        self._passes = _numba_cpu_low_rank.Passes(self._stacks) if suited else None
         self._due = [False] * len(self._stacks)  # whether the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
@@ -170,28 +175,21 @@ class LowRank:
             ValueError: the number of tensors, a shape, dtype or device does not fit.
         """
         self._check_tensors("tensors", tensors)
-        self._small = []
-        for place, s in enumerate(self._stacks):
-            # A column that became zero would stay zero whatever gradients come.
-            right = torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept)
-            given = [tensors[m.place] for m in s.matrices]
-            if _numba_cpu_low_rank.suits(s.total, given):
-                small = [
-                    _numba_cpu_low_rank.project(
-                        total, before, (p, q), gradient.reshape(total.shape).contiguous(), r, left
-                    )
-                    for gradient, total, before, p, q, r, left in zip(
-                        given, s.total, s.before, s.before_left, s.before_right, right, s.left, strict=True
-                    )
-                ]
-                self._small.append(all(small))
-            else:
+        given = [[tensors[m.place] for m in s.matrices] for s in self._stacks]
+        compiled = self._compiled(given)
+        self._small = [False] * len(self._stacks)
+        if self._passes is not None and compiled:
+            for place, small in zip(compiled, self._passes.project(self._stacks, compiled, given), strict=True):
+                self._small[place] = all(small)
+        for place, (s, gradients) in enumerate(zip(self._stacks, given, strict=True)):
+            if place not in compiled:
                 self._take_off(place)
-                for m, total, residual in zip(s.matrices, s.total, s.before, strict=True):
-                    torch.add(residual.view(m.shape), tensors[m.place], out=total.view(m.shape))
+                for m, total, residual, gradient in zip(s.matrices, s.total, s.before, gradients, strict=True):
+                    torch.add(residual.view(m.shape), gradient, out=total.view(m.shape))
+                # A column that became zero would stay zero whatever gradients come.
+                right = torch.where((s.kept == 0).all(1, keepdim=True), s.drawn, s.kept)
                 torch.bmm(s.total, right, out=s.left)
-                self._small.append(False)
-            if not self._small[-1]:
+            if not self._small[place]:
                 # The product alone would not do: a library may skip what it would multiply by zero.
                 s.left.masked_fill_(~finite(s.total), math.nan)
         self._next = "right"
@@ -211,9 +209,12 @@ class LowRank:
         self._take("right", left, self._left)
         for factors in self._factors:
             orthonormalize(factors)
-        for s in self._stacks:
-            # Transposing the thin factors instead of the matrices is three times as fast on a CPU.
-            s.right.copy_(torch.bmm(s.left.transpose(1, 2), s.total).transpose(1, 2))
+        if self._passes is not None:
+            self._passes.gather(self._stacks)
+        else:
+            for s in self._stacks:
+                # Transposing the thin factors instead of the matrices is three times as fast on a CPU.
+                s.right.copy_(torch.bmm(s.left.transpose(1, 2), s.total).transpose(1, 2))
         self._next = "finish"
         return self._right
 
@@ -230,37 +231,36 @@ class LowRank:
         """
         self._check_tensors("out", out)
         self._take("finish", right, self._right)
-        for place, s in enumerate(self._stacks):
-            into = [out[m.place] for m in s.matrices]
-            if self._small[place] and _numba_cpu_low_rank.suits(s.total, into):
-                self._write(place, into)
-            else:
-                self._write_and_take_off(place, into)
-            self._keep(s)
+        into = [[out[m.place] for m in s.matrices] for s in self._stacks]
+        compiled = [place for place in self._compiled(into) if self._small[place]]
+        if self._passes is not None and compiled:
+            for place, kept in zip(compiled, self._passes.approximate(self._stacks, compiled, into, self.config.warm_start), strict=True):
+                self._leave(place, kept)
+        for place in range(len(self._stacks)):
+            if place not in compiled:
+                self._write_and_take_off(place, into[place])
+                self._keep(self._stacks[place])
         self.step += 1
         self._owes = True
         self._next = "left"
         if not self.config.warm_start:
             self._draw()
 
-    def _write(self, place: int, out: Sequence[torch.Tensor]) -> None:
-        """Writes the output of a stack, and leaves it to the next step to take it off."""
+    def _compiled(self, tensors: list[list[torch.Tensor]]) -> list[int]:
+        """The stacks whose tensors compiled passes can take."""
+        if self._passes is None:
+            return []
+        return [place for place, given in enumerate(tensors) if all(map(_numba_cpu_low_rank.suits, given))]
+
+    def _leave(self, place: int, kept: Sequence[bool]) -> None:
+        """Leaves it to the next step to take the output of a stack off, of those matrices whose factors have been kept."""
         s = self._stacks[place]
-        kept = []
-        for total, left, right, tensor in zip(s.total, s.left, s.right, out, strict=True):
-            dense = tensor if tensor.is_contiguous() else self._scratch[0, : tensor.numel()]
-            kept.append(_numba_cpu_low_rank.approximate(left, right, dense.view(total.shape)))
-            if dense is not tensor:
-                tensor.copy_(dense.view(tensor.shape))
         self._due[place] = True
         if all(kept):
             self._stacks[place] = s._replace(total=s.before, before=s.total)
-            s.before_left.copy_(s.left)
-            s.before_right.copy_(s.right)
-            return
-        for i in (i for i, good in enumerate(kept) if good):
-            for to, value in ((s.before, s.total), (s.before_left, s.left), (s.before_right, s.right)):
-                to[i] = value[i]
+        else:
+            for i in (i for i, good in enumerate(kept) if good):
+                s.before[i] = s.total[i]
 
     def _write_and_take_off(self, place: int, out: Sequence[torch.Tensor]) -> None:
         """Writes the output of a stack, and keeps what it misses in the dtype of `out`, wherever that is finite."""
@@ -276,7 +276,7 @@ class LowRank:
         s = self._stacks[place]
         if self._due[place]:
             for before, left, right in zip(s.before, s.before_left, s.before_right, strict=True):
-                before.sub_(_product(left, right, self._scratch))
+                before.sub_(_product(left, right.t(), self._scratch))
             s.before_left.zero_()
             self._due[place] = False
 
@@ -319,7 +319,7 @@ class LowRank:
             for i, m in enumerate(s.matrices):
                 # Nothing is changed, in case that another thread takes a step meanwhile.
                 scratch = s.before.new_empty(2, m.rows * m.columns if due else 0)
-                product = _product(s.before_left[i], s.before_right[i], scratch) if due else 0.0
+                product = _product(s.before_left[i], s.before_right[i].t(), scratch) if due else 0.0
                 residuals[m.name] = s.before[i] - product
                 rights[m.name] = s.kept[i].clone()
         return {"step": self.step, "residuals": residuals, "rights": rights}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -645,15 +646,24 @@ def test_projection_does_not_depend_on_where_memory_is(columns: int) -> None:
     """A row's sum is taken in the same order, however near to it the factor lies that it is multiplied by."""
     rows = 3
     generator = torch.Generator().manual_seed(columns)
-    before, gradient = (torch.randn(rows, columns, generator=generator) for _ in range(2))
-    factors = torch.randn(rows, 1, generator=generator), torch.randn(columns, 1, generator=generator)
-    values = torch.randn(columns, generator=generator)
+    before, gradient = (torch.randn(1, rows, columns, generator=generator) for _ in range(2))
+    before_left, before_right = torch.randn(1, rows, 1, generator=generator), torch.randn(1, 1, columns, generator=generator)
+    kept = torch.randn(1, columns, 1, generator=generator)
     found = set()
     for gap in (*range(0, 80, 3), 5000):
         memory = torch.zeros(rows * columns + gap + columns)
-        total, right = memory[: rows * columns].view(rows, columns), memory[-columns:].view(columns, 1)
-        right.copy_(values[:, None])
-        left = torch.zeros(rows, 1)
-        assert _numba_cpu_low_rank.project(total, before, factors, gradient, right, left)
-        found.add(left.numpy().tobytes())
+        stack = SimpleNamespace(
+            total=memory[: rows * columns].view(1, rows, columns),
+            before=before,
+            before_left=before_left,
+            before_right=before_right,
+            left=torch.zeros(1, rows, 1),
+            right=torch.zeros(1, columns, 1),
+            kept=kept,
+            drawn=kept,
+            turned=memory[-columns:].view(1, 1, columns),
+        )
+        passes = _numba_cpu_low_rank.Passes([stack])
+        assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
+        found.add(stack.left.numpy().tobytes())
     assert len(found) == 1
