@@ -15,6 +15,7 @@ import numba
 import numpy as np
 import torch
 
+from bagua_kernels.compression._numba_cpu_low_rank_rows import NEAR, row_rules
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.jit._numba_cpu_intrinsics import (
     POINTER,
@@ -23,133 +24,16 @@ from bagua_kernels.jit._numba_cpu_intrinsics import (
     keep,
     store_fence,
     stream_vector,
-    wide_vectors,
 )
 
 # What the table tells of a matrix: its lengths, and where its parts are in memory. TURNED has room for a right factor by columns.
-ROWS, COLUMNS, RANK, TOTAL, BEFORE, BEFORE_LEFT, BEFORE_RIGHT, LEFT, RIGHT, KEPT, DRAWN, TURNED, GIVEN = range(13)
-
-# A sum over a row may be taken in any order: what is computed here is averaged over ranks, and no other rank repeats it.
-_ANY_ORDER = {"reassoc", "contract", "nsz"}
+_FIELDS = (
+    *("ROWS", "COLUMNS", "RANK", "TOTAL", "BEFORE", "BEFORE_LEFT", "BEFORE_RIGHT"),
+    *("LEFT", "RIGHT", "KEPT", "DRAWN", "TURNED", "GIVEN"),
+)
+ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(_FIELDS))
 _TASK = 1 << 15  # elements that a thread takes at a time
-# Where something begins within this many elements behind the row that is written, compiled loops fear that they overlap, and sum
-# in another order: results would depend on where memory happens to be. Longer rows end behind that.
-_NEAR = 128
 _WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
-
-
-def one(a, x):
-    return a * x
-
-
-def two(a, x, b, y):
-    return a * x + b * y
-
-
-def four(a, x, b, y, c, z, d, w):
-    return ((a * x + b * y) + c * z) + d * w
-
-
-def renewed(total, approximation, gradient):
-    return (total - approximation) + gradient
-
-
-def vanished(x):
-    """0, unless twice the number is inf or NaN."""
-    return (x * 2.0) * 0.0
-
-
-def approximate_1(left, right, out):
-    wide_vectors()
-    a, x = left[0], right[0]
-    for j in range(out.size):
-        out[j] = one(a, x[j])
-
-
-def approximate_2(left, right, out):
-    wide_vectors()
-    a, b, x, y = left[0], left[1], right[0], right[1]
-    for j in range(out.size):
-        out[j] = two(a, x[j], b, y[j])
-
-
-def approximate_4(left, right, out):
-    wide_vectors()
-    a, b, c, d = left[0], left[1], left[2], left[3]
-    x, y, z, w = right[0], right[1], right[2], right[3]
-    for j in range(out.size):
-        out[j] = four(a, x[j], b, y[j], c, z[j], d, w[j])
-
-
-def approximate_any(left, right, out):
-    wide_vectors()
-    for j in range(out.size):
-        out[j] = left[0] * right[0, j]
-    for k in range(1, left.size):
-        for j in range(out.size):
-            out[j] += left[k] * right[k, j]
-
-
-def project_1(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, x, q = before_left[0], before_right[0], right[0]
-    nothing = p = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], one(a, x[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-    left[0] = p
-    return nothing == 0
-
-
-def project_2(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, b, x, y = before_left[0], before_left[1], before_right[0], before_right[1]
-    q, s = right[0], right[1]
-    nothing = p = r = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], two(a, x[j], b, y[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-        r += value * s[j]
-    left[0], left[1] = p, r
-    return nothing == 0
-
-
-def project_4(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
-    x, y, z, w = before_right[0], before_right[1], before_right[2], before_right[3]
-    q, s, u, v = right[0], right[1], right[2], right[3]
-    nothing = p = r = t = o = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], four(a, x[j], b, y[j], c, z[j], d, w[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-        r += value * s[j]
-        t += value * u[j]
-        o += value * v[j]
-    left[0], left[1], left[2], left[3] = p, r, t, o
-    return nothing == 0
-
-
-def project_any(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    approximate(before_left, before_right, total)
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], total[j], gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    for k in range(left.size):
-        p = np.float32(0)
-        for j in range(total.size):
-            p += total[j] * right[k, j]
-        left[k] = p
-    return nothing == 0
 
 
 def project_some(place, begin, end):
@@ -202,23 +86,6 @@ def choose_right(place):
             turned[k, j] = drawn[j, k] if zero else kept[j, k]
 
 
-def add_eight(out, rows, at, left, k):
-    wide_vectors()
-    end = at + out.size
-    a, b, c, d = rows[0, at:end], rows[1, at:end], rows[2, at:end], rows[3, at:end]
-    e, f, g, h = rows[4, at:end], rows[5, at:end], rows[6, at:end], rows[7, at:end]
-    q, r, s, t, u, v, w, x = left[0, k], left[1, k], left[2, k], left[3, k], left[4, k], left[5, k], left[6, k], left[7, k]
-    for j in range(out.size):
-        first = (q * a[j] + r * b[j]) + (s * c[j] + t * d[j])
-        out[j] += first + ((u * e[j] + v * f[j]) + (w * g[j] + x * h[j]))
-
-
-def add_one(out, row, p):
-    wide_vectors()
-    for j in range(out.size):
-        out[j] += p * row[j]
-
-
 def gather_some(place, begin, end):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
     total, left = matrix(place[TOTAL], rows, columns), matrix(place[LEFT], rows, rank)
@@ -242,25 +109,6 @@ def gather_all(table, tasks):
     """Q = M^T P of each matrix; `tasks` as for `project_all`, but of columns."""
     for task in numba.prange(tasks.shape[0]):
         gather_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2])
-
-
-def is_small(x):
-    nothing = np.float32(0)
-    for j in range(x.size):
-        nothing += vanished(x[j])
-    return nothing == 0
-
-
-def approximate_row(left, right, out):
-    if left.size == 1:
-        approximate_1(left, right, out)
-    elif left.size == 2:
-        approximate_2(left, right, out)
-    elif left.size == 4:
-        approximate_4(left, right, out)
-    else:
-        approximate_any(left, right, out)
-    return is_small(out)
 
 
 def approximate_some(place, begin, end):
@@ -287,12 +135,9 @@ def approximate_some(place, begin, end):
 
 
 def approximate_all(table, places, tasks, small, warm):
-    """Writes P Q^T of each matrix, and keeps its factors where it is small.
+    """Writes P Q^T of each matrix, and keeps its factors where it is small; arguments as for `project_all`.
 
-    Args:
-        table, places, tasks: as for `project_all`.
-        small: set to whether all of P Q^T is below 2^127 in magnitude, for each row of the table.
-        warm: whether a finite right factor is also kept to begin the next step with.
+    If `warm`, a finite right factor is also kept to begin the next step with.
     """
     for at in range(places.size):
         small[places[at]] = True
@@ -360,25 +205,16 @@ class Kernels(NamedTuple):
 @functools.cache
 def kernels() -> Kernels:
     """Compiles the passes."""
-    rules: dict[str, Any] = {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
-    rules |= {"np": np, "wide_vectors": wide_vectors}
-    columns = {name: number for name, number in globals().items() if name.isupper() and not name.startswith("_")}
-    names: dict[str, Any] = {"np": np, "borrowed": borrowed, "keep": keep, "NEAR": _NEAR, **columns}
-    names |= {"stream_vector": stream_vector, "store_fence": store_fence}
+    fields = {name: number for number, name in enumerate(_FIELDS)}
+    memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
+    names: dict[str, Any] = {"np": np, "NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
-    for rule in (approximate_1, approximate_2, approximate_4, approximate_any):
-        names[rule.__name__] = rules[rule.__name__] = compile_template(rule, rules)
-    rules["approximate"] = names["approximate_any"]
-    for rule in (project_1, project_2, project_4, project_any, is_small):
-        names[rule.__name__] = compile_template(rule, rules, fastmath=_ANY_ORDER)
-    # Each column by itself, so that it does not matter which columns are a task.
-    for rule in (add_eight, add_one):
-        names[rule.__name__] = compile_template(rule, rules, fastmath={"contract", "nsz"})
-    parts = (choose_right, project_some, gather_some, approximate_row, approximate_some, turn_right, keep_factors, keep_right)
-    for rule in parts:
-        names[rule.__name__] = compile_template(rule, dict(names))
+    parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
+    names |= {rule.__name__: compile_template(rule, names) for rule in parts}
     names["numba"] = numba
-    return Kernels(*(compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all)))
+    return Kernels(
+        *(compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all))
+    )
 
 
 def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
@@ -391,39 +227,38 @@ def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
     return np.array(cuts, np.int64).reshape(-1, 3)
 
 
-# The attributes of a stack, in the order of the table.
-_PARTS = ("total", "before", "before_left", "before_right", "left", "right", "kept", "drawn", "turned")
+# The tensors that an address in the table is of, all but what is given: each of shape (matrices, length, length).
+Stack = Sequence[torch.Tensor]
 
 
 class Passes:
-    """The passes over all matrices of a state, which lie in stacks: objects with an attribute for each address in the table.
+    """The passes over all matrices of a state, which lie in stacks of contiguous float32 on the CPU.
 
-    Each is of float32 on the CPU, contiguous, and of shape (matrices, length, length). Tensors that are given are a list for
-    each stack, of float32 on the CPU with any strides.
+    Tensors that are given are a list for each stack, of float32 on the CPU with any strides.
     """
 
-    def __init__(self, stacks: Sequence[Any]) -> None:
+    def __init__(self, stacks: Sequence[Stack]) -> None:
         """Notes the lengths of stacks."""
-        counts = [len(s.total) for s in stacks]
+        counts = [len(s[0]) for s in stacks]
         ends = np.cumsum(counts)
         self._spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         self._stack_of = np.repeat(np.arange(len(stacks)), counts)
-        self._lengths = np.array([[*s.total.shape[1:], s.left.shape[2]] for s in stacks for _ in s.total], np.int64)
-        steps = [[4 * i * getattr(s, part)[0].numel() for part in _PARTS] for s in stacks for i in range(len(s.total))]
-        self._offsets = np.array(steps, np.int64)
+        owners = [(s, i) for s in stacks for i in range(len(s[0]))]
+        self._lengths = np.array([[*s[0].shape[1:], s[2].shape[2]] for s, _ in owners], np.int64)
+        self._offsets = np.array([[4 * i * part[0].numel() for part in s] for s, i in owners], np.int64)
         self._row_tasks: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._column_tasks: dict[int, Any] = {}
 
-    def _table(self, stacks: Sequence[Any]) -> Any:
+    def _table(self, stacks: Sequence[Stack]) -> Any:
         """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
-        starts = np.array([[getattr(s, part).data_ptr() for part in _PARTS] for s in stacks], np.int64)
+        starts = np.array([[part.data_ptr() for part in s] for s in stacks], np.int64)
         table = np.empty((len(self._offsets), GIVEN + 1), np.int64)
         table[:, :TOTAL] = self._lengths
         table[:, TOTAL:GIVEN] = self._offsets + starts[self._stack_of]
         return table
 
     def _run(
-        self, kernel: Any, stacks: Sequence[Any], chosen: Sequence[int], given: Sequence[torch.Tensor], *more: Any
+        self, kernel: Any, stacks: Sequence[Stack], chosen: Sequence[int], given: Sequence[torch.Tensor], *more: Any
     ) -> list[list[bool]]:
         places, tasks = self._by_rows(tuple(chosen))
         table, small = self._table(stacks), np.empty(len(self._offsets), np.bool_)
@@ -440,13 +275,13 @@ class Passes:
         return self._row_tasks[chosen]
 
     def project(
-        self, stacks: Sequence[Any], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """Makes M and P of some stacks; returns which of their M are below 2^127 in magnitude."""
         dense = [gradient.contiguous() for place in chosen for gradient in gradients[place]]
         return self._run(kernels().project, stacks, chosen, dense)
 
-    def gather(self, stacks: Sequence[Any]) -> None:
+    def gather(self, stacks: Sequence[Stack]) -> None:
         """Makes Q = M^T P of all stacks."""
         threads = torch.get_num_threads()
         if threads not in self._column_tasks:
@@ -456,7 +291,7 @@ class Passes:
         run_parallel(kernels().gather, self._table(stacks), self._column_tasks[threads])
 
     def approximate(
-        self, stacks: Sequence[Any], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool
+        self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool
     ) -> list[list[bool]]:
         """Writes P Q^T of some stacks, and keeps what the next step needs.
 
@@ -473,5 +308,6 @@ class Passes:
 
 
 def suits(tensor: torch.Tensor) -> bool:
-    """Whether these passes can take a tensor: float32 on the CPU."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    """Whether these passes can take a tensor: float32 on the CPU, whose memory holds its numbers."""
+    plain = tensor.layout == torch.strided and not (tensor.is_neg() or tensor._is_zerotensor())
+    return plain and tensor.device.type == "cpu" and tensor.dtype == torch.float32

@@ -3,7 +3,7 @@
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
 2019, algorithms 1 and 2; `docs/powersgd.md` has the formulas. Nothing here communicates: the caller averages the factors over
 the ranks. What is made of averaged factors is equal bit for bit on every device, by elementwise operations in a fixed order.
-Products with a rank's own gradient, which no other rank repeats, are left to the library.
+Products with a rank's own gradient, which no other rank repeats, may be summed in any order.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class LowRank:
         self._stacks = [_Stack(*part) for part in parts]
         # Passes over all stacks at once, where there are such.
         suited = matrices and _numba_cpu_low_rank.suits(self._left)
-        self._passes = _numba_cpu_low_rank.Passes(self._stacks) if suited else None
+        self._passes = _numba_cpu_low_rank.Passes(self._memory()) if suited else None
         self._due = [False] * len(self._stacks)  # whether the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
@@ -179,7 +179,7 @@ class LowRank:
         compiled = self._compiled(given)
         self._small = [False] * len(self._stacks)
         if self._passes is not None and compiled:
-            for place, small in zip(compiled, self._passes.project(self._stacks, compiled, given), strict=True):
+            for place, small in zip(compiled, self._passes.project(self._memory(), compiled, given), strict=True):
                 self._small[place] = all(small)
         for place, (s, gradients) in enumerate(zip(self._stacks, given, strict=True)):
             if place not in compiled:
@@ -210,7 +210,7 @@ class LowRank:
         for factors in self._factors:
             orthonormalize(factors)
         if self._passes is not None:
-            self._passes.gather(self._stacks)
+            self._passes.gather(self._memory())
         else:
             for s in self._stacks:
                 # Transposing the thin factors instead of the matrices is three times as fast on a CPU.
@@ -234,7 +234,8 @@ class LowRank:
         into = [[out[m.place] for m in s.matrices] for s in self._stacks]
         compiled = [place for place in self._compiled(into) if self._small[place]]
         if self._passes is not None and compiled:
-            for place, kept in zip(compiled, self._passes.approximate(self._stacks, compiled, into, self.config.warm_start), strict=True):
+            found = self._passes.approximate(self._memory(), compiled, into, self.config.warm_start)
+            for place, kept in zip(compiled, found, strict=True):
                 self._leave(place, kept)
         for place in range(len(self._stacks)):
             if place not in compiled:
@@ -251,6 +252,10 @@ class LowRank:
         if self._passes is None:
             return []
         return [place for place, given in enumerate(tensors) if all(map(_numba_cpu_low_rank.suits, given))]
+
+    def _memory(self) -> list[Sequence[torch.Tensor]]:
+        """The tensors of each stack."""
+        return [s[1:] for s in self._stacks]
 
     def _leave(self, place: int, kept: Sequence[bool]) -> None:
         """Leaves it to the next step to take the output of a stack off, of those matrices whose factors have been kept."""

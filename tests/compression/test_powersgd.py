@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -647,23 +646,53 @@ def test_projection_does_not_depend_on_where_memory_is(columns: int) -> None:
     rows = 3
     generator = torch.Generator().manual_seed(columns)
     before, gradient = (torch.randn(1, rows, columns, generator=generator) for _ in range(2))
-    before_left, before_right = torch.randn(1, rows, 1, generator=generator), torch.randn(1, 1, columns, generator=generator)
+    before_left, before_right = (
+        torch.randn(1, rows, 1, generator=generator),
+        torch.randn(1, 1, columns, generator=generator),
+    )
     kept = torch.randn(1, columns, 1, generator=generator)
     found = set()
     for gap in (*range(0, 80, 3), 5000):
         memory = torch.zeros(rows * columns + gap + columns)
-        stack = SimpleNamespace(
-            total=memory[: rows * columns].view(1, rows, columns),
-            before=before,
-            before_left=before_left,
-            before_right=before_right,
-            left=torch.zeros(1, rows, 1),
-            right=torch.zeros(1, columns, 1),
-            kept=kept,
-            drawn=kept,
-            turned=memory[-columns:].view(1, 1, columns),
-        )
+        total, turned = memory[: rows * columns].view(1, rows, columns), memory[-columns:].view(1, 1, columns)
+        left, right = torch.zeros(1, rows, 1), torch.zeros(1, columns, 1)
+        stack = (total, before, before_left, before_right, left, right, kept, kept, turned)
         passes = _numba_cpu_low_rank.Passes([stack])
         assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
-        found.add(stack.left.numpy().tobytes())
+        found.add(left.numpy().tobytes())
     assert len(found) == 1
+
+
+def test_lazily_negated_gradients_are_read_as_they_are() -> None:
+    """Their memory holds the opposite."""
+    shape = (8, 9)
+    x = matrix("gaussian", shape)
+    negated = torch.complex(torch.zeros(shape), -x).conj().imag
+    assert negated.is_neg()
+    states = [PowerSGD(2, min_compression=0).start([shape]) for _ in range(2)]
+    expected, out = (exchange([state], [[given]])[0][0] for state, given in zip(states, (x, negated), strict=True))
+    assert error(expected, out) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (7, 5000)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_factors_are_the_products(shape: tuple[int, int], threads: int) -> None:
+    """In pieces of rows and of columns, and the same however many threads take them."""
+    x = matrix("heavy", shape)
+    before = torch.get_num_threads()
+    factors = []
+    for count in (1, threads):
+        state = PowerSGD(3, min_compression=0).start([shape])
+        torch.set_num_threads(count)
+        left = state.left([x]).clone()
+        right = state.right(left).clone()
+        torch.set_num_threads(before)
+        factors.append((left, right))
+    (left, right), (other_left, other_right) = factors
+    rank = min(3, *shape)
+    first = torch.from_numpy(gaussian(fold_seed(0, 0, name_number("0")), (shape[1], rank)))
+    assert error(x.double() @ first.double(), left.view(shape[0], rank)) < 1e-6
+    p = torch.from_numpy(oracle.orthonormal_bits(left.view(shape[0], rank).numpy()))
+    assert error(x.double().T @ p.double(), right.view(shape[1], rank)) < 1e-6
+    assert same(left, other_left)
+    assert same(right, other_right)
