@@ -69,8 +69,8 @@ class Algorithm(WrappedModule):
             optimizer: if given, its state is set to rank 0's.
             communicator: the ranks that train together; those of `comm.init()` if None. The algorithm talks on a duplicate of
                 its own, so its messages never meet the caller's.
-            bucket_bytes: gradients are exchanged in buckets of about this size. Smaller ones start earlier and overlap
-                better with backward; larger ones pay the network's latency less often.
+            bucket_bytes: gradients are exchanged in buckets of about this size; the first ones are smaller.
+                Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
                 on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.

@@ -145,8 +145,8 @@ class Engine:
     def lay_out(self, order: list[int]) -> None:
         """Makes new buckets, whose parameters follow an order of positions."""
         members = [self.members[position] for position in order]
-        kinds, first = [m.kind for m in members], min(self._bucket_bytes, _FIRST_BYTES)
-        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, first, alone=self._adopt)
+        kinds = [m.kind for m in members]
+        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, _FIRST_BYTES, alone=self._adopt)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
         self.buckets = [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
+# A link sends a bucket while the next one fills. Where it is about as fast as backward it would be idle before one much larger.
+_GROWTH = 6
 # Backward lets go of a gradient a moment after it has told that it is there.
 _PATIENCE = 5  # times that its memory is looked at, 0.1 ms apart
 
@@ -79,6 +82,9 @@ class Bucket:
         self.names = list(names)
         self.spans = [slice(offset, offset + t.numel()) for t, offset in zip(tensors, offsets, strict=True)]
         self._ends = (ends[0], end)
+        # What lies in `flat`, in the order of memory.
+        self._order = [position for position, out in enumerate(aside) if not out]
+        self._starts = [offsets[position] for position in self._order]
         self._formats = [(t.shape, dense_strides(t)) for t in tensors]
         self._boundaries = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         self.lent: dict[int, torch.Tensor] = {}
@@ -104,10 +110,13 @@ class Bucket:
         Each is to be filled up with zeros to a multiple of `align`.
         """
         found = []
-        for slot, (span, view) in enumerate(zip(self.spans, self.views, strict=True)):
+        for slot in self._order[max(0, bisect_right(self._starts, part.start) - 1) :]:
+            span = self.spans[slot]
+            if span.start >= part.stop:
+                break
             begin, end = max(span.start, part.start), min(span.stop, part.stop)
             if begin < end:
-                whole = self.lent.get(slot, view).as_strided((span.stop - span.start,), (1,))
+                whole = self.lent.get(slot, self.views[slot]).as_strided((span.stop - span.start,), (1,))
                 found.append(whole[begin - span.start : end - span.start])
         return found
 
@@ -211,7 +220,8 @@ def partition(
         tensors: what to distribute.
         bucket_bytes: target size in bytes.
         kinds: of the tensors; all the same if None.
-        first_bytes: target size of the first bucket that closes, if another.
+        first_bytes: target size of the first bucket that closes, if it is to be smaller; each after it is up to `_GROWTH` times
+            as large.
         alone: whether a tensor that fills a bucket has one to itself.
 
     Returns:
@@ -221,6 +231,7 @@ def partition(
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []
+    target = bucket_bytes if first_bytes is None else min(first_bytes, bucket_bytes)
     for position, tensor in enumerate(tensors):
         nbytes = tensor.numel() * tensor.element_size()
         if alone and nbytes >= bucket_bytes:
@@ -229,8 +240,9 @@ def partition(
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)
         sizes[kind] = sizes.get(kind, 0) + nbytes
-        if sizes[kind] >= (bucket_bytes if buckets or first_bytes is None else first_bytes):
+        if sizes[kind] >= target:
             buckets.append(open_buckets.pop(kind))
             del sizes[kind]
+            target = min(bucket_bytes, _GROWTH * target)
     buckets.extend(open_buckets.values())
     return sorted(buckets, key=lambda bucket: bucket[-1])

@@ -385,6 +385,12 @@ class TestPartition:
         assert partition(tensors, 12, alone=True) == [[1], [0, 2], [3], [4], [5]]
         assert partition(tensors, 80) == [[0, 1], [2, 3], [4, 5]]
 
+    def test_buckets_grow_from_a_small_first_one(self) -> None:
+        tensors = [torch.empty(1) for _ in range(60)]
+        sizes = [len(group) for group in partition(tensors, 80, first_bytes=8)]
+        assert sizes == [2, 12, 20, 20, 6]
+        assert [len(group) for group in partition(tensors, 80, first_bytes=200)] == [20, 20, 20]
+
     def test_one_dtype_a_bucket(self) -> None:
         tensors = [torch.empty(10, dtype=d) for d in (torch.float32, torch.float16, torch.float32, torch.float16)]
         assert partition(tensors, 1000) == [[0, 2], [1, 3]]

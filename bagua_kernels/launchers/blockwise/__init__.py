@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from bagua_kernels.jit.op import Op
@@ -347,12 +348,15 @@ def rule_constants(rule: BlockQuantizer) -> dict[str, int]:
     }
 
 
-def piece_table(pieces: Sequence[torch.Tensor], block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the pieces' memory and how long it is, and each one's first block, with the number of all blocks at the end."""
+def piece_table(pieces: Sequence[torch.Tensor], block: int) -> tuple[Any, Any, Any]:
+    """Where the pieces' memory is and how long it is, and each one's first block, with the number of all blocks at the end.
+
+    Three arrays of int64.
+    """
     sizes = [piece.numel() for piece in pieces]
     firsts = [0, *accumulate(-(-size // block) for size in sizes)]
     addresses = [piece.data_ptr() for piece in pieces]
-    return torch.tensor(addresses, dtype=torch.int64), torch.tensor(sizes), torch.tensor(firsts)
+    return np.array(addresses, np.int64), np.array(sizes, np.int64), np.array(firsts, np.int64)
 
 
 def seed_halves(seed: int | None) -> tuple[int, int]:

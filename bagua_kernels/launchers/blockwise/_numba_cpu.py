@@ -325,7 +325,7 @@ def encode_pieces(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
     words, codes = map(array, layout.parts(payload))
-    addresses, sizes, firsts = (table.numpy() for table in piece_table(pieces, layout.block))
+    addresses, sizes, firsts = piece_table(pieces, layout.block)
     kernel = kernels("encode_pieces", rule, layout.block, pieces[0].dtype, seed is not None)
     run(kernel, layout, addresses, sizes, firsts, words, codes, *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, layout)

@@ -340,7 +340,7 @@ def encode_pieces(
     rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, layout: Layout, seed: int | None
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
-    addresses, sizes, firsts = piece_table(pieces, layout.block)
+    addresses, sizes, firsts = map(torch.from_numpy, piece_table(pieces, layout.block))
     piece_of_block = torch.repeat_interleave(torch.arange(len(pieces)), firsts.diff())
     tables = [t.to(payload.device, non_blocking=True) for t in (addresses, sizes, firsts, piece_of_block)]
     arguments = (*layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
