@@ -220,8 +220,8 @@ def partition(
         tensors: what to distribute.
         bucket_bytes: target size in bytes.
         kinds: of the tensors; all the same if None.
-        first_bytes: target size of the first bucket that closes, if it is to be smaller; each after it is up to `_GROWTH` times
-            as large.
+        first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller; that of each after it is up
+            to `_GROWTH` times as large.
         alone: whether a tensor that fills a bucket has one to itself.
 
     Returns:
@@ -236,6 +236,7 @@ def partition(
         nbytes = tensor.numel() * tensor.element_size()
         if alone and nbytes >= bucket_bytes:
             buckets.append([position])
+            target = bucket_bytes
             continue
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)

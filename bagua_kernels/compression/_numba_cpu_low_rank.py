@@ -92,7 +92,7 @@ def gather_some(place, begin, end):
     right = matrix(place[RIGHT], columns, rank)
     own = np.zeros((rank, end - begin), np.float32)
     sums = borrowed(own)
-    # A matrix is read from memory once: eight rows stay in the nearest cache until all columns of P are done.
+    # A matrix is read from memory once: eight rows stay in a near cache until all columns of P are done.
     for i in range(0, rows - 7, 8):
         for k in range(rank):
             add_eight(sums[k], total[i : i + 8], begin, left[i : i + 8], k)
@@ -134,17 +134,18 @@ def approximate_some(place, begin, end):
     return small
 
 
-def approximate_all(table, places, tasks, small, warm):
-    """Writes P Q^T of each matrix, and keeps its factors where it is small; arguments as for `project_all`.
-
-    If `warm`, a finite right factor is also kept to begin the next step with.
-    """
+def approximate_all(table, places, tasks, small):
+    """Writes P Q^T of each matrix, and whether it is small; arguments as for `project_all`."""
     for at in range(places.size):
         small[places[at]] = True
         turn_right(table[places[at]])
     for task in numba.prange(tasks.shape[0]):
         if not approximate_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
             small[tasks[task, 0]] = False
+
+
+def keep_all(table, places, small, warm):
+    """Keeps the factors of the matrices that are small, and if `warm` finite right factors to begin the next step with."""
     for at in range(places.size):
         if small[places[at]]:
             keep_factors(table[places[at]])
@@ -200,6 +201,7 @@ class Kernels(NamedTuple):
     project: Any
     gather: Any
     approximate: Any
+    keep: Any
 
 
 @functools.cache
@@ -212,9 +214,9 @@ def kernels() -> Kernels:
     parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
     names |= {rule.__name__: compile_template(rule, names) for rule in parts}
     names["numba"] = numba
-    return Kernels(
-        *(compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all))
-    )
+    passes = (compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all))
+    # Nobody is to look at a state of which half is kept.
+    return Kernels(*passes, compile_template(keep_all, names, nogil=False))
 
 
 def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
@@ -229,6 +231,15 @@ def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
 
 # The tensors that an address in the table is of, all but what is given: each of shape (matrices, length, length).
 Stack = Sequence[torch.Tensor]
+
+
+class Work(NamedTuple):
+    """A pass that has been run: its table, the rows that were meant, and which matrices were small, by row and by stack."""
+
+    table: Any
+    places: Any
+    small: Any
+    by_stack: list[list[bool]]
 
 
 class Passes:
@@ -257,14 +268,12 @@ class Passes:
         table[:, TOTAL:GIVEN] = self._offsets + starts[self._stack_of]
         return table
 
-    def _run(
-        self, kernel: Any, stacks: Sequence[Stack], chosen: Sequence[int], given: Sequence[torch.Tensor], *more: Any
-    ) -> list[list[bool]]:
+    def _run(self, kernel: Any, stacks: Sequence[Stack], chosen: Sequence[int], given: Sequence[torch.Tensor]) -> Work:
         places, tasks = self._by_rows(tuple(chosen))
-        table, small = self._table(stacks), np.empty(len(self._offsets), np.bool_)
+        table, small = self._table(stacks), np.zeros(len(self._offsets), np.bool_)
         table[places, GIVEN] = [t.data_ptr() for t in given]
-        run_parallel(kernel, table, places, tasks, small, *more)
-        return [small[self._spans[place]].tolist() for place in chosen]
+        run_parallel(kernel, table, places, tasks, small)
+        return Work(table, places, small, [small[self._spans[place]].tolist() for place in chosen])
 
     def _by_rows(self, chosen: tuple[int, ...]) -> tuple[Any, Any]:
         if chosen not in self._row_tasks:
@@ -279,32 +288,37 @@ class Passes:
     ) -> list[list[bool]]:
         """Makes M and P of some stacks; returns which of their M are below 2^127 in magnitude."""
         dense = [gradient.contiguous() for place in chosen for gradient in gradients[place]]
-        return self._run(kernels().project, stacks, chosen, dense)
+        return self._run(kernels().project, stacks, chosen, dense).by_stack
 
     def gather(self, stacks: Sequence[Stack]) -> None:
         """Makes Q = M^T P of all stacks."""
         threads = torch.get_num_threads()
         if threads not in self._column_tasks:
             columns = self._lengths[:, COLUMNS]
-            sizes = np.clip(-(-columns // threads), 512, _WIDTH)
-            self._column_tasks[threads] = pieces(range(len(columns)), columns, sizes)
+            sizes = np.clip(-(-columns // threads // 64) * 64, 256, _WIDTH)
+            tasks = pieces(range(len(columns)), columns, sizes)
+            # Each thread takes as many tasks that follow one another, so it is dealt some of each size.
+            costs = self._lengths[tasks[:, 0], ROWS] * (tasks[:, 2] - tasks[:, 1])
+            dealt = np.argsort(-costs, kind="stable")
+            self._column_tasks[threads] = tasks[np.concatenate([dealt[first::threads] for first in range(threads)])]
         run_parallel(kernels().gather, self._table(stacks), self._column_tasks[threads])
 
     def approximate(
         self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool
     ) -> list[list[bool]]:
-        """Writes P Q^T of some stacks, and keeps what the next step needs.
+        """Writes P Q^T of some stacks, and then keeps what the next step needs.
 
         Returns:
             Which of their P Q^T are below 2^127 in magnitude; `before_left` and `before_right` of these are the factors now.
         """
         tensors = [tensor for place in chosen for tensor in out[place]]
         dense = [t if t.is_contiguous() else t.new_empty(t.shape) for t in tensors]
-        found = self._run(kernels().approximate, stacks, chosen, dense, warm)
+        done = self._run(kernels().approximate, stacks, chosen, dense)
         for tensor, values in zip(tensors, dense, strict=True):
             if values is not tensor:
                 tensor.copy_(values)
-        return found
+        kernels().keep(done.table, done.places, done.small, warm)
+        return done.by_stack
 
 
 def suits(tensor: torch.Tensor) -> bool:

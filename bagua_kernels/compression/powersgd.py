@@ -254,7 +254,7 @@ class LowRank:
         return [place for place, given in enumerate(tensors) if all(map(_numba_cpu_low_rank.suits, given))]
 
     def _memory(self) -> list[Sequence[torch.Tensor]]:
-        """The tensors of each stack."""
+        """The tensors of each stack, which have the order of the passes' table."""
         return [s[1:] for s in self._stacks]
 
     def _leave(self, place: int, kept: Sequence[bool]) -> None:

@@ -27,8 +27,8 @@ class CompressedAllReduce(AllReduce):
     reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, whatever the number of
     ranks.
 
-    Buffers are made once. With b bytes a payload of the vector they take about 3 b in one piece and 6 b / k in k, so 0.4 b in
-    the 16 pieces of a long vector; for a float32 vector of n elements and a byte each that is 3 n and 0.4 n bytes. The worker
+    Buffers are made once. With b bytes a payload of the vector they take about 3 b in one piece and 6 b / k in k, so 0.75 b in
+    the 8 pieces of a long vector; for a float32 vector of n elements and a byte each that is 3 n and 0.75 n bytes. The worker
     residual takes 4 n bytes more, that of P owners 4 n / P, and with it the mean of a piece 4 n / (k P).
 
     With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds what this

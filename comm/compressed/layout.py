@@ -10,7 +10,8 @@ from bagua_kernels.compression import Codec, Contractive, fold_seed
 FIRST_PASS, SECOND_PASS = 0, 1
 
 _UNIT = 32
-_MOST_PIECES = 16
+# With 8 the first and the last, which overlap with nothing, are an eighth of the message each; more cost more than they hide.
+_MOST_PIECES = 8
 # Smaller pieces cost more in started kernels and messages than their overlap gains.
 _LEAST_ELEMENTS = 1 << 18
 _LEAST_BYTES = 1 << 16
@@ -43,7 +44,7 @@ class Layout:
             codec: its blocks are not cut, and its payloads are to be large enough to be worth a message.
             n: elements of the vector.
             owners: number of chunks.
-            pieces: at most so many pieces a chunk; by default up to 16 that have 2**18 elements and 2**16 bytes or more.
+            pieces: at most so many pieces a chunk; by default up to 8 that have 2**18 elements and 2**16 bytes or more.
 
         Raises:
             ValueError: the number of elements is negative, or that of the pieces less than one.

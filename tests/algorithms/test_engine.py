@@ -391,6 +391,25 @@ class TestPartition:
         assert sizes == [2, 12, 20, 20, 6]
         assert [len(group) for group in partition(tensors, 80, first_bytes=200)] == [20, 20, 20]
 
+    def test_buckets_do_not_grow_behind_one_that_is_filled_by_a_tensor(self) -> None:
+        tensors = [torch.empty(30), *(torch.empty(1) for _ in range(60))]
+        groups = partition(tensors, 80, first_bytes=8, alone=True)
+        assert [len(group) for group in groups] == [1, 20, 20, 20]
+
+    def test_pieces_are_found_wherever_a_part_begins(self) -> None:
+        shapes, exact = [(3,), (0,), (2, 4), (5,), (9,), (0,), (1,)], [False, False, False, True, False, False, False]
+        bucket = Bucket([torch.empty(shape) for shape in shapes], align=8, exact=exact, flags=2)
+        bucket.flat.copy_(torch.arange(40.0))
+        assert bucket.flat.numel() == 40
+        for begin in range(0, 40, 8):
+            for end in range(begin, 41, 8):
+                expected = [
+                    bucket.flat[max(begin, span.start) : min(end, span.stop)].tolist()
+                    for span in bucket.spans
+                    if max(begin, span.start) < min(end, span.stop, 40)
+                ]
+                assert [piece.tolist() for piece in bucket.pieces(slice(begin, end))] == expected
+
     def test_one_dtype_a_bucket(self) -> None:
         tensors = [torch.empty(10, dtype=d) for d in (torch.float32, torch.float16, torch.float32, torch.float16)]
         assert partition(tensors, 1000) == [[0, 2], [1, 3]]

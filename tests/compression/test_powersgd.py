@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from bagua_kernels.compression.orthonormal import (
     power_of_two,
     tree_sum,
 )
-from bagua_kernels.compression.powersgd import LowRank, PowerSGD
+from bagua_kernels.compression.powersgd import LowRank, PowerSGD, _Stack
 from tests.oracles import powersgd as oracle
 
 SHAPES = [(20, 30), (5,), (8, 4, 3, 3), (20, 30), (), (20, 44), (0, 3), (6, 2, 5), (1, 7), (7, 1)]
@@ -641,26 +642,68 @@ def test_wrong_saved_state_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("columns", [5, 33, 60, 100, 127, 128, 150])
-def test_projection_does_not_depend_on_where_memory_is(columns: int) -> None:
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_projection_does_not_depend_on_where_memory_is(rank: int, columns: int) -> None:
     """A row's sum is taken in the same order, however near to it the factor lies that it is multiplied by."""
     rows = 3
     generator = torch.Generator().manual_seed(columns)
     before, gradient = (torch.randn(1, rows, columns, generator=generator) for _ in range(2))
-    before_left, before_right = (
-        torch.randn(1, rows, 1, generator=generator),
-        torch.randn(1, 1, columns, generator=generator),
+    before_left, before_right, kept = (
+        torch.randn(1, *shape, generator=generator) for shape in ((rows, rank), (rank, columns), (columns, rank))
     )
-    kept = torch.randn(1, columns, 1, generator=generator)
     found = set()
     for gap in (*range(0, 80, 3), 5000):
-        memory = torch.zeros(rows * columns + gap + columns)
-        total, turned = memory[: rows * columns].view(1, rows, columns), memory[-columns:].view(1, 1, columns)
-        left, right = torch.zeros(1, rows, 1), torch.zeros(1, columns, 1)
+        memory = torch.zeros(rows * columns + gap + rank * columns)
+        total = memory[: rows * columns].view(1, rows, columns)
+        turned = memory[rows * columns + gap :].view(1, rank, columns)
+        left, right = torch.zeros(1, rows, rank), torch.zeros(1, columns, rank)
         stack = (total, before, before_left, before_right, left, right, kept, kept, turned)
         passes = _numba_cpu_low_rank.Passes([stack])
         assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
         found.add(left.numpy().tobytes())
     assert len(found) == 1
+
+
+def test_stacks_have_the_order_of_the_table() -> None:
+    first, last = (_numba_cpu_low_rank._FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
+    assert [name.upper() for name in _Stack._fields[1:]] == list(_numba_cpu_low_rank._FIELDS[first:last])
+
+
+def test_an_output_that_cannot_be_written_keeps_nothing() -> None:
+    """As if the step had not been."""
+    states = [PowerSGD(2, min_compression=0).start([(4, 6)]) for _ in range(2)]
+    for step in range(2):
+        x = gradients([(4, 6)], step)
+        right = states[0].right(states[0].left(x))
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            states[0].finish(right, [torch.empty(1, 6).expand(4, 6)])
+        assert same(exchange(states[:1], [x])[0][0], exchange(states[1:], [x])[0][0])
+    saved = [state.state_dict()["residuals"]["0"] for state in states]
+    assert same(*saved)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    state = PowerSGD(2, min_compression=0).start([(20, 30), (20, 30)])
+    exchange([state], [gradients([(20, 30)] * 2)])
+    other = copy.deepcopy(state)
+    before = other.state_dict()
+    expected = exchange([state], [gradients([(20, 30)] * 2, 1)])[0]
+    assert all(same(other.state_dict()["residuals"][name], before["residuals"][name]) for name in "01")
+    assert all(map(same, exchange([other], [gradients([(20, 30)] * 2, 1)])[0], expected))
+
+
+def test_matrices_of_several_dtypes_in_one_step() -> None:
+    """Those of float32 are compiled; the others must come out as ever."""
+    shapes = [(20, 30), (30, 20), (20, 30)]
+    states = [PowerSGD(2, min_compression=0).start(shapes) for _ in range(2)]
+    for step in range(3):
+        x = gradients(shapes, step)
+        x[1] = x[1].bfloat16().float()
+        mixed = [x[0], x[1].bfloat16(), x[2]]
+        plain, out = exchange(states[:1], [x])[0], exchange(states[1:], [mixed])[0]
+        assert same(plain[0], out[0])
+        assert same(plain[2], out[2])
+        assert error(plain[1], out[1]) < 0.02 if step == 0 else out[1].isfinite().all()
 
 
 def test_lazily_negated_gradients_are_read_as_they_are() -> None:
@@ -674,7 +717,7 @@ def test_lazily_negated_gradients_are_read_as_they_are() -> None:
     assert error(expected, out) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (7, 5000)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (33, 5000), (7, 5000)], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_factors_are_the_products(shape: tuple[int, int], threads: int) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""

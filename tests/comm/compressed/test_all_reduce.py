@@ -199,9 +199,9 @@ def test_layout_covers_the_vector_once() -> None:
 
 
 def test_default_number_of_pieces() -> None:
-    assert [Layout.cut(MinMaxUInt8(), n, 2).pieces for n in (0, 1 << 19, 1 << 20, 1 << 25)] == [1, 1, 2, 16]
+    assert [Layout.cut(MinMaxUInt8(), n, 2).pieces for n in (0, 1 << 19, 1 << 20, 1 << 25)] == [1, 1, 2, 8]
     assert Layout.cut(Sign(), 1 << 20, 2).pieces == 1  # its messages would be too short
-    assert Layout.cut(TopK(), 1 << 25, 2).pieces == 15  # of 2^16 bytes and more
+    assert Layout.cut(TopK(), 1 << 23, 2).pieces == 3  # of 2^16 bytes and more
 
 
 def test_wrong_arguments() -> None:
