@@ -55,20 +55,20 @@ def project_some(place, begin, end):
     return small
 
 
-def project_all(table, places, tasks, small):
-    """For each matrix `before` less the last output, with the gradient added, and its product with the right factor.
+def over_rows(table, places, tasks, small):
+    """Takes the matrices through `prepare`, and then their rows through `work`.
 
     Args:
         table: int64, a row for each matrix.
         places: rows of the table that are meant.
         tasks: a row of the table, and which rows of that matrix, for each piece of the work.
-        small: set to whether all of `total` is below 2^127 in magnitude, for each row of the table.
+        small: set to whether all that `work` made is below 2^127 in magnitude, for each row of the table.
     """
     for at in range(places.size):
         small[places[at]] = True
-        choose_right(table[places[at]])
+        prepare(table[places[at]])
     for task in numba.prange(tasks.shape[0]):
-        if not project_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
+        if not work(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
             small[tasks[task, 0]] = False
 
 
@@ -106,7 +106,7 @@ def gather_some(place, begin, end):
 
 
 def gather_all(table, tasks):
-    """Q = M^T P of each matrix; `tasks` as for `project_all`, but of columns."""
+    """Q = M^T P of each matrix; `tasks` as for `over_rows`, but of columns."""
     for task in numba.prange(tasks.shape[0]):
         gather_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2])
 
@@ -132,16 +132,6 @@ def approximate_some(place, begin, end):
         store_fence()
     keep(own)
     return small
-
-
-def approximate_all(table, places, tasks, small):
-    """Writes P Q^T of each matrix, and whether it is small; arguments as for `project_all`."""
-    for at in range(places.size):
-        small[places[at]] = True
-        turn_right(table[places[at]])
-    for task in numba.prange(tasks.shape[0]):
-        if not approximate_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
-            small[tasks[task, 0]] = False
 
 
 def keep_all(table, places, small, warm):
@@ -214,9 +204,18 @@ def kernels() -> Kernels:
     parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
     names |= {rule.__name__: compile_template(rule, names) for rule in parts}
     names["numba"] = numba
-    passes = (compile_template(rule, names, parallel=True) for rule in (project_all, gather_all, approximate_all))
-    # Nobody is to look at a state of which half is kept.
-    return Kernels(*passes, compile_template(keep_all, names, nogil=False))
+
+    def over(prepare: str, work: str) -> Any:
+        parts = {"numba": numba, "prepare": names[prepare], "work": names[work]}
+        return compile_template(over_rows, parts, parallel=True)
+
+    return Kernels(
+        project=over("choose_right", "project_some"),
+        gather=compile_template(gather_all, names, parallel=True),
+        approximate=over("turn_right", "approximate_some"),
+        # Nobody is to look at a state of which half is kept.
+        keep=compile_template(keep_all, names, nogil=False),
+    )
 
 
 def pieces(places: Any, lengths: Any, sizes: Any) -> Any:

@@ -154,16 +154,8 @@ def add_eight(out, rows, at, left, k):
     end = at + out.size
     a, b, c, d = rows[0, at:end], rows[1, at:end], rows[2, at:end], rows[3, at:end]
     e, f, g, h = rows[4, at:end], rows[5, at:end], rows[6, at:end], rows[7, at:end]
-    q, r, s, t, u, v, w, x = (
-        left[0, k],
-        left[1, k],
-        left[2, k],
-        left[3, k],
-        left[4, k],
-        left[5, k],
-        left[6, k],
-        left[7, k],
-    )
+    q, r, s, t = left[0, k], left[1, k], left[2, k], left[3, k]
+    u, v, w, x = left[4, k], left[5, k], left[6, k], left[7, k]
     for j in range(out.size):
         first = (q * a[j] + r * b[j]) + (s * c[j] + t * d[j])
         out[j] += first + ((u * e[j] + v * f[j]) + (w * g[j] + x * h[j]))
