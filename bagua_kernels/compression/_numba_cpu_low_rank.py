@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.compression._numba_cpu_low_rank_rows import NEAR, row_rules
+from bagua_kernels.compression._numba_cpu_orthonormal import power_of_two
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.jit._numba_cpu_intrinsics import (
     POINTER,
@@ -171,12 +172,8 @@ def keep_right(place):
         return
     kept, unit = matrix(place[KEPT], columns, rank), np.empty(1, np.float32)
     for k in range(rank):
-        # Only the direction of a column counts; its length, that of a gradient, could overflow the next product. The power of
-        # two is that of `orthonormal.power_of_two`.
-        bits, largest = right[k].view(np.int32), np.int32(0)
-        for j in range(columns):
-            largest = max(largest, bits[j] & np.int32(0x7FFFFFFF))
-        unit.view(np.int32)[0] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
+        # Only the direction of a column counts; its length, that of a gradient, could overflow the next product.
+        power_of_two(right[k], unit)
         for j in range(columns):
             kept[j, k] = right[k, j] / unit[0]
 
@@ -201,6 +198,7 @@ def kernels() -> Kernels:
     memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
     names: dict[str, Any] = {"np": np, "NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
+    names["power_of_two"] = compile_template(power_of_two, {"np": np})
     parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
     names |= {rule.__name__: compile_template(rule, names) for rule in parts}
     names["numba"] = numba

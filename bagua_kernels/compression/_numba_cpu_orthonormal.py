@@ -31,17 +31,21 @@ def norm(column, scratch):
     return np.float32(np.sqrt(np.float64(tree_sum(scratch))))
 
 
+def power_of_two(column, out):
+    """Writes `orthonormal.power_of_two` of a column; returns whether it is finite."""
+    bits, largest = column.view(np.int32), np.int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    out.view(np.int32)[0] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
+    return largest < 0x7F800000
+
+
 def orthonormal_columns(columns, scratch, limits):
     """`orthonormal.orthonormalize` on one matrix, given by columns."""
     rank, rows = columns.shape
-    bits = columns.view(np.int32)
     finite = True
     for k in range(rank):
-        largest = np.int32(0)
-        for i in range(rows):
-            largest = max(largest, bits[k, i] & np.int32(0x7FFFFFFF))
-        finite &= largest < 0x7F800000
-        limits.view(np.int32)[k] = max(largest & np.int32(0x7F800000), np.int32(0x00800000))
+        finite &= power_of_two(columns[k], limits[k : k + 1])
     if not finite:
         columns[:] = np.nan
         return
@@ -88,6 +92,7 @@ def orthonormal_stack(p):
 def _compiled() -> Any:
     names: dict[str, Any] = {"np": np, "tree_sum": compile_template(tree_sum, {})}
     names["norm"] = compile_template(norm, dict(names))
+    names["power_of_two"] = compile_template(power_of_two, {"np": np})
     columns = compile_template(orthonormal_columns, names)
     return compile_template(orthonormal_stack, {"np": np, "orthonormal_columns": columns})
 
