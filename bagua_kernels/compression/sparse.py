@@ -16,7 +16,7 @@ import torch
 from bagua_kernels.compression.cast import Identity
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, from_spec
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, padded
-from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, CHUNK, INFINITE, Collected, place
+from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, CHUNK, INFINITE, Collected, place, place_sum
 from bagua_kernels.rules.random import mix
 
 HEADER = 16
@@ -95,8 +95,11 @@ class Layout:
         return HEADER + sum(self.index_bytes) + self.value_bytes if self.n else 0
 
     def parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the header, the ends and the offsets (as int64, int32, int16) and of the values' bytes, with pads."""
-        header, ends, offsets, values = payload.split([HEADER, *self.index_bytes, self.value_bytes])
+        """Views of the header, the ends and the offsets (as int64, int32, int16) and of the values' bytes, with pads.
+
+        The payload may have rows, and the views have them then, too.
+        """
+        header, ends, offsets, values = payload.split([HEADER, *self.index_bytes, self.value_bytes], dim=-1)
         return header.view(torch.int64), ends.view(torch.int32), offsets.view(torch.int16), values
 
 
@@ -339,7 +342,7 @@ class Largest(SparseCodec):
             values = values[: layout.capacity]
             lost = values - self.values.decode(encoded, torch.empty_like(values))
             lost.masked_fill_(~lost.isfinite(), 0)
-            place(ends[: layout.chunks], offsets[: layout.capacity], lost, residual, add=False)
+            place(ends[: layout.chunks], offsets[: layout.capacity], lost, residual)
             if chosen.threshold >= INFINITE:
                 residual.masked_fill_(~residual.isfinite(), 0)
         return out
@@ -357,7 +360,8 @@ class Largest(SparseCodec):
         layout = self._layout(out.numel())
         check_bytes("payload", payload, (layout.size,), out.device, f"n={layout.n}")
         if layout.n:
-            self._place(payload, out.zero_(), layout, add=False)
+            counts, ends, offsets, values = self._entries(payload[None], layout, out.dtype)
+            self._check(counts, place(ends[0], offsets[0], values[0], out.zero_()), layout)
         return out
 
     @torch.no_grad()
@@ -372,26 +376,36 @@ class Largest(SparseCodec):
         check_bytes("payloads", payloads, (-1, layout.size), out.device, f"n={layout.n}")
         if layout.n == 0:
             return out
-        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
-        for payload in payloads:
-            self._place(payload, total, layout, add=True)
-        total.mul_(scale)
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        counts, ends, offsets, values = self._entries(payloads, layout, torch.float32)
+        self._check(counts, place_sum(ends, offsets, values, total, scale), layout)
         return out if total is out else out.copy_(total)
 
-    def _place(self, payload: torch.Tensor, out: torch.Tensor, layout: Layout, *, add: bool) -> None:
-        header, ends, offsets, encoded = layout.parts(payload)
-        values = self.values.decode(encoded, torch.empty(layout.capacity, dtype=out.dtype, device=out.device))
-        ends, offsets = ends[: layout.chunks], offsets[: layout.capacity]
-        wrong = place(ends, offsets, values, out, add=add)
+    def _entries(
+        self, payloads: torch.Tensor, layout: Layout, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The counts that headers and ends give, shape (rows, 2), and the ends, offsets and values of all rows."""
+        header, ends, offsets, encoded = layout.parts(payloads)
+        ends, offsets = ends[:, : layout.chunks], offsets[:, : layout.capacity]
+        if isinstance(self.values, Identity) and dtype == torch.float32:
+            values = encoded.view(torch.float32)[:, : layout.capacity]
+        else:
+            values = torch.empty((len(payloads), layout.capacity), dtype=dtype, device=payloads.device)
+            for row, decoded in zip(encoded, values, strict=True):
+                self.values.decode(row, decoded)
+        return torch.stack([header[:, 0], ends[:, -1].long()], dim=1), ends, offsets, values
+
+    def _check(self, counts: torch.Tensor, wrong: int, layout: Layout) -> None:
+        """Raises unless headers count what is allowed, ends end there, and nothing was found wrong with the entries."""
         _, low, high = self._kept(layout.n)
-        count, last = torch.stack([header[0], ends[-1].long()]).tolist()
-        if not low <= count <= high:
-            allowed = f"{low}" if low == high else f"{low} to {high}"
-            raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {allowed}")
-        if wrong & BAD_ENDS or last != count:
-            raise ValueError(
-                f"the payload is damaged: the ends of its chunks do not ascend to the count of {count} entries"
-            )
+        for count, last in counts.tolist():
+            if not low <= count <= high:
+                allowed = f"{low}" if low == high else f"{low} to {high}"
+                raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {allowed}")
+            if wrong & BAD_ENDS or last != count:
+                raise ValueError(
+                    f"the payload is damaged: the ends of its chunks do not ascend to the count of {count} entries"
+                )
         if wrong & BAD_OFFSETS:
             raise ValueError("the payload is damaged: offsets in a chunk do not ascend or lie beyond its end")
 

@@ -1,4 +1,4 @@
-"""Selects elements by magnitude and puts them back: collect, write, place, add, and a keyed permutation of indices.
+"""Selects elements by magnitude and puts them back: collect, write, place, sum, and a keyed permutation of indices.
 
 Entries are ordered by index and grouped by chunks of 65,536 elements, in which 16 bits address an element. Arguments are
 checked here, once for all backends; each backend offers the same functions.
@@ -70,24 +70,45 @@ class Collected:
         self._backend.write(self._state, self._starts, offsets, values)
 
 
-def place(ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *, add: bool) -> int:
-    """Writes values to their positions in `out`, or adds them there; nothing outside `out` is ever touched.
+def place(ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> int:
+    """Writes values to their positions in `out`; nothing outside `out` is ever touched.
 
     Args:
         ends: shape (chunks,), int32: the bits of the uint32 numbers of entries up to the end of each chunk.
         offsets: shape (capacity,), int16: the bits of the uint16 offsets.
         values: shape (capacity,), of the dtype of `out`.
-        out: shape (n,), float32 if `add`.
-        add: whether to add.
+        out: shape (n,).
 
     Returns:
         0, or what is wrong with the entries: `BAD_ENDS`, `BAD_OFFSETS`, or both.
     """
     flags = torch.zeros(2, dtype=torch.int32, device=out.device)
-    if not add:
-        bits = torch.int32 if out.dtype == torch.float32 else torch.int16
-        values, out = values.view(bits), out.view(bits)
-    OP.backend(out.device).place(ends, offsets, values, out, flags, add)
+    bits = torch.int32 if out.dtype == torch.float32 else torch.int16
+    OP.backend(out.device).place(ends, offsets, values.view(bits), out.view(bits), flags)
+    return _found(flags)
+
+
+def place_sum(ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, scale: float) -> int:
+    """Writes `scale` times the sum of several vectors, of which few elements are given, to `out`; else as `place`.
+
+    Values are added in the order of their rows, to zeros.
+
+    Args:
+        ends: shape (rows, chunks), int32; rows may lie apart.
+        offsets: shape (rows, capacity), int16; rows may lie apart.
+        values: shape (rows, capacity), float32; rows may lie apart.
+        out: shape (n,), float32.
+        scale: factor of the sum.
+
+    Returns:
+        As `place`, of all rows.
+    """
+    flags = torch.zeros(2, dtype=torch.int32, device=out.device)
+    OP.backend(out.device).place_sum(ends, offsets, values, out, scale, flags)
+    return _found(flags)
+
+
+def _found(flags: torch.Tensor) -> int:
     bad_ends, bad_offsets = flags.tolist()
     return (BAD_ENDS if bad_ends else 0) | (BAD_OFFSETS if bad_offsets else 0)
 

@@ -115,27 +115,43 @@ def write_tasks(x, threshold, counts, starts, scratch_offsets, scratch_values, o
             append(x[c * CHUNK : (c + 1) * CHUNK], 0, threshold, to_offsets, to_values, 0)
 
 
+def place_chunk(c, ends, offsets, values, target, flags):
+    """Writes the entries of chunk `c`, or adds them, to the part of the output that `target` is."""
+    offsets, values, target = borrowed(offsets), borrowed(values), borrowed(target)
+    begin = np.int64(0)
+    if c > 0:
+        begin = np.int64(ends[c - 1])
+    end = np.int64(ends[c])
+    if begin > end or end > offsets.size:
+        flags[0] = 1
+        end = min(end, offsets.size)
+    before = -1
+    for i in range(begin, end):
+        offset = np.int64(offsets[i])
+        if offset <= before or offset >= target.size:
+            flags[1] = 1
+        else:
+            if ADD:
+                target[offset] += values[i]
+            else:
+                target[offset] = values[i]
+            before = offset
+
+
 def place_tasks(ends, offsets, values, out, flags):
     for c in numba.prange(ends.size):
-        begin = np.int64(0)
-        if c > 0:
-            begin = np.int64(ends[c - 1])
-        end = np.int64(ends[c])
-        if begin > end or end > offsets.size:
-            flags[0] = 1
-            end = min(end, offsets.size)
+        place_chunk(c, ends, offsets, values, out[c * CHUNK : (c + 1) * CHUNK], flags)
+
+
+def place_sum_tasks(ends, offsets, values, out, scale, flags):
+    """A chunk is filled with zeros, added to and scaled while it is in the cache, so that memory is written once."""
+    for c in numba.prange(ends.shape[1]):
         target = out[c * CHUNK : (c + 1) * CHUNK]
-        before = -1
-        for i in range(begin, end):
-            offset = np.int64(offsets[i])
-            if offset <= before or offset >= target.size:
-                flags[1] = 1
-            else:
-                if ADD:
-                    target[offset] += values[i]
-                else:
-                    target[offset] = values[i]
-                before = offset
+        target[:] = 0
+        for row in range(ends.shape[0]):
+            place_chunk(c, ends[row], offsets[row], values[row], target, flags)
+        for i in range(target.size):
+            target[i] *= scale
 
 
 def permute_tasks(positions, keys, n, bits, task):
@@ -182,8 +198,9 @@ def kernel(name: str, parallel: bool) -> Any:
         rules = (selection.left_half, selection.right_half, selection.feistel_left, selection.joined)
         names = {"ROUNDS": ROUNDS, "PARALLEL": parallel, **{f.__name__: f for f in rules}}
         return compile_template(permute_tasks, names, parallel=parallel)
-    names = {"CHUNK": CHUNK, "PARALLEL": parallel, "ADD": name == "add"}
-    return compile_template(place_tasks, names, parallel=parallel)
+    inner = compile_template(place_chunk, {"ADD": name == "sum"})
+    names = {"CHUNK": CHUNK, "PARALLEL": parallel, "place_chunk": inner}
+    return compile_template(place_sum_tasks if name == "sum" else place_tasks, names, parallel=parallel)
 
 
 def run(size: int, make: Callable[[bool], Any], *arguments: Any) -> None:
@@ -232,18 +249,26 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
 
 
 def place(
-    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor
 ) -> None:
     """See `bagua_kernels.launchers.select.place`."""
     unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
-    run(
-        out.numel(),
-        functools.partial(kernel, "add" if add else "place"),
-        *unsigned,
-        array(values),
-        array(out),
-        array(flags),
-    )
+    make = functools.partial(kernel, "place")
+    run(out.numel(), make, *unsigned, array(values), array(out), array(flags))
+
+
+def place_sum(
+    ends: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    flags: torch.Tensor,
+) -> None:
+    """See `bagua_kernels.launchers.select.place_sum`."""
+    unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
+    make = functools.partial(kernel, "sum")
+    run(out.numel(), make, *unsigned, array(values), array(out), np.float32(scale), array(flags))
 
 
 def permute(positions: torch.Tensor, keys: torch.Tensor, n: int, bits: int) -> None:

@@ -154,9 +154,30 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
 
 
 def place(
-    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor
 ) -> None:
     """See `bagua_kernels.launchers.select.place`."""
+    _place(ends, offsets, values, out, flags, add=False)
+
+
+def place_sum(
+    ends: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    flags: torch.Tensor,
+) -> None:
+    """See `bagua_kernels.launchers.select.place_sum`."""
+    out.zero_()
+    for row in zip(ends, offsets, values, strict=True):
+        _place(*row, out, flags, add=True)
+    out.mul_(scale)
+
+
+def _place(
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+) -> None:
     unsigned = ends.view(torch.uint32), offsets.view(torch.uint16)
     launch("add" if add else "place", torch.float32, ends.numel(), *unsigned, values, out, flags)
 

@@ -137,9 +137,30 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
 
 
 def place(
-    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor
 ) -> None:
     """See `bagua_kernels.launchers.select.place`."""
+    _place(ends, offsets, values, out, flags, add=False)
+
+
+def place_sum(
+    ends: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    flags: torch.Tensor,
+) -> None:
+    """See `bagua_kernels.launchers.select.place_sum`."""
+    out.zero_()
+    for row in zip(ends, offsets, values, strict=True):
+        _place(*row, out, flags, add=True)
+    out.mul_(scale)
+
+
+def _place(
+    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
+) -> None:
     with on_device(out):
         kernel("place")[(ends.numel(),)](
             ends, offsets, values, out, flags, offsets.numel(), out.numel(),
