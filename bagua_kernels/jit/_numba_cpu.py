@@ -122,6 +122,18 @@ def _launch_lock() -> Any:
 _one_at_a_time = threading.Lock()
 
 
+# Up to this many elements waking other threads costs more than it saves.
+SERIAL = 32_768
+
+
+def runs_alone(elements: int) -> bool:
+    """Whether a kernel is to run on the calling thread: there is little to do, or torch has no other thread to give it.
+
+    A parallel launch costs tens of microseconds even on one thread.
+    """
+    return elements <= SERIAL or torch.get_num_threads() == 1
+
+
 def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
     """Calls a parallel kernel on as many threads as `torch.get_num_threads()` says."""
     with _launch_lock():

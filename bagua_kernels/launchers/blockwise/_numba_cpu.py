@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel, runs_alone
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, packing, store_fence, wide_vectors
 from bagua_kernels.jit.rule import Rule
 from bagua_kernels.jit.source import function_from_source
@@ -27,8 +27,6 @@ from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Elements a task: large enough to hide the cost of a task, small enough for an even split over threads.
 TASK = 16384
-# Below this many elements waking other threads costs more than it saves.
-SERIAL = 32768
 
 
 def encode_blocks(x, words, codes, seed_low, seed_high, begin, end):
@@ -296,9 +294,9 @@ def apply_kernels(
 
 
 def run(kernel: tuple[Any, Any], layout: Layout, *arguments: Any) -> None:
-    """Calls the kernel over all blocks, on one thread if there is little to do."""
+    """Calls the kernel over all blocks, on one thread if that is as fast."""
     serial, parallel = kernel
-    if layout.n <= SERIAL:
+    if runs_alone(layout.n):
         serial(*arguments, 0, layout.blocks)
     else:
         run_parallel(parallel, *arguments, layout.blocks, max(1, TASK // layout.block))

@@ -9,13 +9,12 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel, runs_alone
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 TASK = 16384
-SERIAL = 32768
 
 
 def source(rule: ElementwiseRule, scalars: int) -> str:
@@ -59,7 +58,7 @@ def apply(rule: ElementwiseRule, arrays: tuple[torch.Tensor, ...], scalars: tupl
     real = np.float64 if arrays[0].dtype == torch.float64 else np.float32
     arguments = [*map(array, arrays), *map(real, scalars)]
     n = arrays[0].numel()
-    if n <= SERIAL:
+    if runs_alone(n):
         serial(*arguments, 0, n)
     else:
         run_parallel(parallel, *arguments, n, TASK)

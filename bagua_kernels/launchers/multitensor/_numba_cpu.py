@@ -9,13 +9,12 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template, run_parallel, runs_alone
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, prefetch_address, wide_vectors
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
 
 CHUNK = 32768
-SERIAL = 32768
 # What lies ahead is asked for a block at a time: with four to six streams the processor's own prefetcher leaves some waits.
 BLOCK = 64
 CACHE_LINE = 64
@@ -120,7 +119,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     if isinstance(keys, torch.Tensor):
         keys = keys.numpy().view(np.uint32)
     arguments = (table.addresses, table.sizes, rows, NOTHING if keys is None else keys, partials, tensors, pieces)
-    if threads == 1 or len(tensors) == 1 or int(table.sizes.sum()) <= SERIAL:
+    if len(tensors) == 1 or runs_alone(int(table.sizes.sum())):
         serial(*arguments, 0, len(tensors))
     else:
         run_parallel(parallel, *arguments, bounds)

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run_parallel
+from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run_parallel, runs_alone
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, lowest_bit, prefetch, reaching, wide_vectors
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.rules import selection
@@ -25,8 +25,6 @@ LINE = 16
 AHEAD = 1024
 # Indices a task of the permutation takes.
 TASK = 4096
-# Up to this many elements waking other threads costs more than it saves.
-SERIAL = 32_768
 
 
 def append(x, first, threshold, offsets, values, count):
@@ -204,8 +202,8 @@ def kernel(name: str, parallel: bool) -> Any:
 
 
 def run(size: int, make: Callable[[bool], Any], *arguments: Any) -> None:
-    """Calls a kernel, on one thread if there is little to do."""
-    if size <= SERIAL:
+    """Calls a kernel, on one thread if that is as fast."""
+    if runs_alone(size):
         make(False)(*arguments)
     else:
         run_parallel(make(True), *arguments)
