@@ -18,6 +18,9 @@ from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 
+# Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire.
+_BUCKET_BYTES = 40 << 20
+
 
 @register
 class PowerSGD(Algorithm):
@@ -48,6 +51,7 @@ class PowerSGD(Algorithm):
         seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         only_if_faster: bool = False,
+        bucket_bytes: int = _BUCKET_BYTES,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -62,6 +66,7 @@ class PowerSGD(Algorithm):
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
             only_if_faster: as for `CompressedAllReduce`.
+            bucket_bytes: as for `Algorithm`.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -74,7 +79,7 @@ class PowerSGD(Algorithm):
         self._units = Units(scaler, bool(arguments.get("apply_in_backward")))
         self._states: dict[int, compression.LowRank] = {}
         self._trial = Trial() if only_if_faster else None
-        super().__init__(module, optimizer, **arguments)
+        super().__init__(module, optimizer, bucket_bytes=bucket_bytes, **arguments)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `Algorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""

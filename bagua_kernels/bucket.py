@@ -210,7 +210,7 @@ def partition(
     bucket_bytes: int,
     kinds: Sequence[Hashable] | None = None,
     first_bytes: int | None = None,
-    alone: bool = False,
+    alone: int | None = None,
 ) -> list[list[int]]:
     """Splits tensors, in the given order, into buckets of one kind, dtype and device each.
 
@@ -222,7 +222,7 @@ def partition(
         kinds: of the tensors; all the same if None.
         first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller; that of each after it is up
             to `_GROWTH` times as large.
-        alone: whether a tensor that fills a bucket has one to itself.
+        alone: size in bytes from which a tensor has a bucket to itself.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
@@ -234,7 +234,7 @@ def partition(
     target = bucket_bytes if first_bytes is None else min(first_bytes, bucket_bytes)
     for position, tensor in enumerate(tensors):
         nbytes = tensor.numel() * tensor.element_size()
-        if alone and nbytes >= bucket_bytes:
+        if alone is not None and nbytes >= alone:
             buckets.append([position])
             target = bucket_bytes
             continue

@@ -64,6 +64,8 @@ class Silent(algorithms.GradientAllReduce):
     """All the work of the engine, and no communication."""
 
     name = "silent"
+    # As what it stands for: it does not care either where a bucket's memory is.
+    adopts = True
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         pass

@@ -379,10 +379,11 @@ class TestPartition:
         assert partition(tensors, 1) == [[0], [1], [2], [3], [4]]
         assert partition(tensors, 1000) == [[0, 1, 2, 3, 4]]
 
-    def test_what_fills_a_bucket_has_it_alone(self) -> None:
+    def test_what_is_large_has_a_bucket_alone(self) -> None:
         tensors = [torch.empty(n) for n in (1, 20, 2, 21, 3, 9)]
-        assert partition(tensors, 80, alone=True) == [[1], [3], [0, 2, 4, 5]]
-        assert partition(tensors, 12, alone=True) == [[1], [0, 2], [3], [4], [5]]
+        assert partition(tensors, 80, alone=80) == [[1], [3], [0, 2, 4, 5]]
+        assert partition(tensors, 12, alone=12) == [[1], [0, 2], [3], [4], [5]]
+        assert partition(tensors, 80, alone=30) == [[1], [3], [0, 2, 4], [5]]
         assert partition(tensors, 80) == [[0, 1], [2, 3], [4, 5]]
 
     def test_buckets_grow_from_a_small_first_one(self) -> None:
@@ -393,7 +394,7 @@ class TestPartition:
 
     def test_buckets_do_not_grow_behind_one_that_is_filled_by_a_tensor(self) -> None:
         tensors = [torch.empty(30), *(torch.empty(1) for _ in range(60))]
-        groups = partition(tensors, 80, first_bytes=8, alone=True)
+        groups = partition(tensors, 80, first_bytes=8, alone=80)
         assert [len(group) for group in groups] == [1, 20, 20, 20]
 
     def test_pieces_are_found_wherever_a_part_begins(self) -> None:
