@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.algorithm import BUCKET_BYTES, Algorithm
 from bagua_kernels.algorithms.plan import EXACT_DTYPES
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.trial import Trial
@@ -19,7 +19,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 
 # Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire.
-_BUCKET_BYTES = 40 << 20
+_LARGE_BUCKET_BYTES = 40 << 20
 
 
 @register
@@ -51,7 +51,7 @@ class PowerSGD(Algorithm):
         seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         only_if_faster: bool = False,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         **arguments: Any,
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -66,7 +66,7 @@ class PowerSGD(Algorithm):
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
             only_if_faster: as for `CompressedAllReduce`.
-            bucket_bytes: as for `Algorithm`.
+            bucket_bytes: as for `Algorithm`; by default 40 MiB, or with `only_if_faster`, which may give compression up, 10 MiB.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -79,6 +79,8 @@ class PowerSGD(Algorithm):
         self._units = Units(scaler, bool(arguments.get("apply_in_backward")))
         self._states: dict[int, compression.LowRank] = {}
         self._trial = Trial() if only_if_faster else None
+        if bucket_bytes is None:
+            bucket_bytes = BUCKET_BYTES if only_if_faster else _LARGE_BUCKET_BYTES
         super().__init__(module, optimizer, bucket_bytes=bucket_bytes, **arguments)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:

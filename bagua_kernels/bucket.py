@@ -222,7 +222,7 @@ def partition(
         kinds: of the tensors; all the same if None.
         first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller; that of each after it is up
             to `_GROWTH` times as large.
-        alone: size in bytes from which a tensor has a bucket to itself.
+        alone: size in bytes from which a tensor has a bucket to itself; none has if None.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
@@ -236,7 +236,7 @@ def partition(
         nbytes = tensor.numel() * tensor.element_size()
         if alone is not None and nbytes >= alone:
             buckets.append([position])
-            target = bucket_bytes
+            target = max(target, min(bucket_bytes, _GROWTH * nbytes))
             continue
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)

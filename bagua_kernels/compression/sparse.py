@@ -384,7 +384,10 @@ class Largest(SparseCodec):
     def _entries(
         self, payloads: torch.Tensor, layout: Layout, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The counts that headers and ends give, shape (rows, 2), and the ends, offsets and values of all rows."""
+        """The counts that headers and ends give, shape (rows, 2), and the ends, offsets and values of all rows.
+
+        Values that are encoded take memory for all rows at once, which are few elements of each vector.
+        """
         header, ends, offsets, encoded = layout.parts(payloads)
         ends, offsets = ends[:, : layout.chunks], offsets[:, : layout.capacity]
         if isinstance(self.values, Identity) and dtype == torch.float32:
@@ -398,14 +401,16 @@ class Largest(SparseCodec):
     def _check(self, counts: torch.Tensor, wrong: int, layout: Layout) -> None:
         """Raises unless headers count what is allowed, ends end there, and nothing was found wrong with the entries."""
         _, low, high = self._kept(layout.n)
+        allowed = f"{low}" if low == high else f"{low} to {high}"
         for count, last in counts.tolist():
             if not low <= count <= high:
-                allowed = f"{low}" if low == high else f"{low} to {high}"
                 raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {allowed}")
-            if wrong & BAD_ENDS or last != count:
+            if last != count:
                 raise ValueError(
-                    f"the payload is damaged: the ends of its chunks do not ascend to the count of {count} entries"
+                    f"the payload is damaged: the ends of its chunks do not ascend to the count of {count} entries, got {last}"
                 )
+        if wrong & BAD_ENDS:
+            raise ValueError("the payload is damaged: the ends of its chunks do not ascend")
         if wrong & BAD_OFFSETS:
             raise ValueError("the payload is damaged: offsets in a chunk do not ascend or lie beyond its end")
 

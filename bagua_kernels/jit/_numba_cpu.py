@@ -123,7 +123,11 @@ _one_at_a_time = threading.Lock()
 
 
 # Up to this many elements waking other threads costs more than it saves.
-SERIAL = 32_768
+_SERIAL = 32_768
+
+
+def _threads() -> int:
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
 
 def runs_alone(elements: int) -> bool:
@@ -131,13 +135,13 @@ def runs_alone(elements: int) -> bool:
 
     A parallel launch costs tens of microseconds even on one thread.
     """
-    return elements <= SERIAL or torch.get_num_threads() == 1
+    return elements <= _SERIAL or _threads() == 1
 
 
 def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
     """Calls a parallel kernel on as many threads as `torch.get_num_threads()` says."""
     with _launch_lock():
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(_threads())
         kernel(*arguments)
 
 

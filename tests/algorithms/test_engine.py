@@ -392,10 +392,13 @@ class TestPartition:
         assert sizes == [2, 12, 20, 20, 6]
         assert [len(group) for group in partition(tensors, 80, first_bytes=200)] == [20, 20, 20]
 
-    def test_buckets_do_not_grow_behind_one_that_is_filled_by_a_tensor(self) -> None:
+    def test_buckets_grow_from_what_has_one_alone(self) -> None:
         tensors = [torch.empty(30), *(torch.empty(1) for _ in range(60))]
         groups = partition(tensors, 80, first_bytes=8, alone=80)
         assert [len(group) for group in groups] == [1, 20, 20, 20]
+        tensors = [torch.empty(2), *(torch.empty(1) for _ in range(60))]
+        groups = partition(tensors, 80, first_bytes=4, alone=8)
+        assert [len(group) for group in groups] == [1, 12, 20, 20, 8]
 
     def test_pieces_are_found_wherever_a_part_begins(self) -> None:
         shapes, exact = [(3,), (0,), (2, 4), (5,), (9,), (0,), (1,)], [False, False, False, True, False, False, False]

@@ -22,6 +22,7 @@ from bagua_kernels.algorithms import (
     Guard,
     PowerSGD,
 )
+from bagua_kernels.algorithms import engine as engine_module
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients
@@ -185,15 +186,22 @@ def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict
     assert sum(adopted) == 8
 
 
+@pytest.mark.parametrize("bucket_bytes", [4 * 64 * 64, 10 << 20])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_memory_of_large_gradients_becomes_the_buckets(adopted: list[bool], size: int) -> None:
+def test_memory_of_large_gradients_becomes_the_buckets(
+    adopted: list[bool], size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
+    monkeypatch.setattr(engine_module, "_ALONE_BYTES", 4 * 64 * 64)
 
     def rank(communicator: Communicator) -> None:
         modules = [layers(), layers()]
         algorithms = []
         for module, kind in zip(modules, (GradientAllReduce, Copying), strict=True):
-            algorithms.append(kind(module, communicator=communicator, bucket_bytes=4 * 64 * 64, lanes=1))
+            algorithms.append(kind(module, communicator=communicator, bucket_bytes=bucket_bytes, lanes=1))
+        # Who copies gains nothing by buckets of one tensor.
+        if size > 1 and bucket_bytes > 4 * 64 * 64:
+            assert [len(algorithm._engine.buckets) for algorithm in algorithms] == [2, 1]
         first: list[torch.Tensor] = []
         for step, (drop, weight) in enumerate([(True, None), (True, None), (False, None), (True, 0.5), (False, 2.0)]):
             for algorithm in algorithms:

@@ -229,25 +229,68 @@ def test_indices_above_2_to_24(target: Target) -> None:
 def test_damaged_payloads_never_crash(target: Target, data: st.DataObject) -> None:
     codec = data.draw(st.sampled_from(CODECS))
     n = 100 if EMULATED else 70_001
-    payload = codec.encode(torch.from_numpy(make("heavy", n, 1.0, 0)).to(target.device), seed=1)
+    good = codec.encode(torch.from_numpy(make("heavy", n, 1.0, 0)).to(target.device), seed=1)
+    payload = good.clone()
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, payload.numel() - 1) | st.integers(0, 47))
         payload[at] ^= data.draw(st.integers(1, 255))
     buffer = torch.full((n + 200,), 7.0, device=target.device)
-    with contextlib.suppress(ValueError):
-        codec.decode(payload, buffer[100 : 100 + n])
-    assert (buffer[:100] == 7).all()
-    assert (buffer[100 + n :] == 7).all()
+    out = buffer[100 : 100 + n]
+    for read in (
+        lambda: codec.decode(payload, out),
+        lambda: codec.decode_sum(torch.stack([good, payload, good]), out),
+    ):
+        with contextlib.suppress(ValueError):
+            read()
+        assert (buffer[:100] == 7).all()
+        assert (buffer[100 + n :] == 7).all()
 
 
 @pytest.mark.parametrize(
     ("at", "message"), [(0, "header counts"), (16, "ends of its chunks"), (33, "offsets in a chunk")]
 )
 def test_damage_is_named(target: Target, at: int, message: str) -> None:
-    payload = TopK(0.1).encode(torch.ones(100, device=target.device))
+    good = TopK(0.1).encode(torch.ones(100, device=target.device))
+    payload = good.clone()
     payload[at] += 1
     with pytest.raises(ValueError, match=message):
         decoded(TopK(0.1), payload, 100)
+    for rows in ([payload, good], [good, payload]):
+        with pytest.raises(ValueError, match=message):
+            TopK(0.1).decode_sum(torch.stack(rows), torch.empty(100, device=target.device))
+
+
+def test_ends_that_do_not_ascend_are_named(target: Target) -> None:
+    n = 131_073
+    good = torch.from_numpy(oracle.payload(np.ones(n, np.float32), np.arange(8), 8)).to(target.device)
+    payload = good.clone()
+    # The first chunk's end, of three, beyond that of the others.
+    payload[16] += 1
+    with pytest.raises(ValueError, match="ends of its chunks do not ascend"):
+        decoded(TopK(8 / n), payload, n)
+    with pytest.raises(ValueError, match="ends of its chunks do not ascend"):
+        TopK(8 / n).decode_sum(torch.stack([good, payload]), torch.empty(n, device=target.device))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_begin_with_zero(target: Target, rows: int) -> None:
+    """So that what no rank sent and what they sent as -0 are the same; a negative scale turns both."""
+    codec = TopK(1.0)
+    payloads = torch.stack([codec.encode(torch.full((5,), -0.0, device=target.device))] * rows)
+    for scale in (1.0, -1.0):
+        out = codec.decode_sum(payloads, torch.full((5,), 7.0, device=target.device), scale)
+        assert same_bits(out.cpu().numpy(), np.full(5, 0.0 * scale, np.float32))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_sums_of_nothing(target: Target, codec: Any) -> None:
+    for dtype in DTYPES:
+        nobody = torch.empty((0, codec.payload_size(50)), dtype=torch.uint8, device=target.device)
+        out = codec.decode_sum(nobody, torch.full((50,), 7, dtype=dtype, device=target.device), 0.5)
+        assert torch.equal(out, torch.zeros_like(out))
+        for rows in (0, 2):
+            empty = torch.empty((rows, 0), dtype=torch.uint8, device=target.device)
+            assert codec.decode_sum(empty, torch.empty(0, dtype=dtype, device=target.device)).numel() == 0
 
 
 def test_truncated_payloads_and_arguments() -> None:

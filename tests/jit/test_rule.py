@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_kernels.compression import MinMaxUInt8
+from bagua_kernels.compression import Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
 from bagua_kernels.jit import _numba_cpu
 from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.jit.rule import called_rules, digest, rebuilt, with_literals
@@ -108,10 +108,34 @@ def test_torch_keeps_its_threads() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        MinMaxUInt8().encode(torch.randn(400_000))
+        # Numba's threads are started once.
+        _numba_cpu._launch_lock.cache_clear()
+        _numba_cpu.run_parallel(_numba_cpu.compile_template(_numba_cpu.first_parallel_region, {}, parallel=True))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def made(codec: Codec, x: torch.Tensor) -> list[torch.Tensor]:
+    """What a codec makes of a vector, in all ways."""
+    payloads = torch.stack([codec.encode(x, seed=1), codec.encode(x.flip(0), seed=2)])
+    sums = [codec.decode_sum(payloads, torch.empty_like(x), 0.5), codec.reduce(payloads, x.numel(), scale=0.5, seed=3)]
+    feedback = ErrorFeedback(codec)
+    kept = [feedback.encode("x", x, seed=seed) for seed in (4, 5)]
+    return [payloads, codec.decode(payloads[0], torch.empty_like(x)), *sums, *kept]
+
+
+@pytest.mark.parametrize("codec", [TopK(0.01), ThresholdTopK(0.01), RandomK(0.01), MinMaxUInt8()], ids=repr)
+def test_number_of_threads_does_not_matter(codec: Codec) -> None:
+    """One thread takes all chunks and blocks in turn, without a parallel launch."""
+    x, before, found = torch.randn(150_001), torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(made(codec, x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def magnitude(x):
