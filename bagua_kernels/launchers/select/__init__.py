@@ -108,6 +108,22 @@ def place_sum(ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, o
     return _found(flags)
 
 
+def place_in_turn(
+    place: Callable[..., None],
+    ends: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    flags: torch.Tensor,
+) -> None:
+    """How a backend whose kernel adds one row at a time does `place_sum`."""
+    out.zero_()
+    for row in zip(ends, offsets, values, strict=True):
+        place(*row, out, flags, add=True)
+    out.mul_(scale)
+
+
 def _found(flags: torch.Tensor) -> int:
     bad_ends, bad_offsets = flags.tolist()
     return (BAD_ENDS if bad_ends else 0) | (BAD_OFFSETS if bad_offsets else 0)

@@ -10,7 +10,7 @@ import torch
 from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, array, compile_template, launching
-from bagua_kernels.launchers.select import CHUNK, ROUNDS
+from bagua_kernels.launchers.select import CHUNK, ROUNDS, place_in_turn
 from bagua_kernels.rules import selection
 
 THREADS = 64
@@ -154,32 +154,20 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
 
 
 def place(
-    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor
-) -> None:
-    """See `bagua_kernels.launchers.select.place`."""
-    _place(ends, offsets, values, out, flags, add=False)
-
-
-def place_sum(
     ends: torch.Tensor,
     offsets: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
     flags: torch.Tensor,
+    add: bool = False,
 ) -> None:
-    """See `bagua_kernels.launchers.select.place_sum`."""
-    out.zero_()
-    for row in zip(ends, offsets, values, strict=True):
-        _place(*row, out, flags, add=True)
-    out.mul_(scale)
-
-
-def _place(
-    ends: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, out: torch.Tensor, flags: torch.Tensor, add: bool
-) -> None:
+    """See `bagua_kernels.launchers.select.place`; or adds to what is there, in float32."""
     unsigned = ends.view(torch.uint32), offsets.view(torch.uint16)
     launch("add" if add else "place", torch.float32, ends.numel(), *unsigned, values, out, flags)
+
+
+# See `bagua_kernels.launchers.select.place_sum`.
+place_sum = functools.partial(place_in_turn, place)
 
 
 def permute(positions: torch.Tensor, keys: torch.Tensor, n: int, bits: int) -> None:
