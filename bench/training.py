@@ -38,7 +38,7 @@ from bench.parts import run_parts
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HOSTS = 4
-_TUNING = 2.0  # seconds, about
+_TUNING = 8.0  # seconds, about: what `comm.tune` takes by itself
 _MANY = 6  # steps from which on an interval is worth a verdict
 _RANKS = (1, 2, 4)
 _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 ALL_REDUCE = ("exchange", "doubling", "direct", "halving", "ring", "base")
 REDUCE_SCATTER = ALL_GATHER = ("direct", "ring", "base")
@@ -19,6 +20,18 @@ WAYS = {
 
 Choice = tuple[tuple[float, str], ...]
 EVER = float("inf")
+
+
+class Cost(NamedTuple):
+    """What a call costs.
+
+    Attributes:
+        seconds: until the slowest rank is through.
+        processor: seconds of processor time on a rank.
+    """
+
+    seconds: float
+    processor: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Tuning:
         window: how many such pieces are under way at once.
         stripes: sockets between two ranks that are used.
         split: bytes from which on a message is cut over these sockets.
+        measured: for each operation, by bytes, what each way costs; empty for a guess.
     """
 
     all_reduce: Choice = ((16 << 10, "exchange"), (4 << 20, "direct"), (EVER, "ring"))
@@ -50,7 +64,7 @@ class Tuning:
     window: int = 8
     stripes: int = 1
     split: int = 256 << 10
-    measured: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict, compare=False, hash=False)
+    measured: dict[str, list[tuple[int, dict[str, Cost]]]] = field(default_factory=dict, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for what cannot be followed."""
@@ -86,7 +100,14 @@ class Tuning:
         try:
             fields = json.loads(text)
             for name, value in fields.items():
-                if name not in ("measured", "piece", "link", "window", "stripes", "split"):
+                if name == "measured":
+                    fields[name] = {
+                        operation: [
+                            (nbytes, {way: Cost(*cost) for way, cost in costs.items()}) for nbytes, costs in rows
+                        ]
+                        for operation, rows in value.items()
+                    }
+                elif name in WAYS:
                     fields[name] = tuple((float(limit), str(way)) for limit, way in value)
             return cls(**fields)
         except (TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.striped import StripedCommunicator
-from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Tuning
+from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Cost, Tuning
 
 _SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
 _GROWTH = 4  # from one of these to the next, about
@@ -30,23 +30,23 @@ _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and 
 _SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
-# How much faster than the base a way has to be to be taken. Short messages: less is not told from noise, and a thread of
-# Python suffers more than Gloo from a cold start. A single all-reduce or broadcast: it gains nothing but time. The other
-# operations overlap better by sockets of their own.
-_SHORT, _LEAD_SHORT, _LEAD = 64 << 10, 1.25, {"all_reduce": 1.10, "broadcast": 1.10}
+# What a second of the processor counts beside a second until it is through: training that waits for the network does not
+# feel the one, training that does not does not feel the other. The other operations overlap better by sockets of their own.
+_PROCESSOR = {"all_reduce": 2.0, "broadcast": 2.0}
 # Overlaps with what else is under way, which is worth losing so much alone: to the best, and to the base.
 _EASE, _EASE_BASE = {"all_gather": ("direct", 1.12)}, 1.03
 
 
 def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, apply: bool = True) -> Tuning:
-    """Measures every way of each collective at growing sizes, and follows the fastest from now on; collective.
+    """Measures every way of each collective at growing sizes, and follows the best from now on; collective.
 
     1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
-       in a row; a way's time is the median over rounds of the slowest rank's time. All ranks learn all times, so that
-       all decide alike.
-    2. Between two sizes whose fastest ways differ, the border is their geometric mean.
-    3. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
-    4. At the last size, more than one socket between two ranks is tried, if the communicator has them.
+       in a row; a way's time is the median over rounds of the slowest rank's time, its processor time the mean over
+       ranks of their medians. All ranks learn all times, so that all decide alike.
+    2. The best way is the fastest one, where for all-reduces and broadcasts processor time counts twice as much again.
+    3. Between two sizes whose best ways differ, the border is their geometric mean.
+    4. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
+    5. At the last size, more than one socket between two ranks is tried, if the communicator has them.
 
     Args:
         communicator: by default that of all ranks. A rank to which `split` gave None does not call this.
@@ -54,7 +54,7 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
         apply: whether `communicator` follows the result.
 
     Returns:
-        The table, with the measured seconds in `measured`; the same on all ranks.
+        The table, with what was measured; the same on all ranks.
 
     Raises:
         ValueError: if the communicator is None or has nothing to choose from.
@@ -82,12 +82,12 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
 def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
     tuning = replace(communicator.tuning, stripes=1, measured={})
     long = _barrier_time(communicator) > _LONG
-    measured: dict[str, list[tuple[int, dict[str, float]]]] = {}
+    measured: dict[str, list[tuple[int, dict[str, Cost]]]] = {}
     for operation, share in _SHARES.items():
         rows = _sizes(communicator, operation, WAYS[operation], budget * share, long)
         measured[operation] = rows
         chosen: dict[str, Any] = {
-            operation: borders(rows, *_EASE.get(operation, ("", 1.0)), lead=_LEAD.get(operation, 1.0))
+            operation: borders(rows, *_EASE.get(operation, ("", 1.0)), processor=_PROCESSOR.get(operation, 0.0))
         }
         tuning = replace(tuning, **chosen)
     largest = measured["all_reduce"][-1][0]
@@ -96,18 +96,18 @@ def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
         calls = {
             f"{count}": _call(communicator, "all_reduce", largest, replace(tuning, stripes=count)) for count in counts
         }
-        times = _race(communicator, calls, _ROUNDS)
-        best = min(times, key=lambda name: times[name])
-        measured["stripes"] = [(largest, times)]
-        tuning = replace(tuning, stripes=int(best) if times["1"] > _GAIN * times[best] else 1)
+        costs = _race(communicator, calls, _ROUNDS)
+        best = min(costs, key=lambda name: costs[name].seconds)
+        measured["stripes"] = [(largest, costs)]
+        tuning = replace(tuning, stripes=int(best) if costs["1"].seconds > _GAIN * costs[best].seconds else 1)
     return replace(tuning, measured=measured)
 
 
 def _sizes(
     communicator: StripedCommunicator, operation: str, ways: Sequence[str], budget: float, long: bool
-) -> list[tuple[int, dict[str, float]]]:
-    """Returns, for each size that fits into the budget, the seconds of the ways that are still in the race."""
-    rows: list[tuple[int, dict[str, float]]] = []
+) -> list[tuple[int, dict[str, Cost]]]:
+    """Returns, for each size that fits into the budget, the costs of the ways that are still in the race."""
+    rows: list[tuple[int, dict[str, Cost]]] = []
     started, left = time.perf_counter(), list(ways)
     rounds = _FEWEST if long else _ROUNDS  # where delays decide, times are much the same
     for nbytes in _SIZES:
@@ -117,8 +117,9 @@ def _sizes(
         }
         # After a barrier ranks start up to a one-way delay apart; in a row, that counts once.
         row = _IN_A_ROW if long and operation != "broadcast" and nbytes < _AT_LEAST else 1
-        times = _race(communicator, calls, rounds, row)
-        rows.append((nbytes, times))
+        costs = _race(communicator, calls, rounds, row)
+        rows.append((nbytes, costs))
+        times = {way: cost.seconds for way, cost in costs.items()}
         best = min(times.values())
         # Gloo stays in, as what none of the others may be slower than, and small sizes say nothing about large ones.
         left = [
@@ -168,46 +169,56 @@ def _barrier_time(communicator: Communicator) -> float:
 
 def _race(
     communicator: Communicator, calls: dict[str, Callable[[], None]], rounds: int, row: int = 1
-) -> dict[str, float]:
-    """Lets the calls take turns; returns the median over rounds of the slowest rank's seconds a call, for each."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+) -> dict[str, Cost]:
+    """Lets the calls take turns; returns what each costs.
+
+    Seconds are the median over rounds of the slowest rank's, for all wait for it. Processor time is that of all threads
+    of a process.
+    """
+    taken: dict[str, list[Cost]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             communicator.barrier().wait()
             time.sleep(_PAUSE)
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             for _ in range(row):
                 call()
+            cost = Cost((time.perf_counter() - started) / row, (time.process_time() - busy) / row)
             if number:  # the first round touches memory and opens congestion windows
-                taken[name].append((time.perf_counter() - started) / row)
+                taken[name].append(cost)
     everyone = communicator.all_gather_object(taken)
-    return {name: statistics.median(map(max, zip(*(one[name] for one in everyone), strict=True))) for name in calls}
+    return {
+        name: Cost(
+            statistics.median(max(cost.seconds for cost in costs) for costs in zip(*ranks, strict=True)),
+            statistics.fmean(statistics.median(cost.processor for cost in costs) for costs in ranks),
+        )
+        for name, ranks in ((name, [one[name] for one in everyone]) for name in calls)
+    }
 
 
 def borders(
-    rows: Sequence[tuple[int, dict[str, float]]], favoured: str = "", favour: float = 1.0, lead: float = 1.0
+    rows: Sequence[tuple[int, Mapping[str, Cost]]], favoured: str = "", favour: float = 1.0, processor: float = 0.0
 ) -> Choice:
-    """Turns times by size into sizes up to which each way is the fastest.
+    """Turns costs by size into sizes up to which each way is the best.
 
     Args:
-        rows: (bytes, {way: seconds}), ascending.
-        favoured: a way that is taken where it is not slower than the base and not much slower than the best.
-        favour: how many times as long as the best it may take.
-        lead: how many times as fast as the base a way has to be; short messages ask for 1.25 at least.
+        rows: (bytes, {way: cost}), ascending.
+        favoured: a way that is taken where it is not slower than the base and not much slower than the fastest.
+        favour: how many times as long as the fastest it may take.
+        processor: what a second of processor time counts.
     """
 
-    def fastest(nbytes: int, times: dict[str, float]) -> str:
-        ahead = max(lead, _LEAD_SHORT) if nbytes <= _SHORT else lead
-        times = {way: seconds * (1.0 if way == "base" else ahead) for way, seconds in times.items()}
-        best = min(times, key=lambda way: times[way])
-        if favoured in times and times[favoured] <= min(favour * times[best], _EASE_BASE * times.get("base", math.inf)):
+    def best(costs: Mapping[str, Cost]) -> str:
+        least = min(cost.seconds for cost in costs.values())
+        base = costs["base"].seconds if "base" in costs else math.inf
+        if favoured in costs and costs[favoured].seconds <= min(favour * least, _EASE_BASE * base):
             return favoured
-        return best
+        return min(costs, key=lambda way: costs[way].seconds + processor * costs[way].processor)
 
-    chosen = [(nbytes, fastest(nbytes, times)) for nbytes, times in rows]
+    chosen = [(nbytes, best(costs)) for nbytes, costs in rows]
     choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(chosen) if way != next_way]
-    nbytes, times = rows[-1]
-    lasting = fastest(nbytes, {way: seconds for way, seconds in times.items() if way not in _WASTEFUL})
+    nbytes, costs = rows[-1]
+    lasting = best({way: cost for way, cost in costs.items() if way not in _WASTEFUL})
     if lasting != chosen[-1][1]:
         choice.append((float(nbytes), chosen[-1][1]))
     return (*choice, (EVER, lasting))

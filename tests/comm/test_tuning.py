@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from bagua_kernels.comm import Communicator, ReduceOp, run_ranks, tuning_measure
 from bagua_kernels.comm.striped import StripedCommunicator
-from bagua_kernels.comm.tuning import EVER, WAYS, Tuning
+from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Cost, Tuning
 from bagua_kernels.comm.tuning_measure import borders, tune
 from tests.comm import contract
 from tests.comm.contract import check, oracle, values
@@ -60,14 +60,15 @@ def test_text_and_back() -> None:
         window=9,
         stripes=3,
         split=77,
-        measured={"all_reduce": [(1024, {"ring": 0.5, "base": 0.25})]},
+        measured={"all_reduce": [(1024, {"ring": Cost(0.5, 0.125), "base": Cost(0.25, 1.0)})]},
     )
     again = Tuning.from_json(tuning.to_json())
     assert again == tuning
     assert hash(again) == hash(tuning)
     assert [again.way("all_reduce", n) for n in (1, 2, 5000)] == ["doubling", "ring", "halving"]
-    ((nbytes, times),) = again.measured["all_reduce"]
-    assert (nbytes, times) == (1024, {"ring": 0.5, "base": 0.25})
+    ((nbytes, costs),) = again.measured["all_reduce"]
+    assert (nbytes, costs["ring"].processor, costs["base"].seconds) == (1024, 0.125, 0.25)
+    assert again.measured == tuning.measured
     assert Tuning.from_json(Tuning().to_json()) == Tuning()
     assert Tuning.from_json("{}") == Tuning()
 
@@ -88,12 +89,24 @@ def test_text_and_back() -> None:
         '{"piece": 0}',
         '{"piece": 1.5}',
         '{"window": null}',
+        '{"measured": 3}',
+        '{"measured": {"all_reduce": [[1024, {"ring": 0.5}]]}}',
+        '{"measured": {"all_reduce": [[1024, {"ring": [0.5]}]]}}',
     ],
 )
 def test_text_that_is_no_tuning(text: str) -> None:
     """Always a ValueError."""
     with pytest.raises(ValueError, match=r"."):
         Tuning.from_json(text)
+
+
+def chosen(rows: Sequence[tuple[int, Any]], *args: Any, **options: Any) -> Choice:
+    """Calls `borders` with seconds, or pairs of seconds and processor time, which is 1 where it is not given."""
+    full = [
+        (nbytes, {way: Cost(*(cost if isinstance(cost, tuple) else (cost, 1.0))) for way, cost in costs.items()})
+        for nbytes, costs in rows
+    ]
+    return borders(full, *args, **options)
 
 
 def test_borders() -> None:
@@ -105,17 +118,25 @@ def test_borders() -> None:
         (1 << 20, {"direct": 7.0, "base": 3.0}),
     ]
     expected = ((math.sqrt(4096 * 65536), "exchange"), (math.sqrt(65536 * (1 << 20)), "direct"), (EVER, "base"))
-    assert borders(rows) == expected
-    assert borders(rows[:2]) == ((4096.0, "exchange"), (EVER, "direct"))
-    assert borders(rows[:1]) == ((1024.0, "exchange"), (EVER, "direct"))
-    assert borders([(1, {"direct": 2.0, "base": 1.0})]) == ((EVER, "base"),)
+    assert chosen(rows) == expected
+    assert chosen(rows[:2]) == ((4096.0, "exchange"), (EVER, "direct"))
+    assert chosen(rows[:1]) == ((1024.0, "exchange"), (EVER, "direct"))
+    assert chosen([(1, {"direct": 2.0, "base": 1.0})]) == ((EVER, "base"),)
     for n in range(1, 5):
-        Tuning(all_reduce=borders(rows[:n]))
-    # A hair's breadth is no reason to leave Gloo, less so where messages are short.
-    close = {"direct": 1.0, "base": 1.05}
-    assert borders([(1024, close), (1 << 20, close)]) == ((math.sqrt(1024 * (1 << 20)), "base"), (EVER, "direct"))
-    assert borders([(1 << 20, close)], lead=1.1) == ((EVER, "base"),)
-    assert borders([(1 << 20, {**close, "ring": 0.95})], "direct", 1.12) == ((EVER, "direct"),)
+        Tuning(all_reduce=chosen(rows[:n]))
+    close = {"direct": 1.0, "ring": 0.95, "base": 1.05}
+    assert chosen([(1 << 20, close)]) == ((EVER, "ring"),)
+    assert chosen([(1 << 20, close)], "direct", 1.12) == ((EVER, "direct"),)
+    assert chosen([(1 << 20, {**close, "base": 0.9})], "direct", 1.12) == ((EVER, "base"),)
+
+
+def test_processor_time_counts() -> None:
+    """As much as it is told to."""
+    rows = [(1 << 20, {"direct": (1.0, 0.3), "ring": (1.1, 0.2), "halving": (1.35, 0.0), "base": (1.05, 0.4)})]
+    assert chosen(rows) == chosen(rows, processor=0.9) == ((EVER, "direct"),)
+    assert chosen(rows, processor=1.1) == ((EVER, "ring"),)
+    assert chosen(rows, processor=2.1) == ((EVER, "halving"),)
+    assert chosen(rows, "base", 1.06, processor=2.1) == ((EVER, "base"),)
 
 
 class Modelled:
@@ -169,11 +190,12 @@ def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monk
     def call(communicator: Modelled, operation: str, nbytes: int, tuning: Tuning) -> Call:
         return operation, nbytes, tuning
 
-    def race(communicator: Modelled, calls: dict[str, Call], *_: int) -> dict[str, float]:
-        return {
-            name: chance.uniform(0.95, 1.1) * model.seconds(operation, tuning.way(operation, nbytes), nbytes)
-            for name, (operation, nbytes, tuning) in calls.items()
-        }
+    def race(communicator: Modelled, calls: dict[str, Call], *_: int) -> dict[str, Cost]:
+        costs = {}
+        for name, (operation, nbytes, tuning) in calls.items():
+            seconds = chance.uniform(0.95, 1.1) * model.seconds(operation, tuning.way(operation, nbytes), nbytes)
+            costs[name] = Cost(seconds, chance.uniform(0.0, seconds))
+        return costs
 
     monkeypatch.setattr(tuning_measure, "_barrier_time", lambda communicator: delay)
     monkeypatch.setattr(tuning_measure, "_call", call)
@@ -221,7 +243,7 @@ def test_ranks_agree_and_results_stay_right(apply: bool, monkeypatch: pytest.Mon
         for operation in WAYS:
             rows = found.measured[operation]
             assert [nbytes for nbytes, _ in rows] == [1 << 10, 1 << 14, 1 << 20][: len(rows)]
-            assert all("base" in times and min(times.values()) > 0 for _, times in rows)
+            assert all("base" in costs and min(min(cost) for cost in costs.values()) > 0 for _, costs in rows)
         assert found.stripes in (1, 2)
         assert ("stripes" in found.measured) == (found.way("all_reduce", 1 << 20) != "base")
         return found.to_json()
