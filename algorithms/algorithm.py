@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,7 +72,8 @@ class Algorithm(WrappedModule):
             bucket_bytes: gradients are exchanged in buckets of about this size; the first ones are smaller.
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
-                on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not.
+                on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not. One is
+                enough where an exchange is a single collective, as of `GradientAllReduce`: two of these are then under way.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
             apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
@@ -168,7 +169,9 @@ class Algorithm(WrappedModule):
                 gates=gates,
                 agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
-                lanes=lanes or (1 if wait_in_forward else _LANES[self._communicator.device.type]),
+                lanes=lanes or (1 if wait_in_forward or self.waits else _LANES[self._communicator.device.type]),
+                # What forward needs first is not to share the wire with what it needs later.
+                depth=1 if wait_in_forward or not self.waits else _LANES[self._communicator.device.type],
             )
             if gates is not None and optimizer is not None:
                 gates.install(module, optimizer, [m.parameter for m in self._engine.members])
@@ -192,8 +195,13 @@ class Algorithm(WrappedModule):
         """Whether a gradient's memory may become that of its bucket, so that `exchange` finds it elsewhere in each step."""
         return False
 
+    @property
+    def waits(self) -> bool:
+        """Whether all that is left to do once an exchange is started (`start`) is to wait."""
+        return False
+
     def lane(self, bucket: Bucket | Rows) -> Communicator:
-        """The communicator of the thread that exchanges a bucket; other buckets may be exchanged at the same time."""
+        """The communicator on which a bucket is exchanged; others may be exchanged on others at the same time."""
         return self._lanes[bucket.index % len(self._lanes)]
 
     def _communicators(self) -> list[Communicator]:
@@ -223,6 +231,14 @@ class Algorithm(WrappedModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must say how a bucket is exchanged")
 
+    def start(self, bucket: Bucket, step: int) -> Callable[[], None] | None:
+        """Starts an exchange; the lane starts the next one while what is returned waits for the end of this one.
+
+        An algorithm overrides it that starts all it does to a bucket with one collective; else all is done here, in turn.
+        """
+        self.exchange(bucket, step)
+        return None
+
     def compresses(self, bucket: Bucket, step: int) -> bool:
         """Whether any of a bucket is compressed in a step."""
         return False
@@ -231,16 +247,22 @@ class Algorithm(WrappedModule):
         """Whether buckets are compressed from this step on as in all later ones, so that it tells how fast that is."""
         return True
 
-    def _exchange(self, bucket: Bucket | Rows, step: int) -> None:
+    def _exchange(self, bucket: Bucket | Rows, step: int) -> Callable[[], None] | None:
         if isinstance(bucket, Rows):
             bucket.exchange(self.lane(bucket))
-            return
+            return None
         if self._steps is not None and self._engine is not None:
             self._steps.begin(bucket, self._engine.present(bucket))
-        self.exchange(bucket, step)
-        bucket.lent.clear()
-        if self._steps is not None:
-            self._steps.finish(bucket)
+        wait = self.start(bucket, step)
+
+        def finish() -> None:
+            if wait is not None:
+                wait()
+            bucket.lent.clear()
+            if self._steps is not None:
+                self._steps.finish(bucket)
+
+        return finish
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """What is remembered of a bucket from step to step: of each thing a tensor for each parameter's name; collective."""

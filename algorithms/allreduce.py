@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import HierarchicalAllReduce, Nodes, ReduceOp
+from bagua_kernels.comm import HierarchicalAllReduce, Nodes, ReduceOp, Work
 
 
 @register
@@ -59,12 +59,24 @@ class GradientAllReduce(Algorithm):
         """See `Algorithm.adopts`; a subclass may remember where a bucket's memory is."""
         return type(self).exchange is GradientAllReduce.exchange
 
+    @property
+    def waits(self) -> bool:
+        """See `Algorithm.waits`."""
+        return type(self).exchange is GradientAllReduce.exchange and not self.hierarchical
+
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
         if self.hierarchical:
             self._hierarchy(bucket)(bucket.whole)
         else:
-            self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
+            self._all_reduce(bucket).wait()
+
+    def start(self, bucket: Bucket, step: int) -> Callable[[], None] | None:
+        """See `Algorithm.start`."""
+        return self._all_reduce(bucket).wait if self.waits else super().start(bucket, step)
+
+    def _all_reduce(self, bucket: Bucket) -> Work:
+        return self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG)
 
     def _hierarchy(self, bucket: Bucket) -> HierarchicalAllReduce:
         kind = (bucket.whole.numel(), bucket.whole.dtype)

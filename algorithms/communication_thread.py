@@ -1,7 +1,8 @@
-"""A thread that exchanges buckets beside training."""
+"""Threads that exchange buckets beside training."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -16,7 +17,7 @@ import torch
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
-Exchange = Callable[[Bucket | Rows, int], None]
+Exchange = Callable[[Bucket | Rows, int], Callable[[], None] | None]
 Agree = Callable[[Bucket | Rows], int]
 _T = TypeVar("_T")
 # A slot of a bucket, the gradient that belongs there, and the parameter if its `grad` is to be the slot's view from then on.
@@ -25,7 +26,7 @@ Taken = tuple[int, torch.Tensor | None, torch.nn.Parameter | None]
 
 @dataclass
 class Task:
-    """One exchange of one bucket, handed to a communication thread.
+    """One exchange of one bucket, handed to a lane.
 
     Attributes:
         bucket: what to exchange.
@@ -37,7 +38,7 @@ class Task:
         ready: on a GPU, recorded when the gradients are in the bucket.
         finished: on a GPU, recorded when the averages are.
         label: what profilers call it.
-        before: to be done on the thread before the exchange.
+        before: to be done on its thread before the exchange.
     """
 
     bucket: Bucket | Rows
@@ -59,36 +60,58 @@ class Task:
             torch.cuda.current_stream(self.bucket.whole.device).wait_event(self.finished)
 
 
-class CommunicationThread:
-    """Runs exchanges one after the other beside the training thread: in the order they are given, or the last first.
+@dataclass
+class _Queue:
+    """What a lane's threads share.
 
-    One thread and one order for each communicator mean that all ranks start its collectives in the same order, without which
-    collectives of different buckets would meet. All ranks give the same tasks in the same order, but not at the same time: so
-    the last that one of them has may not be there yet on another, and which is to be next is the lowest of what they say. It
-    is there on all ranks, for what is done is the same on all.
+    Attributes:
+        tasks: that no thread has taken note of; None tells all threads to end.
+        waiting: that one has.
+        turn: held by the thread that takes a task and starts its exchange.
+        failure: the first thing that went wrong: after it the ranks no longer agree on what comes next.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device, name: str, agree: Agree | None = None) -> None:
-        """Starts the thread, which ends with this object.
+    tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
+    waiting: list[Task] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    failure: str = ""
+
+
+class CommunicationLane:
+    """Starts exchanges one after the other beside the training thread: in the order they are given, or the last first.
+
+    One lane and one order for each communicator mean that all ranks start its collectives in the same order, without which
+    collectives of different buckets would meet. The next is started when an exchange has ended, or where it says what waits
+    for its end, at once: the wire is busy while one thread waits and another copies gradients. All ranks give the same tasks
+    in the same order, but not at the same time: so the last that one of them has may not be there yet on another, and which
+    is to be next is the lowest of what they say. It is there on all ranks, for what is done is the same on all.
+    """
+
+    def __init__(
+        self, exchange: Exchange, device: torch.device, name: str, agree: Agree | None = None, depth: int = 1
+    ) -> None:
+        """Starts the threads, which end with this object.
 
         Args:
-            exchange: what to do with each bucket: a method, of whose object the thread keeps no reference.
+            exchange: what to do with each bucket: a method, of whose object the threads keep no reference. It may return
+                what waits for its end, so that the next one is started meanwhile.
             device: of the buckets.
             name: of the algorithm, for profilers.
             agree: the lowest of the indices of the buckets that ranks give, a method too. If given, the last bucket is the
                 first to be exchanged.
+            depth: number of threads, and so of exchanges that are under way at a time.
         """
         self._name = name
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # A reference from the thread to the algorithm, or to `self`, would keep all of them alive for ever.
-        thread = threading.Thread(
-            target=_work,
-            args=(self._tasks, weakref.WeakMethod(exchange), agree and weakref.WeakMethod(agree), device),
-            name="bagua_kernels communication",
-            daemon=True,
-        )
-        thread.start()
-        self.close = weakref.finalize(self, _end_thread, self._tasks, thread)
+        self._queue = _Queue()
+        # A reference from a thread to the algorithm, or to `self`, would keep all of them alive for ever.
+        arguments = (self._queue, weakref.WeakMethod(exchange), agree and weakref.WeakMethod(agree), device)
+        threads = [
+            threading.Thread(target=_work, args=arguments, name="bagua_kernels communication", daemon=True)
+            for _ in range(depth)
+        ]
+        for thread in threads:
+            thread.start()
+        self.close = weakref.finalize(self, _end_threads, self._queue, threads)
 
     def start(self, bucket: Bucket | Rows, step: int, before: Callable[[], None] | None = None) -> Task:
         """Queues an exchange of a bucket whose gradients are in place, on the current stream, once `before` is done."""
@@ -96,63 +119,68 @@ class CommunicationThread:
         if bucket.whole.is_cuda:
             task.ready = torch.cuda.Event()
             task.ready.record(torch.cuda.current_stream(bucket.whole.device))
-        self._tasks.put(task)
+        self._queue.tasks.put(task)
         return task
 
 
-def _end_thread(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Ends the thread and waits for it: a thread that outlives the interpreter ends the process with an abort."""
-    tasks.put(None)
-    if thread is not threading.current_thread():
-        # An exchange that hangs is released by its communicator, at the latest when that is shut down.
-        thread.join(timeout=10.0)
+def _end_threads(lane: _Queue, threads: list[threading.Thread]) -> None:
+    """Ends threads and waits for them: a thread that outlives the interpreter ends the process with an abort."""
+    lane.tasks.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            # An exchange that hangs is released by its communicator, at the latest when that is shut down.
+            thread.join(timeout=10.0)
 
 
 def _work(
-    tasks: queue.SimpleQueue[Task | None],
+    lane: _Queue,
     exchange: weakref.WeakMethod[Exchange],
     agree: weakref.WeakMethod[Agree] | None,
     device: torch.device,
 ) -> None:
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-    failure = ""
-    waiting: list[Task] = []
-    while _collect(tasks, waiting):
-        task = waiting[0] if agree is None else waiting[-1]
-        task.began = time.perf_counter()
-        try:
-            # After one failure the ranks no longer agree on what comes next.
-            if failure:
-                raise RuntimeError(f"an exchange before this one failed: {failure}")
-            if agree is not None:
-                task = _agreed(waiting, _alive(agree())(task.bucket), task.began)
-            _run(task, _alive(exchange()), stream)
-        except BaseException as error:
-            # Only its text is kept: its traceback holds the algorithm.
-            task.error, failure = error, failure or f"{error!r}"
-        finally:
-            task.ended = time.perf_counter()
-            waiting.remove(task)
-            task.done.set()
+    while True:
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(lane.turn)
+            if not _collect(lane):
+                return
+            task = lane.waiting.pop(0 if agree is None else -1)
+            task.began = time.perf_counter()
+            try:
+                if lane.failure:
+                    raise RuntimeError(f"an exchange before this one failed: {lane.failure}")
+                if agree is not None:
+                    task = _agreed(task, lane.waiting, _alive(agree())(task.bucket))
+                _run(task, _alive(exchange()), stream, started=turn.close)
+            except BaseException as error:
+                # Only its text is kept: its traceback holds the algorithm.
+                task.error, lane.failure = error, lane.failure or f"{error!r}"
+            finally:
+                task.ended = time.perf_counter()
+                task.done.set()
         # Waiting for the next task must not keep this one's tensors alive.
         del task
 
 
-def _collect(tasks: queue.SimpleQueue[Task | None], waiting: list[Task]) -> bool:
-    """Takes all tasks that are there, at least one if none is waiting; returns whether any is, or else the thread is to end."""
-    while not waiting or not tasks.empty():
-        task = tasks.get()
+def _collect(lane: _Queue) -> bool:
+    """Takes note of all tasks that are there, at least one; returns whether any waits, or else the thread is to end."""
+    while not lane.waiting or not lane.tasks.empty():
+        task = lane.tasks.get()
         if task is None:
-            tasks.put(None)
+            lane.tasks.put(None)
             break
-        waiting.append(task)
-    return bool(waiting)
+        lane.waiting.append(task)
+    return bool(lane.waiting)
 
 
-def _agreed(waiting: list[Task], index: int, began: float) -> Task:
-    """The task that all ranks take next."""
+def _agreed(own: Task, waiting: list[Task], index: int) -> Task:
+    """The task that all ranks take next; if that is not this rank's own choice, that one waits again."""
+    if own.bucket.index == index:
+        return own
     (task,) = (task for task in waiting if task.bucket.index == index)
-    task.began = began
+    waiting.remove(task)
+    waiting.append(own)
+    task.began = own.began
     return task
 
 
@@ -164,16 +192,21 @@ def _alive(found: _T | None) -> _T:
     return found
 
 
-def _run(task: Task, exchange: Exchange, stream: torch.cuda.Stream | None) -> None:
+def _run(task: Task, exchange: Exchange, stream: torch.cuda.Stream | None, started: Callable[[], None]) -> None:
     if stream is None or task.ready is None:
         with torch.profiler.record_function(task.label):
             if task.before is not None:
                 task.before()
-            exchange(task.bucket, task.step)
+            finish = exchange(task.bucket, task.step)
+            started()
+            if finish is not None:
+                finish()
         return
     with torch.cuda.stream(stream), torch.profiler.record_function(task.label), torch.cuda.nvtx.range(task.label):
         stream.wait_event(task.ready)
-        exchange(task.bucket, task.step)
+        finish = exchange(task.bucket, task.step)
+        if finish is not None:
+            finish()  # has the stream wait
         task.finished = torch.cuda.Event()
         task.finished.record(stream)
 

@@ -12,7 +12,7 @@ import torch
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.communication_thread import (
     Agree,
-    CommunicationThread,
+    CommunicationLane,
     Exchange,
     Taken,
     Task,
@@ -38,7 +38,7 @@ class Engine:
     1. When a parameter's gradient is complete, its hook takes note of it. What later hooks make of it is not exchanged.
     2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
        them into the bucket, unless they are there already or it works where they are (`lend`, `adopt`), and exchanges it,
-       while backward goes on. Threads take buckets in turn. On a GPU backward's stream makes the copy.
+       while backward goes on. Lanes take buckets in turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. With `gates`,
@@ -74,6 +74,7 @@ class Engine:
         name: str = "",
         steps: BackwardSteps | None = None,
         lanes: int = 1,
+        depth: int = 1,
         lend: bool = False,
         adopt: bool = False,
         gates: Gates | None = None,
@@ -86,7 +87,8 @@ class Engine:
             members: in the order in which a model registers them; at first buckets follow the reverse, in which backward
                 tends to finish them.
             exchange: given a bucket and the number of the backward pass, replaces `flat` and `exact` by their means over
-                all ranks; runs on a communication thread.
+                all ranks; runs on a communication thread. It may return what does the rest, which is waiting for the most
+                part.
             align: elements to whose multiples tensors are aligned in a bucket.
             bucket_bytes: size from which a bucket takes no more tensors.
             reorder: told the positions in the order in which gradients came, on all ranks at once when they come in another
@@ -96,7 +98,8 @@ class Engine:
             late: whether a mean may be other than zero though no rank has a gradient; `grad` is set then.
             name: of the algorithm, for profilers.
             steps: what updates parameters on the communication threads, if anything does.
-            lanes: number of communication threads, if there are as many buckets.
+            lanes: exchanges that are started at a time, if there are as many buckets.
+            depth: exchanges that each lane has under way at a time, each on a thread, where they say what waits for them.
             lend: whether `exchange` reads what is to be compressed where backward has left it (`Bucket.lent`), so that it need
                 not be copied.
             adopt: whether `exchange` looks for a bucket's memory anew each time, so that a gradient that has a bucket to itself
@@ -124,7 +127,7 @@ class Engine:
         self.lay_out(list(range(len(self.members))))
         lanes = min(lanes, len(self.buckets) + len(self.rows))
         device = members[0].parameter.device
-        self._threads = [CommunicationThread(exchange, device, name, agree) for _ in range(lanes)]
+        self._lanes = [CommunicationLane(exchange, device, name, agree, depth) for _ in range(lanes)]
         self._running = False
         self._pending = False
         self._unconcluded = False
@@ -170,8 +173,8 @@ class Engine:
 
     @property
     def lanes(self) -> int:
-        """The number of communication threads; that of a bucket is its index modulo this."""
-        return len(self._threads)
+        """The number of lanes; that of a bucket is its index modulo this."""
+        return len(self._lanes)
 
     def close(self) -> None:
         """Removes the hooks and ends the communication threads."""
@@ -179,8 +182,8 @@ class Engine:
             self._gates.remove()
         for hook in self._hooks:
             hook.remove()
-        for thread in self._threads:
-            thread.close()
+        for lane in self._lanes:
+            lane.close()
 
     def gradient_ready(self, position: int | None) -> None:
         """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
@@ -335,7 +338,7 @@ class Engine:
             self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend, self._adopt))
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
-        self._tasks.append(self._threads[bucket.index % self.lanes].start(bucket, self._step, before))
+        self._tasks.append(self._lanes[bucket.index % self.lanes].start(bucket, self._step, before))
 
     def _write_flags(self) -> None:
         present = [float(p in self._present) for p in range(len(self.members))]

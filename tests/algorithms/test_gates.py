@@ -30,10 +30,10 @@ WAITS: dict[str, Any] = {"apply_in_backward": True, "wait_in_forward": True}
 exchange = Algorithm._exchange
 
 
-def late(self: Algorithm, bucket: Any, step: int) -> None:
+def late(self: Algorithm, bucket: Any, step: int) -> Callable[[], None] | None:
     """Begins an exchange late, so that whoever does not wait for it is too early."""
     time.sleep(0.01)
-    exchange(self, bucket, step)
+    return exchange(self, bucket, step)
 
 
 @pytest.fixture
