@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
 from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Communicator, run_ranks
@@ -24,10 +27,11 @@ def communication_threads() -> int:
     return sum(t.name == "bagua_kernels communication" for t in threading.enumerate())
 
 
-def test_thread_and_model_go_with_the_algorithm() -> None:
+@pytest.mark.parametrize("kind", [ByteGrad, GradientAllReduce])
+def test_threads_and_model_go_with_the_algorithm(kind: type[Algorithm]) -> None:
     def rank(communicator: Communicator) -> weakref.ref[nn.Module]:
         module = Odd()
-        algorithm = ByteGrad(module, communicator=communicator)
+        algorithm = kind(module, communicator=communicator)
         algorithm(batch(communicator.rank, 0)).square().mean().backward()
         return weakref.ref(module)
 
@@ -110,7 +114,9 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
         module = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False))
         fill(module)
         options = {"communicator": communicator, "bucket_bytes": 1}
-        Paired(module, both=threading.Barrier(2), **options)(batch(communicator.rank, 0)).square().mean().backward()
+        # Held by a name: what is deleted while backward goes on exchanges nothing more.
+        paired = Paired(module, both=threading.Barrier(2), **options)
+        paired(batch(communicator.rank, 0)).square().mean().backward()
         found = gradients(module)
         one = GradientAllReduce(nn.Sequential(*module), lanes=1, **options)
         one.zero_grad()
@@ -120,6 +126,84 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
 
     first, second = run_ranks(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Ahead(GradientAllReduce):
+    """Waits for no bucket but the last before the one after it has begun, and counts those under way.
+
+    Args:
+        fails: the bucket whose end is an error.
+    """
+
+    name = "ahead"
+
+    def __init__(self, *arguments: Any, fails: int | None = None, **options: Any) -> None:
+        self.fails, self.lock = fails, threading.Lock()
+        self.order: list[int] = []
+        self.under_way = self.most = 0
+        super().__init__(*arguments, **options)
+        self.begun = [threading.Event() for _ in self._engine.buckets]
+
+    def start(self, bucket: Bucket, step: int) -> Callable[[], None]:
+        wait = super().start(bucket, step)
+        assert wait is not None
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            self.order.append(bucket.index)
+            self.begun[bucket.index].set()
+
+        def finish() -> None:
+            if not all(begun.wait(20) for begun in self.begun[: bucket.index + 2]):
+                raise TimeoutError(f"bucket {bucket.index + 1} waits for bucket {bucket.index}")
+            wait()
+            with self.lock:
+                self.under_way -= 1
+            if bucket.index == self.fails:
+                raise ArithmeticError("boom")
+
+        return finish
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_two_all_reduces_are_under_way_on_one_connection(in_backward: bool) -> None:
+    """And no more; they start in order."""
+
+    def train(kind: Callable[..., Algorithm], communicator: Communicator) -> tuple[Any, list[torch.Tensor]]:
+        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+        fill(module)
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        options = {"communicator": communicator, "bucket_bytes": 1, "apply_in_backward": in_backward}
+        algorithm = kind(module, optimizer, **options)
+        algorithm(batch(communicator.rank, 0, 8)).square().mean().backward()
+        optimizer.step()
+        return algorithm, [p.detach().clone() for p in module.parameters()]
+
+    def rank(communicator: Communicator) -> None:
+        ahead, found = train(Ahead, communicator)
+        assert ahead.order == [0, 1, 2, 3, 4]
+        assert ahead.most == 2
+        assert ahead._engine.lanes == len(ahead._communicators()) == 1
+        _, expected = train(functools.partial(GradientAllReduce, lanes=2), communicator)
+        assert all(map(torch.equal, found, expected))
+
+    run_ranks(3, rank)
+
+
+def test_an_error_while_the_next_is_under_way() -> None:
+    """Leaves backward, when that one has ended too."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+        ahead = Ahead(module, communicator=communicator, bucket_bytes=1, fails=0)
+        x = batch(communicator.rank, 0, 8)
+        with pytest.raises(ArithmeticError, match="boom"):
+            ahead(x).sum().backward()
+        assert ahead.order == [0, 1]
+        with pytest.raises(RuntimeError, match="was interrupted while gradients were exchanged"):
+            ahead(x).sum().backward()
+
+    run_ranks(2, rank)
 
 
 def test_gradients_of_one_memory_are_exchanged() -> None:
