@@ -72,8 +72,8 @@ class Algorithm(WrappedModule):
             bucket_bytes: gradients are exchanged in buckets of about this size; the first ones are smaller.
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
-                on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not. One is
-                enough where an exchange is a single collective, as of `GradientAllReduce`: two of these are then under way.
+                on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not. On CPUs
+                `GradientAllReduce` has them share connections.
             broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
             average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
             apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
@@ -153,6 +153,11 @@ class Algorithm(WrappedModule):
         if wait_in_forward:
             check_waits(members, optimizer, apply_in_backward)
         trial, gates = self._trial, Gates() if wait_in_forward else None
+        device = self._communicator.device.type
+        # What forward needs first is not to share the wire with what it needs later.
+        count = lanes or (1 if wait_in_forward else _LANES[device])
+        # Two streams of bytes on one link hinder each other. Sparse gradients take several collectives, one after the other.
+        shared = self.waits and device == "cpu" and not any(member.sparse for member in members)
         if members:
             self._engine = Engine(
                 members,
@@ -165,17 +170,16 @@ class Algorithm(WrappedModule):
                 name=self.name,
                 steps=self._steps,
                 lend=self.lends,
-                adopt=self.adopts and self._communicator.device.type == "cpu",
+                adopt=self.adopts and device == "cpu",
                 gates=gates,
                 agree=None if gates is None else self._agree,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
-                lanes=lanes or (1 if wait_in_forward or self.waits else _LANES[self._communicator.device.type]),
-                # What forward needs first is not to share the wire with what it needs later.
-                depth=1 if wait_in_forward or not self.waits else _LANES[self._communicator.device.type],
+                lanes=1 if shared else count,
+                depth=count if shared else 1,
             )
             if gates is not None and optimizer is not None:
                 gates.install(module, optimizer, [m.parameter for m in self._engine.members])
-                if self._communicator.device.type == "cpu":
+                if device == "cpu":
                     # Buffers are synchronized while buckets may be under way.
                     self._lanes = [self._world.duplicate()]
             self._lanes += [self._world.duplicate() for _ in range(self._engine.lanes - 1)]
@@ -197,7 +201,7 @@ class Algorithm(WrappedModule):
 
     @property
     def waits(self) -> bool:
-        """Whether all that is left to do once an exchange is started (`start`) is to wait."""
+        """Whether `start` returns before the exchange has ended, so that all lanes may share one connection."""
         return False
 
     def lane(self, bucket: Bucket | Rows) -> Communicator:
@@ -234,7 +238,7 @@ class Algorithm(WrappedModule):
     def start(self, bucket: Bucket, step: int) -> Callable[[], None] | None:
         """Starts an exchange; the lane starts the next one while what is returned waits for the end of this one.
 
-        An algorithm overrides it that starts all it does to a bucket with one collective; else all is done here, in turn.
+        An algorithm that does one collective to a bucket may override it, and `waits`; else all is done here, in turn.
         """
         self.exchange(bucket, step)
         return None

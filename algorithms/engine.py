@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
-from bagua_kernels.algorithms.communication_thread import (
+from bagua_kernels.algorithms.communication_lane import (
     Agree,
     CommunicationLane,
     Exchange,
@@ -43,7 +43,7 @@ class Engine:
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. With `gates`,
        nothing is waited for but where a parameter is used, and at the next backward pass's first gradient; and each
-       communication thread takes first, of the buckets that are there on all ranks, the one that forward needs first.
+       lane takes first, of the buckets that are there on all ranks, the one that forward needs first.
     4. After the first pass, and when gradients come in another order twice running, buckets are laid out in the order in
        which they came on rank 0.
 

@@ -20,10 +20,11 @@ class Communicator(abc.ABC):
 
     Every operation on tensors starts at once and returns a `Work`, whose `wait` finishes it. Ranks in arguments are
     ranks of this communicator. Tensors are dense, contiguous and on `device`; they are taken as flat, whatever their
-    shape. All ranks call the same operations with the same sizes in the same order; two threads that communicate at
-    the same time need a communicator each (`duplicate`). An operation on no elements communicates nothing. With one
-    rank every operation is the identity. Reductions take float64, float32, float16, bfloat16, int64, int32, int16,
-    int8, uint8 and bool; operations that only move data take every dtype.
+    shape. All ranks start the same operations with the same sizes in the same order; two threads that start some at
+    the same time need a communicator each (`duplicate`), while any thread may wait for what another one started. An
+    operation on no elements communicates nothing. With one rank every operation is the identity. Reductions take
+    float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 and bool; operations that only move data
+    take every dtype.
 
     A backend implements the methods with a leading underscore; it gets arguments that have been checked, detached from
     autograd, not empty, and more than one rank.

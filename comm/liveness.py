@@ -101,6 +101,7 @@ class Liveness:
         self._store_error = ""
         self._reports: list[Verdict] = []
         self._outgoing: list[Verdict] = []
+        self._noting = threading.Lock()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._stopping = False
@@ -113,13 +114,16 @@ class Liveness:
 
     def entered(self, communicator: str, number: int, operation: str) -> None:
         """Notes that this rank has started operation `number` of a communicator."""
-        self._progress[communicator] = (number, operation, False)
+        with self._noting:
+            self._progress[communicator] = (number, operation, False)
 
     def finished(self, communicator: str, number: int) -> None:
         """Notes that this rank has finished it."""
-        last = self._progress.get(communicator)
-        if last is not None and last[0] == number:
-            self._progress[communicator] = (number, last[1], True)
+        # Another thread may start the next one meanwhile, which must not be taken back.
+        with self._noting:
+            last = self._progress.get(communicator)
+            if last is not None and last[0] == number:
+                self._progress[communicator] = (number, last[1], True)
 
     def waits(self, communicator: str, peer: int | None) -> None:
         """Notes that this rank waits for a message from, or to, rank `peer` of the world, or that it does no more."""

@@ -119,7 +119,7 @@ class Session:
         with self._lock:
             if self._failure is not None:
                 kind = type(self._failure)
-                text = f"{what} cannot finish, since an operation before it failed: {self._failure}"
+                text = f"{what} cannot finish, since another operation failed: {self._failure}"
                 return _with_ranks(kind, text, getattr(self._failure, "ranks", ()))
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
             verdict = None

@@ -1,4 +1,4 @@
-"""Measures which way of carrying out a collective is the fastest for which size on the links at hand."""
+"""Measures which way of carrying out a collective is the best for which size on the links at hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bagua_kernels.comm.tuning import EVER, WAYS, Choice, Cost, Tuning
 
 _SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
 _GROWTH = 4  # from one of these to the next, about
-_AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was fastest there is used
+_AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was best there is used
 _ROUNDS, _FEWEST = 7, 4
 # Training sends a bucket now and then. Right after another call, our thread and its code are warm, and a way looks
 # better than it is; so there is a pause, unless links are so long that delays decide and not processors.
@@ -30,9 +30,11 @@ _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and 
 _SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
-# What a second of the processor counts beside a second until it is through: training that waits for the network does not
-# feel the one, training that does not does not feel the other. The other operations overlap better by sockets of their own.
-_PROCESSOR = {"all_reduce": 2.0, "broadcast": 2.0}
+# What a second of processor time counts beside a second until all is through. Where the network is what training waits for,
+# the latter is lost, else the former; and beside training, with cold caches, processor time is about twice as long as alone.
+# Whatever it saves, a way that is much slower than the fastest is not taken. The other operations overlap better by sockets
+# of their own.
+_PROCESSOR, _SLOWER = {"all_reduce": 2.0, "broadcast": 2.0}, 1.25
 # Overlaps with what else is under way, which is worth losing so much alone: to the best, and to the base.
 _EASE, _EASE_BASE = {"all_gather": ("direct", 1.12)}, 1.03
 
@@ -43,9 +45,10 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
     1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
        in a row; a way's time is the median over rounds of the slowest rank's time, its processor time the mean over
        ranks of their medians. All ranks learn all times, so that all decide alike.
-    2. The best way is the fastest one, where for all-reduces and broadcasts processor time counts twice as much again.
+    2. The best way is the fastest one; of all-reduces and broadcasts, of those that take at most 1.25 times as long as
+       the fastest, the one with the least sum of seconds and twice the seconds of processor time.
     3. Between two sizes whose best ways differ, the border is their geometric mean.
-    4. Sizes grow to 4 MB at least, then until the budget is used up; what was fastest at the last one is used beyond.
+    4. Sizes grow to 4 MB at least, then until the budget is used up; what was best at the last one is used beyond.
     5. At the last size, more than one socket between two ranks is tried, if the communicator has them.
 
     Args:
@@ -205,7 +208,7 @@ def borders(
         rows: (bytes, {way: cost}), ascending.
         favoured: a way that is taken where it is not slower than the base and not much slower than the fastest.
         favour: how many times as long as the fastest it may take.
-        processor: what a second of processor time counts.
+        processor: what a second of processor time counts, among ways that are not much slower than the fastest.
     """
 
     def best(costs: Mapping[str, Cost]) -> str:
@@ -213,7 +216,8 @@ def borders(
         base = costs["base"].seconds if "base" in costs else math.inf
         if favoured in costs and costs[favoured].seconds <= min(favour * least, _EASE_BASE * base):
             return favoured
-        return min(costs, key=lambda way: costs[way].seconds + processor * costs[way].processor)
+        ways = [way for way, cost in costs.items() if cost.seconds <= (_SLOWER if processor else 1.0) * least]
+        return min(ways, key=lambda way: costs[way].seconds + processor * costs[way].processor)
 
     chosen = [(nbytes, best(costs)) for nbytes, costs in rows]
     choice = [(math.sqrt(here * there), way) for (here, way), (there, next_way) in pairwise(chosen) if way != next_way]

@@ -40,10 +40,10 @@ def test_three_processes_end_bit_identical(spec: str) -> None:
     assert reports[0]["sent"] > 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named(victim: int) -> None:
+@pytest.mark.parametrize(("victim", "spec"), [(0, "bytegrad"), (1, "bytegrad"), (1, "allreduce")])
+def test_a_killed_rank_is_named(victim: int, spec: str) -> None:
     """The others end with an error that names it, within twice their timeout of 20 seconds."""
-    with Processes(train, 3, args=("bytegrad", 10**6)) as processes:
+    with Processes(train, 3, args=(spec, 10**6)) as processes:
         for rank in range(3):
             processes.wait_for_output(rank, "step 3", timeout=60)
         processes.send_signal(victim, signal.SIGKILL)

@@ -123,17 +123,19 @@ class CommunicationLane:
         return task
 
 
-def _end_threads(lane: _Queue, threads: list[threading.Thread]) -> None:
+def _end_threads(shared: _Queue, threads: list[threading.Thread]) -> None:
     """Ends threads and waits for them: a thread that outlives the interpreter ends the process with an abort."""
-    lane.tasks.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            # An exchange that hangs is released by its communicator, at the latest when that is shut down.
-            thread.join(timeout=10.0)
+    shared.tasks.put(None)
+    # Where the last reference goes on one of them, the others may wait for its turn.
+    if threading.current_thread() not in threads:
+        # An exchange that hangs is released by its communicator, at the latest when that is shut down.
+        limit = time.monotonic() + 10.0
+        for thread in threads:
+            thread.join(timeout=max(0.0, limit - time.monotonic()))
 
 
 def _work(
-    lane: _Queue,
+    shared: _Queue,
     exchange: weakref.WeakMethod[Exchange],
     agree: weakref.WeakMethod[Agree] | None,
     device: torch.device,
@@ -141,20 +143,20 @@ def _work(
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     while True:
         with contextlib.ExitStack() as turn:
-            turn.enter_context(lane.turn)
-            if not _collect(lane):
+            turn.enter_context(shared.turn)
+            if not _collect(shared):
                 return
-            task = lane.waiting.pop(0 if agree is None else -1)
+            task = shared.waiting.pop(0 if agree is None else -1)
             task.began = time.perf_counter()
             try:
-                if lane.failure:
-                    raise RuntimeError(f"an exchange before this one failed: {lane.failure}")
+                if shared.failure:
+                    raise RuntimeError(f"an exchange before this one failed: {shared.failure}")
                 if agree is not None:
-                    task = _agreed(task, lane.waiting, _alive(agree())(task.bucket))
+                    task = _agreed(task, shared.waiting, _alive(agree())(task.bucket))
                 _run(task, _alive(exchange()), stream, started=turn.close)
             except BaseException as error:
                 # Only its text is kept: its traceback holds the algorithm.
-                task.error, lane.failure = error, lane.failure or f"{error!r}"
+                task.error, shared.failure = error, shared.failure or f"{error!r}"
             finally:
                 task.ended = time.perf_counter()
                 task.done.set()
@@ -162,15 +164,15 @@ def _work(
         del task
 
 
-def _collect(lane: _Queue) -> bool:
+def _collect(shared: _Queue) -> bool:
     """Takes note of all tasks that are there, at least one; returns whether any waits, or else the thread is to end."""
-    while not lane.waiting or not lane.tasks.empty():
-        task = lane.tasks.get()
+    while not shared.waiting or not shared.tasks.empty():
+        task = shared.tasks.get()
         if task is None:
-            lane.tasks.put(None)
+            shared.tasks.put(None)
             break
-        lane.waiting.append(task)
-    return bool(lane.waiting)
+        shared.waiting.append(task)
+    return bool(shared.waiting)
 
 
 def _agreed(own: Task, waiting: list[Task], index: int) -> Task:
