@@ -30,10 +30,10 @@ _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and 
 _SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
 _WASTEFUL = ("exchange", "doubling", "star")  # send more than they must: never beyond what was measured
 _WORLD: Any = object()  # None will not do: `split` returns it to ranks that are no members
-# What a second of processor time counts beside a second until all is through. Where the network is what training waits for,
-# the latter is lost, else the former; and beside training, with cold caches, processor time is about twice as long as alone.
-# Whatever it saves, a way that is much slower than the fastest is not taken. The other operations overlap better by sockets
-# of their own.
+# What a second of processor time counts beside a second until all is through: where the network is what training waits for,
+# the latter is lost, else the former. A judgement: with 2, what is taken is also the faster one beside training on four ranks
+# with a core for two. Whatever it saves, a way that is much slower than the fastest is not taken. The other operations overlap
+# better by sockets of their own.
 _PROCESSOR, _SLOWER = {"all_reduce": 2.0, "broadcast": 2.0}, 1.25
 # Overlaps with what else is under way, which is worth losing so much alone: to the best, and to the base.
 _EASE, _EASE_BASE = {"all_gather": ("direct", 1.12)}, 1.03
@@ -216,7 +216,7 @@ def borders(
         base = costs["base"].seconds if "base" in costs else math.inf
         if favoured in costs and costs[favoured].seconds <= min(favour * least, _EASE_BASE * base):
             return favoured
-        ways = [way for way, cost in costs.items() if cost.seconds <= (_SLOWER if processor else 1.0) * least]
+        ways = [way for way, cost in costs.items() if cost.seconds <= _SLOWER * least]
         return min(ways, key=lambda way: costs[way].seconds + processor * costs[way].processor)
 
     chosen = [(nbytes, best(costs)) for nbytes, costs in rows]
