@@ -69,7 +69,7 @@ class Algorithm(WrappedModule):
             optimizer: if given, its state is set to rank 0's.
             communicator: the ranks that train together; those of `comm.init()` if None. The algorithm talks on a duplicate of
                 its own, so its messages never meet the caller's.
-            bucket_bytes: gradients are exchanged in buckets of about this size; the first ones are smaller.
+            bucket_bytes: gradients are exchanged in buckets of about this size; the first ones may be smaller.
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
                 on GPUs and with `wait_in_forward`, where what is needed first would share the wire with what is not. On CPUs
@@ -164,6 +164,7 @@ class Algorithm(WrappedModule):
                 self._exchange,
                 align=self.alignment,
                 bucket_bytes=bucket_bytes,
+                small_first=self.small_first,
                 reorder=self._reorder,
                 settle=self.settle,
                 late=self.late,
@@ -198,6 +199,11 @@ class Algorithm(WrappedModule):
     def adopts(self) -> bool:
         """Whether a gradient's memory may become that of its bucket, so that `exchange` finds it elsewhere in each step."""
         return False
+
+    @property
+    def small_first(self) -> bool:
+        """Whether the first buckets are to be small, so that the wire is in use early."""
+        return True
 
     @property
     def waits(self) -> bool:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm.compressed import Deliver
 from bagua_kernels.compression import BlockCodec, Codec
+from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.compressed import PayloadStep
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.part import Part
 from bagua_kernels.optim.twin import Twin
+
+_T = TypeVar("_T")
 
 
 class BackwardSteps:
     """Updates the parameters of each bucket as soon as their mean has arrived; their `grad` is not set.
 
     A parameter without a gradient on this rank waits for the end of backward, when it is known whether any rank has one.
-    Means that arrive as payloads of a block codec are decoded in the same pass over memory that updates the parameters.
+    Means that arrive as payloads of a block codec, or as thin factors, are decoded in the same pass over memory that updates the
+    parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -50,6 +55,7 @@ class BackwardSteps:
         self._parameters: dict[str, torch.Tensor] = {}
         self._parts: dict[tuple[int, str], Part] = {}
         self._ready: dict[int, dict[str, None]] = {}
+        self._early_names: dict[int, set[str]] = {}
         self._taken: set[str] = set()
 
     def forget(self) -> None:
@@ -83,15 +89,34 @@ class BackwardSteps:
     @contextmanager
     def deliver(self, bucket: Bucket, codec: Codec) -> Iterator[Deliver | None]:
         """What takes the mean's payloads and updates parameters by them; None if the mean has to be decoded before."""
-        encoded = [name for slot, name in enumerate(bucket.names) if bucket.compressed(slot)]
-        if not isinstance(codec, BlockCodec) or not encoded or not set(encoded) <= set(self._ready[bucket.index]):
+        if not isinstance(codec, BlockCodec):
             yield None
             return
-        with self._part(bucket.index, "encoded", encoded).from_payloads(codec) as step:
+        encoded = [slot for slot in range(len(bucket.names)) if bucket.compressed(slot)]
+        with self._early(bucket, encoded, lambda part: part.from_payloads(codec)) as step:
             yield None if step is None else functools.partial(self._apply, bucket, codec, step)
+
+    @contextmanager
+    def updates_of(self, bucket: Bucket, slots: Sequence[int]) -> Iterator[dict[int, TensorUpdate] | None]:
+        """What updates parameters of some slots by a mean of thin factors; None if that has to be multiplied before."""
+        with self._early(bucket, slots, Part.from_factors) as updates:
+            yield None if updates is None else dict(zip(slots, updates, strict=True))
+
+    @contextmanager
+    def _early(
+        self, bucket: Bucket, slots: Sequence[int], begin: Callable[[Part], AbstractContextManager[_T | None]]
+    ) -> Iterator[_T | None]:
+        """A step of some slots that is taken before their mean is in the bucket; None, and none taken, if that cannot be."""
+        names = [bucket.names[slot] for slot in slots]
+        if not names or not set(names) <= set(self._ready[bucket.index]):
+            yield None
+            return
+        with begin(self._part(bucket.index, "encoded", names)) as step:
+            yield step
         if step is not None:
-            self._end(encoded)
-            for name in encoded:
+            self._end(names)
+            self._early_names[bucket.index] = set(names)
+            for name in names:
                 del self._ready[bucket.index][name]
 
     def _apply(self, bucket: Bucket, codec: BlockCodec, step: PayloadStep, part: slice, payload: torch.Tensor) -> None:
@@ -108,10 +133,13 @@ class BackwardSteps:
                 )
 
     def finish(self, bucket: Bucket) -> None:
-        """Updates what has a gradient here and `deliver` did not update."""
+        """Updates what has a gradient here and was not updated early."""
         ready = list(self._ready.pop(bucket.index))
+        early = self._early_names.pop(bucket.index, set())
         if ready:
-            self._part(bucket.index, "all", [name for name in bucket.names if name in self._parameters]).step()
+            # Other parameters for the same part would be looked for anew in each step.
+            names = [name for name in bucket.names if name in self._parameters and name not in early]
+            self._part(bucket.index, "rest" if early else "all", names).step()
             self._end(ready)
 
     def finish_late(self, late: Mapping[str, torch.Tensor]) -> None:

@@ -68,6 +68,7 @@ class Engine:
         *,
         align: int,
         bucket_bytes: int,
+        small_first: bool = True,
         reorder: Callable[[list[int]], None],
         settle: Callable[[int, float], None],
         late: bool = True,
@@ -91,6 +92,7 @@ class Engine:
                 part.
             align: elements to whose multiples tensors are aligned in a bucket.
             bucket_bytes: size from which a bucket takes no more tensors.
+            small_first: whether the first buckets take less.
             reorder: told the positions in the order in which gradients came, on all ranks at once when they come in another
                 order than that of the buckets on any; expected to call `lay_out`.
             settle: told after each pass, before that and when no exchange is under way, the pass's number, and the seconds
@@ -117,7 +119,7 @@ class Engine:
         self.weight = 1.0
         self.counters = Counters()
         self._align = align
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._first_bytes = bucket_bytes, _FIRST_BYTES if small_first else None
         self._reorder = reorder
         self._settle = settle
         self._lend = lend
@@ -152,7 +154,7 @@ class Engine:
         members = [self.members[position] for position in order]
         kinds = [m.kind for m in members]
         alone = min(_ALONE_BYTES, self._bucket_bytes) if self._adopt else None
-        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, _FIRST_BYTES, alone)
+        groups = partition([m.parameter for m in members], self._bucket_bytes, kinds, self._first_bytes, alone)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
         self.buckets = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from bagua_kernels.algorithms.units import Units
 from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
+from bagua_kernels.launchers.multitensor import TensorUpdate
 
-# Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire.
-_LARGE_BUCKET_BYTES = 40 << 20
+# Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire. The last one is
+# to be no larger than others: nothing hides it.
+_LARGE_BUCKET_BYTES = 24 << 20
 
 
 @register
@@ -32,7 +36,8 @@ class PowerSGD(Algorithm):
     2. Add each matrix's residual: M. Multiply by its right factor, P = M Q, and average P over the ranks, and in the same
        message all tensors that are not compressed.
     3. Make P's columns orthonormal. Q = M^T P; average Q.
-    4. The gradient is P Q^T, the same on all ranks; the residual is this rank's M less that.
+    4. The gradient is P Q^T, the same on all ranks; the residual is this rank's M less that. With `apply_in_backward` on a CPU
+       it updates the parameters in the pass that multiplies.
 
     Buckets follow one another, so that backward overlaps with all but the last; in each, two messages.
     """
@@ -66,7 +71,7 @@ class PowerSGD(Algorithm):
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
             only_if_faster: as for `CompressedAllReduce`.
-            bucket_bytes: as for `Algorithm`; by default 40 MiB, or with `only_if_faster`, which may give compression up, 10 MiB.
+            bucket_bytes: as for `Algorithm`; by default 24 MiB, or with `only_if_faster`, which may give compression up, 10 MiB.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -86,6 +91,11 @@ class PowerSGD(Algorithm):
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `Algorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""
         return None, parameter.dim() < 2 or not parameter.numel() or parameter.dtype in EXACT_DTYPES
+
+    @property
+    def small_first(self) -> bool:
+        """See `Algorithm.small_first`."""
+        return self._trial is not None
 
     @property
     def lends(self) -> bool:
@@ -111,9 +121,22 @@ class PowerSGD(Algorithm):
         means = together[left.numel() :].split([view.numel() for view in dense])
         right = state.right(together[: left.numel()])
         self.lane(bucket).all_reduce(right, ReduceOp.AVG).wait()
-        state.finish(right, bucket.views)
+        with self._updates(bucket, state) as updates:
+            if updates is None:
+                state.finish(right, bucket.views)
+            else:
+                state.finish_with_updates(right, updates)
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))
+
+    def _updates(
+        self, bucket: Bucket, state: compression.LowRank
+    ) -> AbstractContextManager[dict[int, TensorUpdate] | None]:
+        """What the matrices of a bucket update instead of being written to it."""
+        # A subclass may look at the bucket afterwards.
+        if self._steps is None or not state.updates or type(self).exchange is not PowerSGD.exchange:
+            return contextlib.nullcontext()
+        return self._steps.updates_of(bucket, [slot for slot in range(len(bucket.views)) if slot not in state.dense])
 
     def compresses(self, bucket: Bucket, step: int) -> bool:
         """See `Algorithm.compresses`."""

@@ -23,6 +23,7 @@ from bagua_kernels.jit._numba_cpu_intrinsics import (
     VECTOR_BYTES,
     borrowed,
     keep,
+    prefetch,
     store_fence,
     stream_vector,
 )
@@ -34,6 +35,8 @@ _FIELDS = (
 )
 ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(_FIELDS))
 _TASK = 1 << 15  # elements that a thread takes at a time
+_FEW = 1 << 10  # columns of a matrix whose next row is asked for ahead
+_LINE = 16  # elements of a cache line
 _WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
 
 
@@ -45,6 +48,12 @@ def project_some(place, begin, end):
     right, before_right = matrix(place[TURNED], rank, columns), matrix(place[BEFORE_RIGHT], rank, columns)
     small = True
     for i in range(begin, end):
+        if columns <= FEW:
+            # The processor's own prefetcher stops at each page, which three streams reach every few rows.
+            for j in range(columns, 2 * columns, LINE):
+                prefetch(before[i], j)
+                prefetch(gradient[i], j)
+                prefetch(total[i], j)
         if columns >= NEAR and rank == 1:
             small &= project_1(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
         elif columns >= NEAR and rank == 2:
@@ -183,8 +192,9 @@ def matrix(address, rows, columns):
 
 
 class Kernels(NamedTuple):
-    """The compiled passes."""
+    """The compiled passes, and the functions that they are made of."""
 
+    names: dict[str, Any]
     project: Any
     gather: Any
     approximate: Any
@@ -196,7 +206,8 @@ def kernels() -> Kernels:
     """Compiles the passes."""
     fields = {name: number for number, name in enumerate(_FIELDS)}
     memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
-    names: dict[str, Any] = {"np": np, "NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, **fields, **memory, **row_rules()}
+    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE}
+    names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
     parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
@@ -208,6 +219,7 @@ def kernels() -> Kernels:
         return compile_template(over_rows, parts, parallel=True)
 
     return Kernels(
+        names=names,
         project=over("choose_right", "project_some"),
         gather=compile_template(gather_all, names, parallel=True),
         approximate=over("turn_right", "approximate_some"),
@@ -254,10 +266,10 @@ class Passes:
         owners = [(s, i) for s in stacks for i in range(len(s[0]))]
         self._lengths = np.array([[*s[0].shape[1:], s[2].shape[2]] for s, _ in owners], np.int64)
         self._offsets = np.array([[4 * i * part[0].numel() for part in s] for s, i in owners], np.int64)
-        self._row_tasks: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        self._row_tasks: dict[tuple[int, ...], Any] = {}
         self._column_tasks: dict[int, Any] = {}
 
-    def _table(self, stacks: Sequence[Stack]) -> Any:
+    def table(self, stacks: Sequence[Stack]) -> Any:
         """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
         starts = np.array([[part.data_ptr() for part in s] for s in stacks], np.int64)
         table = np.empty((len(self._offsets), GIVEN + 1), np.int64)
@@ -266,19 +278,26 @@ class Passes:
         return table
 
     def _run(self, kernel: Any, stacks: Sequence[Stack], chosen: Sequence[int], given: Sequence[torch.Tensor]) -> Work:
-        places, tasks = self._by_rows(tuple(chosen))
-        table, small = self._table(stacks), np.zeros(len(self._offsets), np.bool_)
+        places = self.rows_of(chosen)
+        table, small = self.table(stacks), np.zeros(len(self._offsets), np.bool_)
         table[places, GIVEN] = [t.data_ptr() for t in given]
-        run_parallel(kernel, table, places, tasks, small)
-        return Work(table, places, small, [small[self._spans[place]].tolist() for place in chosen])
+        run_parallel(kernel, table, places, self.tasks(places), small)
+        return Work(table, places, small, self.by_stack(chosen, small))
 
-    def _by_rows(self, chosen: tuple[int, ...]) -> tuple[Any, Any]:
-        if chosen not in self._row_tasks:
-            places = np.concatenate([np.arange(span.start, span.stop) for span in (self._spans[k] for k in chosen)])
+    def rows_of(self, chosen: Sequence[int]) -> Any:
+        """The rows of the table that stacks have."""
+        return np.array([row for k in chosen for row in range(self._spans[k].start, self._spans[k].stop)], np.int64)
+
+    def by_stack(self, chosen: Sequence[int], small: Any) -> list[list[bool]]:
+        return [small[self._spans[place]].tolist() for place in chosen]
+
+    def tasks(self, places: Any) -> Any:
+        """The tasks of matrices that a pass takes by rows."""
+        key = tuple(places.tolist())
+        if key not in self._row_tasks:
             lengths = self._lengths[places]
-            tasks = pieces(places, lengths[:, ROWS], np.maximum(1, _TASK // lengths[:, COLUMNS]))
-            self._row_tasks[chosen] = places, tasks
-        return self._row_tasks[chosen]
+            self._row_tasks[key] = pieces(places, lengths[:, ROWS], np.maximum(1, _TASK // lengths[:, COLUMNS]))
+        return self._row_tasks[key]
 
     def project(
         self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
@@ -298,7 +317,7 @@ class Passes:
             costs = self._lengths[tasks[:, 0], ROWS] * (tasks[:, 2] - tasks[:, 1])
             dealt = np.argsort(-costs, kind="stable")
             self._column_tasks[threads] = tasks[np.concatenate([dealt[first::threads] for first in range(threads)])]
-        run_parallel(kernels().gather, self._table(stacks), self._column_tasks[threads])
+        run_parallel(kernels().gather, self.table(stacks), self._column_tasks[threads])
 
     def approximate(
         self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool

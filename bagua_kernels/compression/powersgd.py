@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua_kernels.compression import _numba_cpu_low_rank
+from bagua_kernels.compression._numba_cpu_low_rank_update import update_tensors
 from bagua_kernels.compression.codec import MASK, fold_seed
 from bagua_kernels.compression.orthonormal import finite, gaussian, name_number, orthonormalize, power_of_two
+from bagua_kernels.launchers.multitensor import TensorUpdate
 
 
 @dataclass(frozen=True)
@@ -233,14 +235,47 @@ class LowRank:
         self._take("finish", right, self._right)
         into = [[out[m.place] for m in s.matrices] for s in self._stacks]
         compiled = [place for place in self._compiled(into) if self._small[place]]
+        found: list[list[bool]] = []
         if self._passes is not None and compiled:
             found = self._passes.approximate(self._memory(), compiled, into, self.config.warm_start)
-            for place, kept in zip(compiled, found, strict=True):
-                self._leave(place, kept)
-        for place in range(len(self._stacks)):
-            if place not in compiled:
-                self._write_and_take_off(place, into[place])
-                self._keep(self._stacks[place])
+        self._end_step(dict(zip(compiled, found, strict=True)), into)
+
+    @property
+    def updates(self) -> bool:
+        """Whether there is `finish_with_updates`: for float32 on the CPU."""
+        return self._passes is not None
+
+    @torch.no_grad()
+    def finish_with_updates(self, right: torch.Tensor, updates: Mapping[int, TensorUpdate]) -> None:
+        """As `finish`, but P Q^T updates parameters as their gradient, and is not written to memory.
+
+        Args:
+            right: as for `finish`.
+            updates: for each tensor's index that is not in `dense`.
+
+        Raises:
+            ValueError: `right` as for `finish`, or a tensor has no update.
+            RuntimeError: see `updates`.
+        """
+        if self._passes is None:
+            raise RuntimeError("steps with updates are for float32 on the CPU; call `finish` and then the optimizer")
+        lacking = sorted({m.place for s in self._stacks for m in s.matrices} - updates.keys())
+        if lacking:
+            raise ValueError(f"expected an update for each tensor that is not in `dense`, got none for {lacking}")
+        self._take("finish", right, self._right)
+        chosen = [place for place, small in enumerate(self._small) if small]
+        by_stack = [[updates[m.place] for m in s.matrices] for s in self._stacks]
+        found = update_tensors(self._passes, self._memory(), chosen, by_stack, self.config.warm_start)
+        self._end_step(dict(zip(chosen, found, strict=True)), None)
+
+    def _end_step(self, kept: Mapping[int, Sequence[bool]], out: list[list[torch.Tensor]] | None) -> None:
+        """Keeps what passes have not, which tell of which matrices of a stack they have, and writes the output of that."""
+        for place, s in enumerate(self._stacks):
+            if place in kept:
+                self._leave(place, kept[place])
+            else:
+                self._write_and_take_off(place, None if out is None else out[place])
+                self._keep(s)
         self.step += 1
         self._owes = True
         self._next = "left"
@@ -267,13 +302,15 @@ class LowRank:
             for i in (i for i, good in enumerate(kept) if good):
                 s.before[i] = s.total[i]
 
-    def _write_and_take_off(self, place: int, out: Sequence[torch.Tensor]) -> None:
-        """Writes the output of a stack, and keeps what it misses in the dtype of `out`, wherever that is finite."""
+    def _write_and_take_off(self, place: int, out: Sequence[torch.Tensor] | None) -> None:
+        """Writes the output of a stack, if it is asked for, and keeps what it misses in the dtype of `out`, wherever finite."""
         self._take_off(place)
         s = self._stacks[place]
-        for total, left, right, tensor in zip(s.total, s.left, s.right, out, strict=True):
-            tensor.copy_(_product(left, right, self._scratch).view(tensor.shape))
-            total.view(tensor.shape).sub_(tensor)
+        for i, (total, left, right) in enumerate(zip(s.total, s.left, s.right, strict=True)):
+            product = _product(left, right, self._scratch)
+            if out is not None:
+                product = out[i].copy_(product.view(out[i].shape))
+            total.view(product.shape).sub_(product)
         torch.where(finite(s.total), s.total, s.before, out=s.before)
 
     def _take_off(self, place: int) -> None:

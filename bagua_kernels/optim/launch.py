@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.bucket import dense_strides
-from bagua_kernels.launchers.multitensor import REAL, Table, Variant, needs_tensors
+from bagua_kernels.launchers.multitensor import GRADIENT, REAL, Table, Variant, needs_tensors
 from bagua_kernels.optim.layout import local, resolved, shard_of_gradient, steps
 from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.watch import Watch, watch
 
-GRADIENT = 1
 # A counter of every parameter that is rounded at random: how often it was.
 DRAWS = "draws"
 

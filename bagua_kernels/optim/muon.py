@@ -10,9 +10,9 @@ import torch
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, Table, Variant
+from bagua_kernels.launchers.multitensor import FACTOR, GRADIENT, SCALARS, Table, Variant
 from bagua_kernels.optim.fused import Fused
-from bagua_kernels.optim.launch import GRADIENT, Launch
+from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
 from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP

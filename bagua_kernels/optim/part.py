@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_kernels.bucket import dense_strides
 from bagua_kernels.compression.block import BlockCodec
+from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.compressed import PayloadStep
 from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.plan import Plan
 from bagua_kernels.optim.update import CannotFuseError
 
@@ -60,6 +63,36 @@ class Part:
         Raises:
             RuntimeError: as for `step`.
         """
+        with self._prepared() as prepared:
+            yield None if prepared is None else PayloadStep(codec, list(prepared), list(prepared.values()))
+
+    @contextmanager
+    def from_factors(self) -> Iterator[list[TensorUpdate] | None]:
+        """Takes a step from gradients that are products of thin factors; `grad` is not read, but must not be None.
+
+        Gives what `LowRank.finish_with_updates` needs of each parameter; or None, and takes no step, as `from_payloads`, or if
+        a parameter is not contiguous.
+
+        Raises:
+            RuntimeError: as for `step`.
+        """
+        if not all(p.is_contiguous() and p.device.type == "cpu" for p in self._params):
+            yield None
+            return
+        with self._prepared() as prepared:
+            if prepared is None:
+                yield None
+                return
+            found = {}
+            for launch, rows in prepared.items():
+                launch.begin()
+                for index, parameter in enumerate(launch.params):
+                    found[id(parameter)] = TensorUpdate(launch.variant, launch.table, rows, index)
+            yield [found[id(p)] for p in self._params]
+
+    @contextmanager
+    def _prepared(self) -> Iterator[dict[Launch, Any] | None]:
+        """The launches with their scalars, whose steps are counted when it ends; None where `step` is to be taken."""
         if not self._readable():
             yield None
             return
@@ -69,9 +102,9 @@ class Part:
                 yield None
                 return
             torch.autograd.graph.increment_version(plan.params)  # as in `step`
-            prepared = list(map(self._optimizer._scalars().rows, plan.launches))
-            yield PayloadStep(codec, plan.launches, [rows for rows, _, _ in prepared])
-            for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
+            prepared = {launch: self._optimizer._scalars().rows(launch) for launch in plan.launches}
+            yield {launch: rows for launch, (rows, _, _) in prepared.items()}
+            for launch, (_, _, counted) in prepared.items():
                 launch.count(counted)
 
     def _readable(self) -> bool:

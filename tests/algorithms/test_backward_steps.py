@@ -26,7 +26,10 @@ from bagua_kernels.algorithms import (
     SignSGD,
     TopK,
 )
+from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression import LowRank
+from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.compressed import PayloadStep
 from tests.algorithms.ranks import batch, fill
 
@@ -43,6 +46,7 @@ ALGORITHMS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "topk": (TopK, {"ratio": 0.1, "min_numel": 0}),
     "dgc": (DGC, {"ratio": 0.1}),
     "powersgd": (PowerSGD, {}),
+    "powersgd after others": (PowerSGD, {"rank": 2, "start_step": 2, "min_compression": 0.0}),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -109,6 +113,7 @@ def trained(
     [
         *((name, "adamw", 2) for name in ALGORITHMS),
         *(("bytegrad", each, ranks) for each in OPTIMIZERS for ranks in (1, 3)),
+        *(("powersgd", each, ranks) for each in OPTIMIZERS for ranks in (1, 3)),
         ("topk", "sgd momentum", 2),
         ("allreduce", "lamb", 2),
     ],
@@ -158,6 +163,42 @@ def test_payloads_are_decoded_where_they_are_used(monkeypatch: pytest.MonkeyPatc
     run_ranks(2, rank)
     # On each of two ranks, from each of two owners' payloads, the weight at least.
     assert applied.count(64 * 64) == 4
+
+
+class Watching(PowerSGD):
+    """Looks at the mean after it has come."""
+
+    seen: dict[int, float]
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        super().exchange(bucket, step)
+        self.seen = {bucket.index: float(bucket.flat.abs().sum())}
+
+
+@pytest.mark.parametrize("kind", [PowerSGD, Watching])
+def test_factors_are_multiplied_where_they_are_used(monkeypatch: pytest.MonkeyPatch, kind: type[PowerSGD]) -> None:
+    finished: list[int] = []
+    original = LowRank.finish_with_updates
+
+    def counted(self: LowRank, right: torch.Tensor, updates: dict[int, TensorUpdate]) -> None:
+        finished.append(len(updates))
+        original(self, right, updates)
+
+    monkeypatch.setattr(LowRank, "finish_with_updates", counted)
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, float]:
+        module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        fill(module)
+        algorithm = kind(module, optim.AdamW(module.parameters()), communicator=communicator, apply_in_backward=True)
+        algorithm(torch.ones(1, 64)).sum().backward()
+        assert all(p.grad is None for p in module.parameters())
+        return module[0].weight.detach().clone(), getattr(algorithm, "seen", {0: 0.0})[0]
+
+    results = run_ranks(2, rank)
+    # A subclass may want the mean; else it is not written.
+    assert finished == ([2, 2] if kind is PowerSGD else [])
+    assert torch.equal(results[0][0], results[1][0])
+    assert all((seen > 0) == (kind is Watching) for _, seen in results)
 
 
 def test_parameters_change_while_backward_goes_on() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.c
 MASTER, COMPENSATION, AVERAGE = "master", "compensation", "average"
 EXTRAS = (MASTER, COMPENSATION, AVERAGE)
 
+# The column of gradients; a rule of one array has no other.
+GRADIENT = 1
 # Columns of `rows` before the rule's scalars: a factor of the gradient, and whether to leave everything as it is.
 FACTOR, SKIP, SCALARS = 0, 1, 2
 
@@ -166,6 +168,22 @@ class Table:
         tensors = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         firsts = np.cumsum(counts) - counts
         return tensors, (np.arange(len(tensors)) - firsts[tensors]).astype(np.int32)
+
+
+class TensorUpdate(NamedTuple):
+    """One tensor of a table, and what a kernel needs to update it by a gradient that it makes itself.
+
+    Attributes:
+        variant: neither stochastic nor with sums; parameter and gradient have float32.
+        table: on the CPU; the column of gradients is not read.
+        rows: as `launch` takes them.
+        tensor: its number in the table; its elements are contiguous.
+    """
+
+    variant: Variant
+    table: Table
+    rows: Any
+    tensor: int
 
 
 def load_backend(device: torch.device) -> None:

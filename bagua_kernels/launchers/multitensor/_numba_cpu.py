@@ -74,24 +74,28 @@ def source(variant: Variant) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _template(variant: Variant, name: str) -> Any:
+    return function_from_source(source(variant), name, {"__name__": __name__, "numba": numba, "np": np}, __file__)
+
+
 @functools.cache
-def kernels(variant: Variant) -> tuple[Any, Any]:
-    """The serial and the parallel kernel."""
-    text = source(variant)
+def piece_kernel(variant: Variant) -> Any:
+    """The kernel over one piece of a tensor."""
     literal = np.float64 if variant.double else np.float32
     pointers = {f"pointer_{i}": POINTER[dtype] for i, dtype in enumerate(variant.dtypes)}
-
-    def template(name: str) -> Any:
-        return function_from_source(text, name, {"__name__": __name__, "numba": numba, "np": np}, __file__)
-
     # Sums may be taken in any order, which lets them be taken in vectors; the order is the same at each call.
     fastmath = {"reassoc", "nsz"} if variant.rule.sums else False
     names = {**bindings(variant, LOAD, STORE), **pointers}
     names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address}
-    block = compile_template(template("over_block"), names, literal=literal, fastmath=fastmath)
-    piece = compile_template(template("over_piece"), {**names, "over_block": block})
-    serial = compile_template(template("over_pieces"), {"over_piece": piece})
-    return serial, compile_template(template("over_parts"), {"over_pieces": serial}, parallel=True)
+    block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath)
+    return compile_template(_template(variant, "over_piece"), {**names, "over_block": block})
+
+
+@functools.cache
+def kernels(variant: Variant) -> tuple[Any, Any]:
+    """The serial and the parallel kernel."""
+    serial = compile_template(_template(variant, "over_pieces"), {"over_piece": piece_kernel(variant)})
+    return serial, compile_template(_template(variant, "over_parts"), {"over_pieces": serial}, parallel=True)
 
 
 def parts(table: Table, threads: int) -> tuple[Any, Any, Any]:
@@ -105,7 +109,7 @@ def parts(table: Table, threads: int) -> tuple[Any, Any, Any]:
     return tensors, pieces, bounds
 
 
-NOTHING = np.zeros((0, 2), np.uint32)
+NO_KEYS = np.zeros((0, 2), np.uint32)
 
 
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
@@ -118,7 +122,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
         rows = rows.numpy()
     if isinstance(keys, torch.Tensor):
         keys = keys.numpy().view(np.uint32)
-    arguments = (table.addresses, table.sizes, rows, NOTHING if keys is None else keys, partials, tensors, pieces)
+    arguments = (table.addresses, table.sizes, rows, NO_KEYS if keys is None else keys, partials, tensors, pieces)
     if len(tensors) == 1 or runs_alone(int(table.sizes.sum())):
         serial(*arguments, 0, len(tensors))
     else:
