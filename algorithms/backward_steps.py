@@ -81,6 +81,7 @@ class BackwardSteps:
     def begin(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """Takes note of which of a bucket's tensors have a gradient here."""
         ready = self._ready[bucket.index] = dict[str, None]()
+        self._early_names.pop(bucket.index, None)
         for name, view, here in zip(bucket.names, bucket.views, present, strict=True):
             if here and name in self._parameters:
                 ready[name] = None

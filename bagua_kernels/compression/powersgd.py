@@ -249,19 +249,25 @@ class LowRank:
     def finish_with_updates(self, right: torch.Tensor, updates: Mapping[int, TensorUpdate]) -> None:
         """As `finish`, but P Q^T updates parameters as their gradient, and is not written to memory.
 
+        What breaks off here is not to be repeated: some of the parameters may have been updated.
+
         Args:
             right: as for `finish`.
             updates: for each tensor's index that is not in `dense`.
 
         Raises:
-            ValueError: `right` as for `finish`, or a tensor has no update.
+            ValueError: `right` as for `finish`, or an update is lacking, or does not fit its tensor.
             RuntimeError: see `updates`.
         """
         if self._passes is None:
             raise RuntimeError("steps with updates are for float32 on the CPU; call `finish` and then the optimizer")
-        lacking = sorted({m.place for s in self._stacks for m in s.matrices} - updates.keys())
-        if lacking:
-            raise ValueError(f"expected an update for each tensor that is not in `dense`, got none for {lacking}")
+        for m in (m for s in self._stacks for m in s.matrices):
+            update = updates.get(m.place)
+            if update is None or not update.fits(m.rows * m.columns):
+                raise ValueError(
+                    f"expected an update of {m.rows * m.columns} float32 elements by an elementwise rule for tensor {m.place} "
+                    f"({m.name!r}), got {update}; `Part.from_factors` gives them in the order of its parameters"
+                )
         self._take("finish", right, self._right)
         chosen = [place for place, small in enumerate(self._small) if small]
         by_stack = [[updates[m.place] for m in s.matrices] for s in self._stacks]

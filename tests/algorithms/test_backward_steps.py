@@ -28,8 +28,6 @@ from bagua_kernels.algorithms import (
 )
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.compression import LowRank
-from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.compressed import PayloadStep
 from tests.algorithms.ranks import batch, fill
 
@@ -168,37 +166,49 @@ def test_payloads_are_decoded_where_they_are_used(monkeypatch: pytest.MonkeyPatc
 class Watching(PowerSGD):
     """Looks at the mean after it has come."""
 
-    seen: dict[int, float]
-
     def exchange(self, bucket: Bucket, step: int) -> None:
         super().exchange(bucket, step)
-        self.seen = {bucket.index: float(bucket.flat.abs().sum())}
+        self.seen = bucket.flat.clone()
 
 
 @pytest.mark.parametrize("kind", [PowerSGD, Watching])
-def test_factors_are_multiplied_where_they_are_used(monkeypatch: pytest.MonkeyPatch, kind: type[PowerSGD]) -> None:
-    finished: list[int] = []
-    original = LowRank.finish_with_updates
-
-    def counted(self: LowRank, right: torch.Tensor, updates: dict[int, TensorUpdate]) -> None:
-        finished.append(len(updates))
-        original(self, right, updates)
-
-    monkeypatch.setattr(LowRank, "finish_with_updates", counted)
-
-    def rank(communicator: Communicator) -> tuple[torch.Tensor, float]:
+def test_factors_are_multiplied_where_they_are_used(kind: type[PowerSGD]) -> None:
+    def rank(communicator: Communicator) -> tuple[list[torch.Tensor], torch.Tensor]:
         module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
         fill(module)
-        algorithm = kind(module, optim.AdamW(module.parameters()), communicator=communicator, apply_in_backward=True)
-        algorithm(torch.ones(1, 64)).sum().backward()
+        algorithm = kind(
+            module,
+            optim.AdamW(module.parameters()),
+            communicator=communicator,
+            bucket_bytes=1 << 20,
+            apply_in_backward=True,
+        )
+        algorithm(torch.linspace(communicator.rank, 1, 64)).square().sum().backward()
         assert all(p.grad is None for p in module.parameters())
-        return module[0].weight.detach().clone(), getattr(algorithm, "seen", {0: 0.0})[0]
+        assert algorithm._engine is not None
+        (bucket,) = algorithm._engine.buckets
+        left = algorithm.seen if isinstance(algorithm, Watching) else bucket.flat
+        return [p.detach().clone() for p in module.parameters()], left.clone()
 
-    results = run_ranks(2, rank)
-    # A subclass may want the mean; else it is not written.
-    assert finished == ([2, 2] if kind is PowerSGD else [])
-    assert torch.equal(results[0][0], results[1][0])
-    assert all((seen > 0) == (kind is Watching) for _, seen in results)
+    (params, left), (others, right) = run_ranks(2, rank)
+    assert all(map(torch.equal, params, others))
+    assert torch.equal(left, right)
+    # A subclass may want the mean; else nothing is written, and gradients never were in the bucket.
+    assert bool(left.any()) == (kind is Watching)
+
+
+def test_sizes_of_powersgd_buckets() -> None:
+    def sizes(communicator: Communicator, width: int, **options: Any) -> list[int]:
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+        algorithm = PowerSGD(module, communicator=communicator, **options)
+        assert algorithm._engine is not None
+        return [len(bucket.views) for bucket in algorithm._engine.buckets]
+
+    # Layers of 16 KiB; of 4 MiB, where 24 MiB are all of them.
+    assert run_ranks(2, lambda c: sizes(c, 64)) == [[3, 3]] * 2
+    assert run_ranks(2, lambda c: sizes(c, 64, bucket_bytes=1)) == [[1] * 6] * 2
+    assert run_ranks(2, lambda c: sizes(c, 1024)) == [[3, 3]] * 2
+    assert run_ranks(2, lambda c: sizes(c, 1024, only_if_faster=True)) == [[1, 2, 3]] * 2
 
 
 def test_parameters_change_while_backward_goes_on() -> None:

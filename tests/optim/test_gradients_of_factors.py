@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +108,11 @@ def test_either_may_follow_the_other() -> None:
             of_products(mixed, first, mine, gradients(step))
         of_products(plain, second, other, gradients(step))
         assert_same(mixed, plain)
+        if step == 2:
+            # Parameters and states lie elsewhere from now on.
+            first.load_state_dict(copy.deepcopy(first.state_dict()))
+            for p in mine:
+                p.data = p.data.clone()
     assert all(map(torch.equal, mine, other))
 
 
@@ -128,6 +135,13 @@ def test_a_parameter_elsewhere_in_memory_is_left_to_a_step() -> None:
     p.grad = torch.ones_like(p)
     with Part(optim.AdamW([p]), [p]).from_factors() as updates:
         assert updates is None
+    moved = torch.nn.Parameter(torch.ones(8, 6))
+    optimizer = optim.SGD([moved], lr=0.1, momentum=0.9)
+    moved.grad = torch.ones_like(moved)
+    optimizer.step()
+    optimizer.state[moved]["momentum_buffer"] = torch.ones(6, 8).t()
+    with Part(optimizer, [moved]).from_factors() as updates:
+        assert updates is None
     whole = [torch.nn.Parameter(torch.ones(8, 8))]
     whole[0].grad = torch.ones(8, 8)
     for make in (lambda q: optim.LAMB(q), lambda q: optim.AdamW(q, extras=optim.Extras(average=0.9))):
@@ -147,8 +161,13 @@ def test_refusals() -> None:
         with pytest.raises(RuntimeError, match="call `left` next"):
             state.finish_with_updates(state._right, {0: found[0], 1: found[1]})
         right = state.right(state.left(gradients(0, [(8, 8), (9, 9)])))
-        with pytest.raises(ValueError, match=r"got none for \[1\]"):
+        with pytest.raises(ValueError, match=r"81 float32 elements .* tensor 1 .*got None"):
             state.finish_with_updates(right, {0: found[0]})
+        with pytest.raises(ValueError, match=r"64 float32 elements .* tensor 0 "):
+            state.finish_with_updates(right, {0: found[1], 1: found[0]})
+        random = found[0]._replace(variant=replace(found[0].variant, dtypes=(torch.bfloat16,) * 2, stochastic=True))
+        with pytest.raises(ValueError, match="by an elementwise rule for tensor 0 "):
+            state.finish_with_updates(right, {0: random, 1: found[1]})
         with pytest.raises(ValueError, match="expected factors of shape"):
             state.finish_with_updates(right[1:], {0: found[0], 1: found[1]})
         assert state.step == 0

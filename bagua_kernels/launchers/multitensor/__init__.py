@@ -185,6 +185,17 @@ class TensorUpdate(NamedTuple):
     rows: Any
     tensor: int
 
+    def __repr__(self) -> str:
+        return (
+            f"{int(self.table.sizes[self.tensor])} elements of {self.variant.dtypes[0]} by {self.variant.rule.name!r}"
+        )
+
+    def fits(self, size: int) -> bool:
+        """Whether it is as above, and of a tensor of so many elements."""
+        plain = not self.variant.stochastic and not self.variant.rule.sums and self.table.device.type == "cpu"
+        float32 = self.variant.dtypes[:2] == (torch.float32, torch.float32)
+        return plain and float32 and int(self.table.sizes[self.tensor]) == size
+
 
 def load_backend(device: torch.device) -> None:
     """Imports what kernels on the device need.
