@@ -24,6 +24,7 @@ from bagua_kernels.launchers.multitensor import TensorUpdate
 # Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire. Nothing hides
 # the last one: it is to be no larger than others, and not the only one.
 _LARGE_BUCKET_BYTES = 24 << 20
+_State = compression.LowRank | compression.AlternatingLowRank
 
 
 @register
@@ -39,7 +40,9 @@ class PowerSGD(Algorithm):
     4. The gradient is P Q^T, the same on all ranks; the residual is this rank's M less that. With `apply_in_backward` on a CPU
        it updates the parameters in the pass that multiplies.
 
-    Buckets follow one another, so that backward overlaps with all but the last; in each, two messages.
+    Buckets follow one another, so that backward overlaps with all but the last; in each, two messages. With `alternate` steps 2
+    and 3 take turns, as in the library of the paper's authors (github.com/epfml/powersgd): a step makes P of the last Q, made
+    orthonormal, or Q of the last P, in one message of half the bytes.
     """
 
     name = "powersgd"
@@ -53,6 +56,7 @@ class PowerSGD(Algorithm):
         start_step: int = 0,
         min_compression: float = 2.0,
         warm_start: bool = True,
+        alternate: bool = False,
         seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         only_if_faster: bool = False,
@@ -68,6 +72,7 @@ class PowerSGD(Algorithm):
             start_step: steps without compression at the beginning.
             min_compression: a matrix is compressed if its factors are so many times smaller than itself.
             warm_start: begin each step with the right factors of the last.
+            alternate: make one factor in each step, in turn.
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
             only_if_faster: as for `CompressedAllReduce`.
@@ -80,10 +85,10 @@ class PowerSGD(Algorithm):
         """
         if start_step < 0:
             raise ValueError(f"start_step must be 0 or more, got {start_step}")
-        self.config = compression.PowerSGD(rank, seed, min_compression, warm_start)
+        self.config = compression.PowerSGD(rank, seed, min_compression, warm_start, alternate)
         self.start_step = start_step
         self._units = Units(scaler, bool(arguments.get("apply_in_backward")))
-        self._states: dict[int, compression.LowRank] = {}
+        self._states: dict[int, _State] = {}
         self._trial = Trial() if only_if_faster else None
         if bucket_bytes is None:
             half = math.ceil(sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) / 2)
@@ -106,9 +111,9 @@ class PowerSGD(Algorithm):
 
     def exchange(self, bucket: Bucket, step: int) -> None:
         """See `Algorithm.exchange`."""
-        factor = self._units.change(bucket.index)
-        if factor != 1.0:
-            self._state(bucket).scale(factor)
+        change = self._units.change(bucket.index)
+        if change != 1.0:
+            self._state(bucket).scale(change)
         if not self.compresses(bucket, step):
             bucket.collect()
             self._hand_over(bucket)
@@ -117,22 +122,24 @@ class PowerSGD(Algorithm):
         state = self._state(bucket)
         bucket.collect(state.dense)
         dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
-        left = state.left(bucket.sources())
-        together = torch.cat([left, *(view.reshape(-1).to(left.dtype) for view in dense)])
+        sources = bucket.sources()
+        factor = state.left(sources) if isinstance(state, compression.LowRank) else state.factor(sources)
+        together = torch.cat([factor, *(view.reshape(-1).to(factor.dtype) for view in dense)])
         self.lane(bucket).all_reduce(together, ReduceOp.AVG).wait()
-        means = together[left.numel() :].split([view.numel() for view in dense])
-        right = state.right(together[: left.numel()])
-        self.lane(bucket).all_reduce(right, ReduceOp.AVG).wait()
+        factor, *means = together.split([factor.numel(), *(view.numel() for view in dense)])
+        if isinstance(state, compression.LowRank):
+            factor = state.right(factor)
+            self.lane(bucket).all_reduce(factor, ReduceOp.AVG).wait()
         with self._updates(bucket, state) as updates:
             if updates is None:
-                state.finish(right, bucket.views)
+                state.finish(factor, bucket.views)
             else:
-                state.finish_with_updates(right, updates)
+                state.finish_with_updates(factor, updates)
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))
 
     def _updates(
-        self, bucket: Bucket, state: compression.LowRank
+        self, bucket: Bucket, state: _State
     ) -> AbstractContextManager[dict[int, TensorUpdate] | None]:
         """What the matrices of a bucket update instead of being written to it."""
         # A subclass may look at the bucket afterwards.
@@ -154,7 +161,7 @@ class PowerSGD(Algorithm):
         if self._trial is not None and self._trial.outcome == "plain":
             self._states.pop(bucket.index, None)
 
-    def _state(self, bucket: Bucket) -> compression.LowRank:
+    def _state(self, bucket: Bucket) -> _State:
         if bucket.index not in self._states:
             # What has one dimension stays dense.
             shapes = [
@@ -170,11 +177,12 @@ class PowerSGD(Algorithm):
         self._units.forget()
 
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
-        """Residuals without scale, right factors, and how many steps they have seen; see `Algorithm.remembered`."""
+        """Residuals without scale, factors, and how many steps they have seen; see `Algorithm.remembered`."""
         state, unit = self._state(bucket).state_dict(), self._units.of(bucket.index)
         steps = {name: torch.tensor(float(state["step"])) for name in state["residuals"]}
         residuals = {name: residual / unit for name, residual in state["residuals"].items()}
-        return {"residual": residuals, "right": state["rights"], "compressed_steps": steps}
+        lefts = {"left": state["lefts"]} if "lefts" in state else {}
+        return {"residual": residuals, "right": state["rights"], **lefts, "compressed_steps": steps}
 
     def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
         """See `Algorithm.remember`."""
@@ -182,11 +190,14 @@ class PowerSGD(Algorithm):
         own = state.state_dict()
         names = list(own["residuals"])
         if names and all(name in vectors.get("residual", {}) for name in names):
+            # Of steps that did not alternate there are none: as they are at first.
+            lefts = {**own.get("lefts", {}), **vectors.get("left", {})}
             state.load_state_dict(
                 {
                     "step": int(vectors["compressed_steps"][names[0]]),
                     "residuals": {name: vectors["residual"][name] for name in names},
                     "rights": {name: vectors["right"][name] for name in names},
+                    "lefts": {name: lefts[name] for name in names if name in lefts},
                 }
             )
 

@@ -45,11 +45,15 @@ _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
 # DDP is in all, as what ratios refer to: rivals of different groups are not measured at the same time. The more there are
 # side by side, the less of each is left in caches and the longer it lasts until a turn comes again.
 _WAYS = ("", " in backward", " in forward")
+_SIDES = ("", " in turn")  # of PowerSGD: both factors in a step, or one
 _METHODS = [
     ["alone", "ddp", "ddp fp16", "allreduce", "allreduce in backward", *(f"bytegrad{way}" for way in _WAYS)],
     ["ddp", "int8", "sign", "topk"],
     ["ddp", "ddp powersgd 1", "powersgd 1"],
-    *(["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{way}" for way in _WAYS)] for rank in (2, 4)),
+    *(
+        ["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{sides}{way}" for sides in _SIDES for way in _WAYS)]
+        for rank in (2, 4)
+    ),
 ]
 _OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
 _TRIED = [f"{name} if faster" for name in _OURS]
@@ -100,7 +104,9 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
         for way in _WAYS:
             found += [(f"bytegrad{way}", "ddp", 0.35), (f"bytegrad{way}", "ddp fp16", 0.65)]
     for rank in (2, 4):
-        found += [(f"powersgd {rank}{way}", f"ddp powersgd {rank}", 0.6) for way in _WAYS]
+        found += [
+            (f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in _SIDES for way in _WAYS
+        ]
     if rate is None:
         found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]

@@ -45,16 +45,17 @@ OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "sign": (algorithms.SignSGD, {}),
     "topk": (algorithms.TopK, {"ratio": 0.01}),
     **{f"powersgd {rank}": (algorithms.PowerSGD, {"rank": rank}) for rank in (1, 2, 4)},
+    **{f"powersgd {rank} in turn": (algorithms.PowerSGD, {"rank": rank, "alternate": True}) for rank in (2, 4)},
 }
 OURS |= {
     **{
         f"{name} if faster": (kind, {**own, "only_if_faster": True})
         for name, (kind, own) in OURS.items()
-        if kind is not algorithms.GradientAllReduce
+        if kind is not algorithms.GradientAllReduce and not own.get("alternate")
     },
     **{
         f"{name} in {where}": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True, **more})
-        for name in ("allreduce", "bytegrad", "powersgd 2", "powersgd 4")
+        for name in ("allreduce", "bytegrad", *(name for name in OURS if name.startswith("powersgd") and name != "powersgd 1"))
         for where, more in (("backward", {}), ("forward", {"wait_in_forward": True}))
     },
 }

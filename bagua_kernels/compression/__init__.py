@@ -18,6 +18,7 @@ from bagua_kernels.compression.minmax import MinMaxUInt2 as MinMaxUInt2
 from bagua_kernels.compression.minmax import MinMaxUInt4 as MinMaxUInt4
 from bagua_kernels.compression.minmax import MinMaxUInt8 as MinMaxUInt8
 from bagua_kernels.compression.natural import Natural as Natural
+from bagua_kernels.compression.powersgd import AlternatingLowRank as AlternatingLowRank
 from bagua_kernels.compression.powersgd import LowRank as LowRank
 from bagua_kernels.compression.powersgd import PowerSGD as PowerSGD
 from bagua_kernels.compression.qsgd import QSGD as QSGD

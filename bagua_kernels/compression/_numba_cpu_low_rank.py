@@ -31,9 +31,11 @@ from bagua_kernels.jit._numba_cpu_intrinsics import (
 # What the table tells of a matrix: its lengths, and where its parts are in memory. TURNED has room for a right factor by columns.
 _FIELDS = (
     *("ROWS", "COLUMNS", "RANK", "TOTAL", "BEFORE", "BEFORE_LEFT", "BEFORE_RIGHT"),
-    *("LEFT", "RIGHT", "KEPT", "DRAWN", "TURNED", "GIVEN"),
+    *("LEFT", "RIGHT", "KEPT", "DRAWN", "TURNED", "KEPT_LEFT", "GIVEN"),
 )
 ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(_FIELDS))
+# Which averaged factors a step leaves to later ones.
+KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
 _TASK = 1 << 15  # elements that a thread takes at a time
 _FEW = 1 << 10  # columns of a matrix whose next row is asked for ahead
 _LINE = 16  # elements of a cache line
@@ -65,18 +67,17 @@ def project_some(place, begin, end):
     return small
 
 
-def over_rows(table, places, tasks, small):
-    """Takes the matrices through `prepare`, and then their rows through `work`.
+def over_tasks(table, places, tasks, small):
+    """Takes pieces of matrices through `work`.
 
     Args:
         table: int64, a row for each matrix.
         places: rows of the table that are meant.
-        tasks: a row of the table, and which rows of that matrix, for each piece of the work.
+        tasks: a row of the table, and from where to where along that matrix, for each piece of the work.
         small: set to whether all that `work` made is below 2^127 in magnitude, for each row of the table.
     """
     for at in range(places.size):
         small[places[at]] = True
-        prepare(table[places[at]])
     for task in numba.prange(tasks.shape[0]):
         if not work(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
             small[tasks[task, 0]] = False
@@ -96,6 +97,11 @@ def choose_right(place):
             turned[k, j] = drawn[j, k] if zero else kept[j, k]
 
 
+def choose_all(table, places):
+    for at in range(places.size):
+        choose_right(table[places[at]])
+
+
 def gather_some(place, begin, end):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
     total, left = matrix(place[TOTAL], rows, columns), matrix(place[LEFT], rows, rank)
@@ -113,12 +119,41 @@ def gather_some(place, begin, end):
         for k in range(rank):
             right[j, k] = sums[k, j - begin]
     keep(own)
+    return True
 
 
-def gather_all(table, tasks):
-    """Q = M^T P of each matrix; `tasks` as for `over_rows`, but of columns."""
-    for task in numba.prange(tasks.shape[0]):
-        gather_some(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2])
+def project_and_gather_some(place, begin, end):
+    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+    total, before = matrix(place[TOTAL], rows, columns), matrix(place[BEFORE], rows, columns)
+    gradient = matrix(place[GIVEN], rows, columns)
+    left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
+    right, before_right = matrix(place[RIGHT], columns, rank), matrix(place[BEFORE_RIGHT], rank, columns)
+    own = np.zeros((rank, end - begin), np.float32)
+    sums = borrowed(own)
+    small = True
+    for i in range(0, rows, 8):
+        # As there, of rows that are made first.
+        last = min(i + 8, rows)
+        for n in range(i, last):
+            if columns <= FEW:
+                for j in range(begin + 8 * columns, end + 8 * columns, LINE):
+                    prefetch(before[n], j)
+                    prefetch(gradient[n], j)
+                    prefetch(total[n], j)
+            row = total[n, begin:end]
+            small &= renew(row, before[n, begin:end], before_left[n], before_right, gradient[n, begin:end], begin)
+        if last - i == 8:
+            for k in range(rank):
+                add_eight(sums[k], total[i : i + 8], begin, left[i : i + 8], k)
+        else:
+            for n in range(i, last):
+                for k in range(rank):
+                    add_one(sums[k], total[n, begin:end], left[n, k])
+    for j in range(begin, end):
+        for k in range(rank):
+            right[j, k] = sums[k, j - begin]
+    keep(own)
+    return small
 
 
 def approximate_some(place, begin, end):
@@ -144,13 +179,18 @@ def approximate_some(place, begin, end):
     return small
 
 
-def keep_all(table, places, small, warm):
-    """Keeps the factors of the matrices that are small, and if `warm` finite right factors to begin the next step with."""
+def keep_all(table, places, small, kept):
+    """Keeps the factors of the matrices that are small, and finite ones to begin later steps with, as `KEEP_RIGHT` and its like say."""
     for at in range(places.size):
         if small[places[at]]:
             keep_factors(table[places[at]])
-        if warm:
-            keep_right(table[places[at]])
+        if kept != KEEP_NOTHING:
+            keep_finite(table[places[at]], kept == KEEP_LEFT)
+
+
+def turn_all(table, places):
+    for at in range(places.size):
+        turn_right(table[places[at]])
 
 
 def turn_right(place):
@@ -167,7 +207,7 @@ def keep_factors(place):
     matrix(place[BEFORE_RIGHT], rank, columns)[:] = matrix(place[TURNED], rank, columns)
 
 
-def keep_right(place):
+def keep_finite(place, only_left):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
     left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
     nothing = np.float32(0)
@@ -178,6 +218,9 @@ def keep_right(place):
         for j in range(columns):
             nothing += right[k, j] * np.float32(0)
     if nothing != 0:
+        return
+    if only_left:
+        matrix(place[KEPT_LEFT], rows, rank)[:] = left
         return
     kept, unit = matrix(place[KEPT], columns, rank), np.empty(1, np.float32)
     for k in range(rank):
@@ -195,8 +238,11 @@ class Kernels(NamedTuple):
     """The compiled passes, and the functions that they are made of."""
 
     names: dict[str, Any]
+    choose: Any
+    turn: Any
     project: Any
     gather: Any
+    project_and_gather: Any
     approximate: Any
     keep: Any
 
@@ -206,26 +252,45 @@ def kernels() -> Kernels:
     """Compiles the passes."""
     fields = {name: number for number, name in enumerate(_FIELDS)}
     memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
-    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE}
+    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
     names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
-    parts = (choose_right, project_some, gather_some, approximate_some, turn_right, keep_factors, keep_right)
+    parts = (choose_right, project_some, gather_some, project_and_gather_some)
+    parts += (approximate_some, turn_right, keep_factors, keep_finite)
     names |= {rule.__name__: compile_template(rule, names) for rule in parts}
     names["numba"] = numba
 
-    def over(prepare: str, work: str) -> Any:
-        parts = {"numba": numba, "prepare": names[prepare], "work": names[work]}
-        return compile_template(over_rows, parts, parallel=True)
+    def over(work: str) -> Any:
+        return compile_template(over_tasks, {"numba": numba, "work": names[work]}, parallel=True)
 
     return Kernels(
         names=names,
-        project=over("choose_right", "project_some"),
-        gather=compile_template(gather_all, names, parallel=True),
-        approximate=over("turn_right", "approximate_some"),
+        choose=compile_template(choose_all, names),
+        turn=compile_template(turn_all, names),
+        project=over("project_some"),
+        gather=over("gather_some"),
+        project_and_gather=over("project_and_gather_some"),
+        approximate=over("approximate_some"),
         # Nobody is to look at a state of which half is kept.
         keep=compile_template(keep_all, names, nogil=False),
     )
+
+
+def _dense(gradients: Sequence[Sequence[torch.Tensor]], chosen: Sequence[int]) -> list[torch.Tensor]:
+    """The gradients of some stacks, each in one piece of memory."""
+    return [gradient.contiguous() for place in chosen for gradient in gradients[place]]
+
+
+def _dealt(places: Any, lengths: Any, threads: int) -> Any:
+    """Tasks of columns, in an order in which threads have as much to do."""
+    sizes = np.clip(-(-lengths[:, COLUMNS] // threads // 64) * 64, 256, _WIDTH)
+    tasks = pieces(places, lengths[:, COLUMNS], sizes)
+    # Each thread takes as many tasks that follow one another, so it is dealt some of each size.
+    rows = dict(zip(places.tolist(), lengths[:, ROWS].tolist(), strict=True))
+    costs = np.array([rows[place] * (end - begin) for place, begin, end in tasks.tolist()])
+    dealt = np.argsort(-costs, kind="stable")
+    return tasks[np.concatenate([dealt[first::threads] for first in range(threads)])]
 
 
 def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
@@ -266,8 +331,7 @@ class Passes:
         owners = [(s, i) for s in stacks for i in range(len(s[0]))]
         self._lengths = np.array([[*s[0].shape[1:], s[2].shape[2]] for s, _ in owners], np.int64)
         self._offsets = np.array([[4 * i * part[0].numel() for part in s] for s, i in owners], np.int64)
-        self._row_tasks: dict[tuple[int, ...], Any] = {}
-        self._column_tasks: dict[int, Any] = {}
+        self._tasks: dict[tuple[int, ...], Any] = {}
 
     def table(self, stacks: Sequence[Stack]) -> Any:
         """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
@@ -277,11 +341,21 @@ class Passes:
         table[:, TOTAL:GIVEN] = self._offsets + starts[self._stack_of]
         return table
 
-    def _run(self, kernel: Any, stacks: Sequence[Stack], chosen: Sequence[int], given: Sequence[torch.Tensor]) -> Work:
+    def _run(
+        self,
+        kernel: Any,
+        stacks: Sequence[Stack],
+        chosen: Sequence[int],
+        given: Sequence[torch.Tensor],
+        prepare: Any = None,
+        by_columns: bool = False,
+    ) -> Work:
         places = self.rows_of(chosen)
         table, small = self.table(stacks), np.zeros(len(self._offsets), np.bool_)
-        table[places, GIVEN] = [t.data_ptr() for t in given]
-        run_parallel(kernel, table, places, self.tasks(places), small)
+        table[places, GIVEN] = [t.data_ptr() for t in given] or 0
+        if prepare is not None:
+            prepare(table, places)
+        run_parallel(kernel, table, places, self.tasks(places, by_columns), small)
         return Work(table, places, small, self.by_stack(chosen, small))
 
     def rows_of(self, chosen: Sequence[int]) -> Any:
@@ -291,49 +365,56 @@ class Passes:
     def by_stack(self, chosen: Sequence[int], small: Any) -> list[list[bool]]:
         return [small[self._spans[place]].tolist() for place in chosen]
 
-    def tasks(self, places: Any) -> Any:
-        """The tasks of matrices that a pass takes by rows."""
-        key = tuple(places.tolist())
-        if key not in self._row_tasks:
+    def tasks(self, places: Any, by_columns: bool = False) -> Any:
+        """The tasks of matrices that a pass takes by rows, or by columns."""
+        threads = torch.get_num_threads() if by_columns else 0
+        key = (threads, *places.tolist())
+        if key not in self._tasks:
             lengths = self._lengths[places]
-            self._row_tasks[key] = pieces(places, lengths[:, ROWS], np.maximum(1, _TASK // lengths[:, COLUMNS]))
-        return self._row_tasks[key]
+            if by_columns:
+                self._tasks[key] = _dealt(places, lengths, threads)
+            else:
+                self._tasks[key] = pieces(places, lengths[:, ROWS], np.maximum(1, _TASK // lengths[:, COLUMNS]))
+        return self._tasks[key]
 
     def project(
         self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
-        """Makes M and P of some stacks; returns which of their M are below 2^127 in magnitude."""
-        dense = [gradient.contiguous() for place in chosen for gradient in gradients[place]]
-        return self._run(kernels().project, stacks, chosen, dense).by_stack
+        """Makes M of some stacks, and P of M and Q as it was kept; returns which of their M are below 2^127 in magnitude."""
+        return self._run(kernels().project, stacks, chosen, _dense(gradients, chosen), kernels().choose).by_stack
+
+    def project_onto(
+        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[bool]]:
+        """As `project`, of Q as it is."""
+        return self._run(kernels().project, stacks, chosen, _dense(gradients, chosen), kernels().turn).by_stack
 
     def gather(self, stacks: Sequence[Stack]) -> None:
         """Makes Q = M^T P of all stacks."""
-        threads = torch.get_num_threads()
-        if threads not in self._column_tasks:
-            columns = self._lengths[:, COLUMNS]
-            sizes = np.clip(-(-columns // threads // 64) * 64, 256, _WIDTH)
-            tasks = pieces(range(len(columns)), columns, sizes)
-            # Each thread takes as many tasks that follow one another, so it is dealt some of each size.
-            costs = self._lengths[tasks[:, 0], ROWS] * (tasks[:, 2] - tasks[:, 1])
-            dealt = np.argsort(-costs, kind="stable")
-            self._column_tasks[threads] = tasks[np.concatenate([dealt[first::threads] for first in range(threads)])]
-        run_parallel(kernels().gather, self.table(stacks), self._column_tasks[threads])
+        self._run(kernels().gather, stacks, range(len(stacks)), [], by_columns=True)
+
+    def project_and_gather(
+        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[bool]]:
+        """As `project`, but makes Q of M and P."""
+        dense = _dense(gradients, chosen)
+        return self._run(kernels().project_and_gather, stacks, chosen, dense, by_columns=True).by_stack
 
     def approximate(
-        self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], warm: bool
+        self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], kept: int
     ) -> list[list[bool]]:
-        """Writes P Q^T of some stacks, and then keeps what the next step needs.
+        """Writes P Q^T of some stacks, and then keeps what the next step needs, and factors as `KEEP_RIGHT` and its like say.
 
         Returns:
             Which of their P Q^T are below 2^127 in magnitude; `before_left` and `before_right` of these are the factors now.
         """
         tensors = [tensor for place in chosen for tensor in out[place]]
         dense = [t if t.is_contiguous() else t.new_empty(t.shape) for t in tensors]
-        done = self._run(kernels().approximate, stacks, chosen, dense)
+        done = self._run(kernels().approximate, stacks, chosen, dense, kernels().turn)
         for tensor, values in zip(tensors, dense, strict=True):
             if values is not tensor:
                 tensor.copy_(values)
-        kernels().keep(done.table, done.places, done.small, warm)
+        kernels().keep(done.table, done.places, done.small, kept)
         return done.by_stack
 
 

@@ -130,6 +130,68 @@ def project_any(total, before, before_left, before_right, gradient, right, left)
     return nothing == 0
 
 
+def renew_1(total, before, before_left, before_right, gradient, at):
+    wide_vectors()
+    a, x = before_left[0], before_right[0, at : at + total.size]
+    nothing = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], one(a, x[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+    return nothing == 0
+
+
+def renew_2(total, before, before_left, before_right, gradient, at):
+    wide_vectors()
+    end = at + total.size
+    a, b, x, y = before_left[0], before_left[1], before_right[0, at:end], before_right[1, at:end]
+    nothing = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], two(a, x[j], b, y[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+    return nothing == 0
+
+
+def renew_4(total, before, before_left, before_right, gradient, at):
+    wide_vectors()
+    end = at + total.size
+    a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
+    x, y, z, w = before_right[0, at:end], before_right[1, at:end], before_right[2, at:end], before_right[3, at:end]
+    nothing = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], four(a, x[j], b, y[j], c, z[j], d, w[j]), gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+    return nothing == 0
+
+
+def renew_any(total, before, before_left, before_right, gradient, at):
+    wide_vectors()
+    for j in range(total.size):
+        total[j] = before_left[0] * before_right[0, at + j]
+    for k in range(1, before_left.size):
+        for j in range(total.size):
+            total[j] += before_left[k] * before_right[k, at + j]
+    nothing = np.float32(0)
+    for j in range(total.size):
+        value = renewed(before[j], total[j], gradient[j])
+        total[j] = value
+        nothing += vanished(value)
+    return nothing == 0
+
+
+def renew(total, before, before_left, before_right, gradient, at):
+    """Some columns of a row of M, from `at` on; returns as `is_small`."""
+    if before_left.size == 1:
+        return renew_1(total, before, before_left, before_right, gradient, at)
+    if before_left.size == 2:
+        return renew_2(total, before, before_left, before_right, gradient, at)
+    if before_left.size == 4:
+        return renew_4(total, before, before_left, before_right, gradient, at)
+    return renew_any(total, before, before_left, before_right, gradient, at)
+
+
 def is_small(x):
     nothing = np.float32(0)
     for j in range(x.size):
@@ -177,8 +239,9 @@ def row_rules() -> dict[str, Any]:
     names |= {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
     add(approximate_1, approximate_2, approximate_4, approximate_any)
     add(project_1, project_2, project_4, project_any, is_small, fastmath=_ANY_ORDER)
-    add(approximate_row)
+    add(renew_1, renew_2, renew_4, renew_any, fastmath=_ANY_ORDER)
+    add(approximate_row, renew)
     # Each column by itself, so that it does not matter which of them are a task.
     add(add_eight, add_one, fastmath={"contract", "nsz"})
-    used = ("project_1", "project_2", "project_4", "project_any", "approximate_row", "add_eight", "add_one")
+    used = ("project_1", "project_2", "project_4", "project_any", "approximate_row", "renew", "add_eight", "add_one")
     return {name: names[name] for name in used}

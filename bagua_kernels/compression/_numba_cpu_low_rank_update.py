@@ -41,13 +41,13 @@ def update_some(place, begin, end, addresses, rows, tensor, keys, sums):
 
 
 def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums):
-    """As `over_rows`, with P Q^T as the gradients of an optimizer's tensors instead of an output.
+    """As `over_tasks` by rows, with P Q^T as the gradients of an optimizer's tensors instead of an output.
 
     Args:
-        table: as for `over_rows`.
-        places: as for `over_rows`.
-        tasks: as for `over_rows`.
-        small: as for `over_rows`.
+        table: as for `over_tasks`.
+        places: as for `over_tasks`.
+        tasks: as for `over_tasks`.
+        small: as for `over_tasks`.
         addresses: of the optimizer's tensors, as in a `multitensor.Table`.
         rows: as `multitensor.launch` takes them.
         tensors: which of the optimizer's each row of the table is.
@@ -56,7 +56,6 @@ def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums
     """
     for at in range(places.size):
         small[places[at]] = True
-        turn_right(table[places[at]])
     for task in numba.prange(tasks.shape[0]):
         number = tasks[task, 0]
         begin, end = tasks[task, 1], tasks[task, 2]
@@ -82,7 +81,7 @@ def update_tensors(
     stacks: Sequence[Stack],
     chosen: Sequence[int],
     updates: Sequence[Sequence[TensorUpdate]],
-    warm: bool,
+    kept: int,
 ) -> list[list[bool]]:
     """Updates tensors by P Q^T of all stacks, and then keeps what the next step needs of some.
 
@@ -91,7 +90,7 @@ def update_tensors(
         stacks: all of them.
         chosen: numbers of those to keep from.
         updates: for each stack those of its matrices.
-        warm: see `Passes.approximate`.
+        kept: see `Passes.approximate`.
 
     Returns:
         As `Passes.approximate`, of the stacks that are chosen.
@@ -99,9 +98,10 @@ def update_tensors(
     flat = [update for of_stack in updates for update in of_stack]
     table, small = passes.table(stacks), np.zeros(len(flat), np.bool_)
     tensors = np.array([update.tensor for update in flat], np.int64)
+    kernels().turn(table, np.arange(len(flat)))
     for alike in {id(update.table): update for update in flat}.values():
         rows = np.array([row for row, update in enumerate(flat) if update.table is alike.table], np.int64)
         theirs = (alike.table.addresses, alike.rows, tensors, NO_KEYS, _NO_SUMS)
         run_parallel(update_kernel(alike.variant), table, rows, passes.tasks(rows), small, *theirs)
-    kernels().keep(table, passes.rows_of(chosen), small, warm)
+    kernels().keep(table, passes.rows_of(chosen), small, kept)
     return passes.by_stack(chosen, small)

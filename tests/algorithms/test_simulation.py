@@ -288,6 +288,7 @@ POWERSGD_ROWS = {
     ),
     "powersgd_start": Row(PowerSGD, powersgd(2, start=2), {"rank": 2, "start_step": 2, "bucket_bytes": 1}, FACTORS),
     "powersgd_cold": Row(PowerSGD, powersgd(1, warm=False, start=1), {"warm_start": False, "start_step": 1}, FACTORS),
+    "powersgd_in_turn": Row(PowerSGD, powersgd(2, alternate=True), {"rank": 2, "alternate": True}, FACTORS),
 }
 
 ROWS = {**WITHOUT_MEMORY, **WITH_MEMORY, **DGC_ROWS, **POWERSGD_ROWS}
@@ -412,7 +413,8 @@ def test_nothing_is_lost_when_codecs_change(codecs: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytegrad_feedback", "sign", "sign_buckets", "onebit", "double_squeeze_qsgd", "topk",
-                                  "topk_buckets", "randomk", "powersgd", "powersgd_rank_2"])  # fmt: skip
+                                  "topk_buckets", "randomk", "powersgd", "powersgd_rank_2",
+                                  "powersgd_in_turn"])  # fmt: skip
 def test_nothing_is_lost_of_a_parameter_that_is_unused_for_a_step(name: str) -> None:
     """What a payload says of it must be applied or remembered, although its gradient is None on all ranks."""
     data = [[{n: g / np.abs(g).max() for n, g in named.items()} for named in everyone] for everyone in draw(FULL, 2, 6)]

@@ -21,7 +21,8 @@ from bagua_kernels.compression.orthonormal import (
     power_of_two,
     tree_sum,
 )
-from bagua_kernels.compression.powersgd import LowRank, PowerSGD, _Stack
+from bagua_kernels.compression.low_rank import Stack
+from bagua_kernels.compression.powersgd import LowRank, PowerSGD
 from tests.oracles import powersgd as oracle
 
 SHAPES = [(20, 30), (5,), (8, 4, 3, 3), (20, 30), (), (20, 44), (0, 3), (6, 2, 5), (1, 7), (7, 1)]
@@ -657,7 +658,7 @@ def test_projection_does_not_depend_on_where_memory_is(rank: int, columns: int) 
         total = memory[: rows * columns].view(1, rows, columns)
         turned = memory[rows * columns + gap :].view(1, rank, columns)
         left, right = torch.zeros(1, rows, rank), torch.zeros(1, columns, rank)
-        stack = (total, before, before_left, before_right, left, right, kept, kept, turned)
+        stack = (total, before, before_left, before_right, left, right, kept, kept, turned, left)
         passes = _numba_cpu_low_rank.Passes([stack])
         assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
         found.add(left.numpy().tobytes())
@@ -666,7 +667,7 @@ def test_projection_does_not_depend_on_where_memory_is(rank: int, columns: int) 
 
 def test_stacks_have_the_order_of_the_table() -> None:
     first, last = (_numba_cpu_low_rank._FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
-    assert [name.upper() for name in _Stack._fields[1:]] == list(_numba_cpu_low_rank._FIELDS[first:last])
+    assert [name.upper() for name in Stack._fields[1:]] == list(_numba_cpu_low_rank._FIELDS[first:last])
 
 
 def test_an_output_that_cannot_be_written_keeps_nothing() -> None:

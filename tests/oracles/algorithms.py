@@ -484,6 +484,7 @@ class PowerSGD(Algorithm):
         start: Steps without compression at the beginning.
         min_compression: How many times smaller factors must be.
         warm: Whether a step begins with the right factors of the last.
+        alternate: Whether a step makes one factor, in turn.
         seed: Of the right factors.
     """
 
@@ -496,11 +497,12 @@ class PowerSGD(Algorithm):
         start: int = 0,
         min_compression: float = 2.0,
         warm: bool = True,
+        alternate: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(shapes, ranks)
         self.start, self.warm, self.seed = start, warm, seed
-        self.matrices: dict[str, powersgd.Ranks] = {}
+        self.matrices: dict[str, powersgd.Ranks | powersgd.AlternatingRanks] = {}
         self.columns: dict[str, int] = {}
         for name, shape in shapes.items():
             if len(shape) < 2:
@@ -508,10 +510,15 @@ class PowerSGD(Algorithm):
             n, m = shape[0], math.prod(shape[1:])
             self.columns[name] = min(rank, n, m)
             if (n + m) * self.columns[name] * min_compression <= n * m:
-                self.matrices[name] = powersgd.Ranks(self.drawn(name, m, 0), ranks, (n, m))
+                first = self.drawn(name, m, 0)
+                self.matrices[name] = (
+                    powersgd.AlternatingRanks(first, self.drawn(name, n, 1), ranks)
+                    if alternate
+                    else powersgd.Ranks(first, ranks, (n, m))
+                )
 
     def drawn(self, name: str, m: int, step: int) -> F64:
-        """Returns a random right factor."""
+        """Returns a random factor."""
         return powersgd.first_right(self.seed, step, name, m, self.columns[name])
 
     def exchanged(self, gradients: Sequence[Named]) -> Named:
@@ -521,8 +528,8 @@ class PowerSGD(Algorithm):
         for name, matrix in self.matrices.items():
             shape = self.shapes[name]
             given = [g[name].astype(np.float64).reshape(shape[0], -1) for g in gradients]
-            right = None if self.warm else self.drawn(name, given[0].shape[1], self.steps - self.start)
-            out[name] = matrix.step(given, right).astype(np.float32).reshape(shape)
+            drawn = () if self.warm else (self.drawn(name, given[0].shape[1], self.steps - self.start),)
+            out[name] = matrix.step(given, *drawn).astype(np.float32).reshape(shape)
         return out
 
     def remembered(self, rank: int) -> dict[str, Named]:

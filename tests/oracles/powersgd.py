@@ -31,7 +31,7 @@ def fold(*numbers: int) -> int:
 
 
 def first_right(seed: int, step: int, name: str, columns: int, rank: int) -> F64:
-    """Returns the random right factor that docs/powersgd.md defines."""
+    """Returns the random right factor that docs/powersgd.md defines; in step 1, of as many rows, the left one."""
     key = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], dtype="<u8")[0]
     n = columns * rank
     bits = minmax_uint8.random(fold(seed, step, int(key)), 0, 12 * n).reshape(12, n)
@@ -71,6 +71,37 @@ class Ranks:
         p = orthonormalise(np.mean([m @ q for m in inputs], axis=0))
         self.right = np.mean([m.T @ p for m in inputs], axis=0)
         output: F64 = p @ self.right.T
+        self.residuals = [m - output for m in inputs]
+        return output
+
+
+class AlternatingRanks:
+    """One matrix on several ranks that make one factor in each step, as github.com/epfml/powersgd does.
+
+    Args:
+        right: The first right factor.
+        left: The left factor, in place of columns of zeros.
+        ranks: How many ranks.
+    """
+
+    def __init__(self, right: F64, left: F64, ranks: int) -> None:
+        # Of the side that a step projects onto: what was made last, and what is random.
+        self.made = [right, np.zeros_like(left)]
+        self.drawn = [right, left]
+        self.steps = 0
+        self.residuals = [np.zeros((len(left), len(right))) for _ in range(ranks)]
+
+    def step(self, gradients: list[F64]) -> F64:
+        """Returns the average that all ranks receive."""
+        side = self.steps % 2
+        self.steps += 1
+        made = np.where(np.any(self.made[side] != 0, axis=0), self.made[side], self.drawn[side])
+        basis = orthonormalise(made)
+        inputs = [g + e for g, e in zip(gradients, self.residuals, strict=True)]
+        seen = inputs if side == 0 else [m.T for m in inputs]
+        factor = np.mean([m @ basis for m in seen], axis=0)
+        self.made[1 - side] = factor
+        output: F64 = factor @ basis.T if side == 0 else basis @ factor.T
         self.residuals = [m - output for m in inputs]
         return output
 
