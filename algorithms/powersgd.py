@@ -138,9 +138,7 @@ class PowerSGD(Algorithm):
         for view, mean in zip(dense, means, strict=True):
             view.copy_(mean.view(view.shape))
 
-    def _updates(
-        self, bucket: Bucket, state: _State
-    ) -> AbstractContextManager[dict[int, TensorUpdate] | None]:
+    def _updates(self, bucket: Bucket, state: _State) -> AbstractContextManager[dict[int, TensorUpdate] | None]:
         """What the matrices of a bucket update instead of being written to it."""
         # A subclass may look at the bucket afterwards.
         if self._steps is None or not state.updates or type(self).exchange is not PowerSGD.exchange:

@@ -104,9 +104,7 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
         for way in _WAYS:
             found += [(f"bytegrad{way}", "ddp", 0.35), (f"bytegrad{way}", "ddp fp16", 0.65)]
     for rank in (2, 4):
-        found += [
-            (f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in _SIDES for way in _WAYS
-        ]
+        found += [(f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in _SIDES for way in _WAYS]
     if rate is None:
         found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]

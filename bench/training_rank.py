@@ -55,7 +55,11 @@ OURS |= {
     },
     **{
         f"{name} in {where}": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True, **more})
-        for name in ("allreduce", "bytegrad", *(name for name in OURS if name.startswith("powersgd") and name != "powersgd 1"))
+        for name in (
+            "allreduce",
+            "bytegrad",
+            *(name for name in OURS if name.startswith("powersgd") and name != "powersgd 1"),
+        )
         for where, more in (("backward", {}), ("forward", {"wait_in_forward": True}))
     },
 }

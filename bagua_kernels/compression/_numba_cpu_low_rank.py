@@ -48,22 +48,32 @@ def project_some(place, begin, end):
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
     right, before_right = matrix(place[TURNED], rank, columns), matrix(place[BEFORE_RIGHT], rank, columns)
+    streamed = place[TOTAL] % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
+    own = np.empty(columns, np.float32)
+    near = borrowed(own)
     small = True
     for i in range(begin, end):
         if columns <= FEW:
-            # The processor's own prefetcher stops at each page, which three streams reach every few rows.
+            # The processor's own prefetcher stops at each page, which the streams reach every few rows.
             for j in range(columns, 2 * columns, LINE):
                 prefetch(before[i], j)
                 prefetch(gradient[i], j)
-                prefetch(total[i], j)
+        row = near if streamed else total[i]
         if columns >= NEAR and rank == 1:
-            small &= project_1(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+            small &= project_1(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
         elif columns >= NEAR and rank == 2:
-            small &= project_2(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+            small &= project_2(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
         elif columns >= NEAR and rank == 4:
-            small &= project_4(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+            small &= project_4(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
         else:
-            small &= project_any(total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+            small &= project_any(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
+        if streamed:
+            target = total[i]
+            for at in range(0, 4 * columns, VECTOR_BYTES):
+                stream_vector(target, near, at)
+    if streamed:
+        store_fence()
+    keep(own)
     return small
 
 
@@ -128,8 +138,10 @@ def project_and_gather_some(place, begin, end):
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
     right, before_right = matrix(place[RIGHT], columns, rank), matrix(place[BEFORE_RIGHT], rank, columns)
-    own = np.zeros((rank, end - begin), np.float32)
-    sums = borrowed(own)
+    streamed = (place[TOTAL] + 4 * begin) % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
+    streamed = streamed and 4 * (end - begin) % VECTOR_BYTES == 0
+    own, eight = np.zeros((rank, end - begin), np.float32), np.empty((8, end - begin), np.float32)
+    sums, near = borrowed(own), borrowed(eight)
     small = True
     for i in range(0, rows, 8):
         # As there, of rows that are made first.
@@ -139,20 +151,29 @@ def project_and_gather_some(place, begin, end):
                 for j in range(begin + 8 * columns, end + 8 * columns, LINE):
                     prefetch(before[n], j)
                     prefetch(gradient[n], j)
-                    prefetch(total[n], j)
-            row = total[n, begin:end]
+            row = near[n - i]
             small &= renew(row, before[n, begin:end], before_left[n], before_right, gradient[n, begin:end], begin)
         if last - i == 8:
             for k in range(rank):
-                add_eight(sums[k], total[i : i + 8], begin, left[i : i + 8], k)
+                add_eight(sums[k], near, 0, left[i : i + 8], k)
         else:
             for n in range(i, last):
                 for k in range(rank):
-                    add_one(sums[k], total[n, begin:end], left[n, k])
+                    add_one(sums[k], near[n - i], left[n, k])
+        for n in range(i, last):
+            target = total[n, begin:end]
+            if streamed:
+                for at in range(0, 4 * (end - begin), VECTOR_BYTES):
+                    stream_vector(target, near[n - i], at)
+            else:
+                target[:] = near[n - i]
+    if streamed:
+        store_fence()
     for j in range(begin, end):
         for k in range(rank):
             right[j, k] = sums[k, j - begin]
     keep(own)
+    keep(eight)
     return small
 
 
@@ -180,7 +201,7 @@ def approximate_some(place, begin, end):
 
 
 def keep_all(table, places, small, kept):
-    """Keeps the factors of the matrices that are small, and finite ones to begin later steps with, as `KEEP_RIGHT` and its like say."""
+    """Keeps the factors of the matrices that are small, and of those that are finite what `kept` says for later steps."""
     for at in range(places.size):
         if small[places[at]]:
             keep_factors(table[places[at]])
@@ -252,13 +273,14 @@ def kernels() -> Kernels:
     """Compiles the passes."""
     fields = {name: number for number, name in enumerate(_FIELDS)}
     memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
-    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
-    names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **fields, **memory, **row_rules()}
+    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE}
+    sides = {"KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
+    names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **sides, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
-    parts = (choose_right, project_some, gather_some, project_and_gather_some)
-    parts += (approximate_some, turn_right, keep_factors, keep_finite)
-    names |= {rule.__name__: compile_template(rule, names) for rule in parts}
+    passes = (project_some, gather_some, project_and_gather_some, approximate_some)
+    small_parts = (choose_right, turn_right, keep_factors, keep_finite)
+    names |= {rule.__name__: compile_template(rule, names) for rule in (*passes, *small_parts)}
     names["numba"] = numba
 
     def over(work: str) -> Any:
@@ -403,7 +425,7 @@ class Passes:
     def approximate(
         self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], kept: int
     ) -> list[list[bool]]:
-        """Writes P Q^T of some stacks, and then keeps what the next step needs, and factors as `KEEP_RIGHT` and its like say.
+        """Writes P Q^T of some stacks, and then keeps what the next step needs, `KEEP_RIGHT` or its like of the factors.
 
         Returns:
             Which of their P Q^T are below 2^127 in magnitude; `before_left` and `before_right` of these are the factors now.

@@ -284,10 +284,14 @@ class LowRankState:
                 product = _product(s.before_left[i], s.before_right[i].t(), scratch) if due else 0.0
                 residuals[m.name] = s.before[i] - product
         factors = {
-            key: {m.name: t.clone() for s, of in zip(self._stacks, kept, strict=True) for m, t in zip(s.matrices, of, strict=True)}
+            key: {name: t.clone() for name, t in self._by_name(kept).items()}
             for key, kept in self._factors_to_save().items()
         }
         return {"step": self.step, "residuals": residuals, **factors}
+
+    def _by_name(self, stacks: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = [m.name for s in self._stacks for m in s.matrices]
+        return dict(zip(names, (t for stack in stacks for t in stack), strict=True))
 
     def _factors_to_save(self) -> dict[str, list[torch.Tensor]]:
         """The factors that are kept, by what they are called in `state_dict` and by stack."""
@@ -299,11 +303,8 @@ class LowRankState:
         Raises:
             ValueError: the matrices differ in their names or shapes, or the rank differs; nothing is changed then.
         """
-        names = [m.name for s in self._stacks for m in s.matrices]
         stacks = {"residuals": [s.before for s in self._stacks], **self._factors_to_save()}
-        targets = {
-            key: dict(zip(names, (t for stack in of for t in stack), strict=True)) for key, of in stacks.items()
-        }
+        targets = {key: self._by_name(of) for key, of in stacks.items()}
         for key, own in targets.items():
             wanted, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (own, state.get(key, {})))
             differ = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))

@@ -179,8 +179,8 @@ class AlternatingLowRank(LowRankState):
             tensors: as for `LowRank.left`, with its errors.
 
         Returns:
-            Shape (left_size,) or (right_size,), of the state's dtype; overwritten by the next call. To be averaged over all ranks,
-            in place.
+            Shape (left_size,) or (right_size,), of the state's dtype; overwritten by the next call. To be averaged over all
+            ranks, in place.
         """
         self._check_tensors("tensors", tensors)
         given = [[tensors[m.place] for m in s.matrices] for s in self._stacks]

@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "topk": (TopK, {"ratio": 0.1, "min_numel": 0}),
     "dgc": (DGC, {"ratio": 0.1}),
     "powersgd": (PowerSGD, {}),
+    "powersgd in turn": (PowerSGD, {"rank": 2, "alternate": True, "min_compression": 0.0}),
     "powersgd after others": (PowerSGD, {"rank": 2, "start_step": 2, "min_compression": 0.0}),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

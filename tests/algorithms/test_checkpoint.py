@@ -17,6 +17,7 @@ from tests.algorithms.ranks import Odd, batch
 SPECS = [
     "double_squeeze:min_numel=0,exact=none",
     "powersgd:min_compression=0.5",
+    "powersgd:min_compression=0.5,alternate=True",
     "dgc:ratio=0.2,min_numel=0,exact=none",
 ]
 

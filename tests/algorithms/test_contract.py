@@ -53,6 +53,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "randomk": lambda *args, **kw: RandomK(*args, ratio=0.1, **{**ALL, **kw}),
     "dgc": lambda *args, **kw: DGC(*args, **{**ALL, **kw}),
     "powersgd": PowerSGD,
+    "powersgd_in_turn": lambda *args, **kw: PowerSGD(*args, alternate=True, min_compression=0.5, **kw),
     "qadam": QAdam,
     "onebit_adam": OneBitAdam,
 }
@@ -69,7 +70,7 @@ ERROR = {
     "qsgd": 2.5 / 7,
     "fp8": 2.5 / 16,
     **dict.fromkeys(("terngrad", "terngrad_shared", "natural", "sign", "onebit", "double_squeeze"), LOSSY),
-    **dict.fromkeys(("topk", "randomk", "dgc", "powersgd"), LOSSY),
+    **dict.fromkeys(("topk", "randomk", "dgc", "powersgd", "powersgd_in_turn"), LOSSY),
 }
 # Gradients of a vote are signs, of any size before.
 MEANS = [name for name in ALGORITHMS if name != "sign_vote"]
@@ -319,6 +320,7 @@ PAYLOAD: dict[str, Callable[[int], float]] = {
     "randomk": lambda n: 4 * n * 0.1,
     "dgc": payload("topk:ratio=0.01"),
     "powersgd": lambda n: 4 * 2 * 512,
+    "powersgd_in_turn": lambda n: 4 * 512,
     "qadam": lambda n: 4 * n,
     "onebit_adam": lambda n: 4 * n,
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels.compression import _numba_cpu_low_rank, fold_seed
+from bagua_kernels.compression.low_rank import Stack
 from bagua_kernels.compression.orthonormal import (
     gaussian,
     name_number,
@@ -21,7 +22,6 @@ from bagua_kernels.compression.orthonormal import (
     power_of_two,
     tree_sum,
 )
-from bagua_kernels.compression.low_rank import Stack
 from bagua_kernels.compression.powersgd import LowRank, PowerSGD
 from tests.oracles import powersgd as oracle
 
