@@ -42,7 +42,7 @@ class PowerSGD(Algorithm):
 
     Buckets follow one another, so that backward overlaps with all but the last; in each, two messages. With `alternate` steps 2
     and 3 take turns, as in the library of the paper's authors (github.com/epfml/powersgd): a step makes P of the last Q, made
-    orthonormal, or Q of the last P, in one message of half the bytes.
+    orthonormal, or Q of the last P, in one message.
     """
 
     name = "powersgd"
@@ -188,11 +188,13 @@ class PowerSGD(Algorithm):
         own = state.state_dict()
         names = list(own["residuals"])
         if names and all(name in vectors.get("residual", {}) for name in names):
-            # Of steps that did not alternate there are none: as they are at first.
-            lefts = {**own.get("lefts", {}), **vectors.get("left", {})}
+            step, lefts = int(vectors["compressed_steps"][names[0]]), vectors.get("left", {})
+            if "lefts" in own and not lefts:
+                # Steps that did not alternate have left Q alone, whose turn it is to be used.
+                step, lefts = step + step % 2, own["lefts"]
             state.load_state_dict(
                 {
-                    "step": int(vectors["compressed_steps"][names[0]]),
+                    "step": step,
                     "residuals": {name: vectors["residual"][name] for name in names},
                     "rights": {name: vectors["right"][name] for name in names},
                     "lefts": {name: lefts[name] for name in names if name in lefts},

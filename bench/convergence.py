@@ -119,6 +119,7 @@ ROWS = [
         baseline=WITH_MOMENTUM,
     ),
     Row("PowerSGD rank 1", algorithms.PowerSGD, bar="near"),
+    Row("PowerSGD rank 1, in turn", algorithms.PowerSGD, {"rank": 1, "alternate": True}, bar="near"),
     Row("PowerSGD rank 1, no feedback", ForgetfulPowerSGD, {"rank": 1}, bar="worse", tasks=DIGITS),
     Row("ByteGrad", algorithms.ByteGrad),
     Row("QSGD", algorithms.QSGD),

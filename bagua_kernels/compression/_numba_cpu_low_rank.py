@@ -306,7 +306,7 @@ def _dense(gradients: Sequence[Sequence[torch.Tensor]], chosen: Sequence[int]) -
 
 def _dealt(places: Any, lengths: Any, threads: int) -> Any:
     """Tasks of columns, in an order in which threads have as much to do."""
-    sizes = np.clip(-(-lengths[:, COLUMNS] // threads // 64) * 64, 256, _WIDTH)
+    sizes = np.clip(-(-lengths[:, COLUMNS] // threads // 64) * 64, 64, _WIDTH)
     tasks = pieces(places, lengths[:, COLUMNS], sizes)
     # Each thread takes as many tasks that follow one another, so it is dealt some of each size.
     rows = dict(zip(places.tolist(), lengths[:, ROWS].tolist(), strict=True))

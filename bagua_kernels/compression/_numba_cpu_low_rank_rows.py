@@ -28,6 +28,10 @@ def four(a, x, b, y, c, z, d, w):
     return ((a * x + b * y) + c * z) + d * w
 
 
+def plus(total, a, x):
+    return total + a * x
+
+
 def renewed(total, approximation, gradient):
     return (total - approximation) + gradient
 
@@ -169,10 +173,10 @@ def renew_4(total, before, before_left, before_right, gradient, at):
 def renew_any(total, before, before_left, before_right, gradient, at):
     wide_vectors()
     for j in range(total.size):
-        total[j] = before_left[0] * before_right[0, at + j]
+        total[j] = one(before_left[0], before_right[0, at + j])
     for k in range(1, before_left.size):
         for j in range(total.size):
-            total[j] += before_left[k] * before_right[k, at + j]
+            total[j] = plus(total[j], before_left[k], before_right[k, at + j])
     nothing = np.float32(0)
     for j in range(total.size):
         value = renewed(before[j], total[j], gradient[j])
@@ -236,7 +240,7 @@ def row_rules() -> dict[str, Any]:
     def add(*rules: Any, **options: Any) -> None:
         names.update({rule.__name__: compile_template(rule, names, **options) for rule in rules})
 
-    names |= {rule.__name__: rule for rule in (one, two, four, renewed, vanished)}
+    names |= {rule.__name__: rule for rule in (one, two, four, plus, renewed, vanished)}
     add(approximate_1, approximate_2, approximate_4, approximate_any)
     add(project_1, project_2, project_4, project_any, is_small, fastmath=_ANY_ORDER)
     add(renew_1, renew_2, renew_4, renew_any, fastmath=_ANY_ORDER)

@@ -18,7 +18,7 @@ from bagua_kernels.compression import _numba_cpu_low_rank
 from bagua_kernels.compression._numba_cpu_low_rank import KEEP_LEFT, KEEP_NOTHING, KEEP_RIGHT
 from bagua_kernels.compression._numba_cpu_low_rank_update import update_tensors
 from bagua_kernels.compression.codec import fold_seed
-from bagua_kernels.compression.orthonormal import finite, gaussian, name_number, power_of_two
+from bagua_kernels.compression.orthonormal import finite, gaussian, name_number, orthonormalize, power_of_two
 from bagua_kernels.launchers.multitensor import TensorUpdate
 
 if TYPE_CHECKING:
@@ -107,7 +107,14 @@ class LowRankState:
         suited = matrices and _numba_cpu_low_rank.suits(self._left)
         self._passes = _numba_cpu_low_rank.Passes(self._memory()) if suited else None
         self._due = [False] * len(self._stacks)  # whether the last output is still to be taken off
+        # Matrices of as many rows are orthonormalised together, whatever their columns.
+        groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
+        self._factors = views(self._left, groups, "rows", "rank")
         self._draw()
+
+    def _orthonormalize_left(self) -> None:
+        for factors in self._factors:
+            orthonormalize(factors)
 
     @torch.no_grad()
     def finish(self, factor: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
@@ -311,7 +318,7 @@ class LowRankState:
             if differ:
                 raise ValueError(
                     f"{key} of {differ}: expected shapes {[wanted.get(n) for n in differ]}, got "
-                    f"{[found.get(n) for n in differ]}; start with the names, shapes and rank that were saved"
+                    f"{[found.get(n) for n in differ]}; start with the names, shapes, rank and `alternate` that were saved"
                 )
         for s in self._stacks:
             s.before_left.zero_()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from bagua_kernels.compression._numba_cpu_low_rank import KEEP_LEFT, KEEP_RIGHT
 from bagua_kernels.compression.codec import MASK
-from bagua_kernels.compression.low_rank import LowRankState, Stack, views
+from bagua_kernels.compression.low_rank import LowRankState, Stack
 from bagua_kernels.compression.orthonormal import orthonormalize
 
 
@@ -92,14 +91,6 @@ class LowRank(LowRankState):
     `RuntimeError`. Attributes are those of `LowRankState`.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        """See `LowRankState`."""
-        super().__init__(*arguments)
-        # Matrices of as many rows are orthonormalised together, whatever their columns.
-        matrices = [m for s in self._stacks for m in s.matrices]
-        groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
-        self._factors = views(self._left, groups, "rows", "rank")
-
     @torch.no_grad()
     def left(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Adds the residuals and returns P = M Q of all compressed matrices.
@@ -141,8 +132,7 @@ class LowRank(LowRankState):
             Errors as in `left`.
         """
         self._take("right", left, self._left)
-        for factors in self._factors:
-            orthonormalize(factors)
+        self._orthonormalize_left()
         if self._passes is not None:
             self._passes.gather(self._memory())
         else:
@@ -187,10 +177,13 @@ class AlternatingLowRank(LowRankState):
         compiled = self._compiled(given)
         self._small = [False] * len(self._stacks)
         left = self._keeps == KEEP_LEFT
-        for s, drawn_left in zip(self._stacks, self._drawn_left, strict=True):
-            basis = s.right if left else s.left
-            basis.copy_(nonzero(s.kept, s.drawn) if left else nonzero(s.kept_left, drawn_left))
-            orthonormalize(basis)
+        if left:
+            for s in self._stacks:
+                orthonormalize(s.right.copy_(nonzero(s.kept, s.drawn)))
+        else:
+            for s, drawn in zip(self._stacks, self._drawn_left, strict=True):
+                s.left.copy_(nonzero(s.kept_left, drawn))
+            self._orthonormalize_left()
         if self._passes is not None and compiled:
             work = self._passes.project_onto if left else self._passes.project_and_gather
             for place, small in zip(compiled, work(self._memory(), compiled, given), strict=True):

@@ -337,7 +337,8 @@ def test_bytes_per_step(name: str) -> None:
     n, (sent, *_) = 512 * 512, run_ranks(4, rank)
     full = 2 * 3 / 4 * 4 * n
     expected = 2 * 3 / 4 * PAYLOAD[name](n) if name not in ("topk", "dgc") else 3 * PAYLOAD[name](n)
-    assert expected <= sent <= expected + 0.005 * full
+    # What only the factors of one matrix are is less than that share of the matrix.
+    assert expected <= sent <= expected + (256 if name.startswith("powersgd") else 0.005 * full)
 
 
 @every_algorithm
