@@ -17,9 +17,7 @@ else
 export PYTHONPATH := $(CURDIR)
 endif
 
-# PowerSGD has no kernel for a GPU that could be emulated.
-EMULATED_TESTS := tests/compression tests/docs tests/launchers \
-	--ignore=tests/compression/test_powersgd.py --ignore=tests/compression/test_alternating.py
+EMULATED_TESTS := tests/compression tests/docs tests/launchers
 # Tests that start processes of their own fill the machine.
 RANK_TESTS     := tests/algorithms/test_checkpoint.py tests/algorithms/test_processes.py tests/bench tests/comm tests/examples
 WORKERS        ?= 2
