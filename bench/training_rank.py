@@ -58,7 +58,7 @@ OURS |= {
         for name in (
             "allreduce",
             "bytegrad",
-            *(name for name in OURS if name.startswith("powersgd") and name != "powersgd 1"),
+            *(f"powersgd {rank}{sides}" for rank in (2, 4) for sides in ("", " in turn")),
         )
         for where, more in (("backward", {}), ("forward", {"wait_in_forward": True}))
     },

@@ -68,9 +68,7 @@ def project_some(place, begin, end):
         else:
             small &= project_any(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
         if streamed:
-            target = total[i]
-            for at in range(0, 4 * columns, VECTOR_BYTES):
-                stream_vector(target, near, at)
+            stream_row(total[i], near)
     if streamed:
         store_fence()
     keep(own)
@@ -93,6 +91,17 @@ def over_tasks(table, places, tasks, small):
             small[tasks[task, 0]] = False
 
 
+def over_places(table, places):
+    """Takes matrices through `work`."""
+    for at in range(places.size):
+        work(table[places[at]])
+
+
+def stream_row(target, row):
+    for at in range(0, 4 * row.size, VECTOR_BYTES):
+        stream_vector(target, row, at)
+
+
 def choose_right(place):
     """Writes the right factor that is used next, by columns."""
     columns, rank = place[COLUMNS], place[RANK]
@@ -105,11 +114,6 @@ def choose_right(place):
             zero &= kept[j, k] == 0
         for j in range(columns):
             turned[k, j] = drawn[j, k] if zero else kept[j, k]
-
-
-def choose_all(table, places):
-    for at in range(places.size):
-        choose_right(table[places[at]])
 
 
 def gather_some(place, begin, end):
@@ -144,7 +148,7 @@ def project_and_gather_some(place, begin, end):
     sums, near = borrowed(own), borrowed(eight)
     small = True
     for i in range(0, rows, 8):
-        # As there, of rows that are made first.
+        # As in `gather_some`, of rows that are made first.
         last = min(i + 8, rows)
         for n in range(i, last):
             if columns <= FEW:
@@ -161,12 +165,10 @@ def project_and_gather_some(place, begin, end):
                 for k in range(rank):
                     add_one(sums[k], near[n - i], left[n, k])
         for n in range(i, last):
-            target = total[n, begin:end]
             if streamed:
-                for at in range(0, 4 * (end - begin), VECTOR_BYTES):
-                    stream_vector(target, near[n - i], at)
+                stream_row(total[n, begin:end], near[n - i])
             else:
-                target[:] = near[n - i]
+                total[n, begin:end] = near[n - i]
     if streamed:
         store_fence()
     for j in range(begin, end):
@@ -189,9 +191,7 @@ def approximate_some(place, begin, end):
         if streamed:
             # What is not read again soon need not displace what is, nor be read before it is written.
             small &= approximate_row(left[i], right, row)
-            target = out[i]
-            for at in range(0, 4 * columns, VECTOR_BYTES):
-                stream_vector(target, row, at)
+            stream_row(out[i], row)
         else:
             small &= approximate_row(left[i], right, out[i])
     if streamed:
@@ -207,11 +207,6 @@ def keep_all(table, places, small, kept):
             keep_factors(table[places[at]])
         if kept != KEEP_NOTHING:
             keep_finite(table[places[at]], kept == KEEP_LEFT)
-
-
-def turn_all(table, places):
-    for at in range(places.size):
-        turn_right(table[places[at]])
 
 
 def turn_right(place):
@@ -278,6 +273,7 @@ def kernels() -> Kernels:
     names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **sides, **fields, **memory, **row_rules()}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
+    names["stream_row"] = compile_template(stream_row, names)
     passes = (project_some, gather_some, project_and_gather_some, approximate_some)
     small_parts = (choose_right, turn_right, keep_factors, keep_finite)
     names |= {rule.__name__: compile_template(rule, names) for rule in (*passes, *small_parts)}
@@ -288,8 +284,8 @@ def kernels() -> Kernels:
 
     return Kernels(
         names=names,
-        choose=compile_template(choose_all, names),
-        turn=compile_template(turn_all, names),
+        choose=compile_template(over_places, {"work": names["choose_right"]}),
+        turn=compile_template(over_places, {"work": names["turn_right"]}),
         project=over("project_some"),
         gather=over("gather_some"),
         project_and_gather=over("project_and_gather_some"),
@@ -374,7 +370,8 @@ class Passes:
     ) -> Work:
         places = self.rows_of(chosen)
         table, small = self.table(stacks), np.zeros(len(self._offsets), np.bool_)
-        table[places, GIVEN] = [t.data_ptr() for t in given] or 0
+        if given:
+            table[places, GIVEN] = [t.data_ptr() for t in given]
         if prepare is not None:
             prepare(table, places)
         run_parallel(kernel, table, places, self.tasks(places, by_columns), small)

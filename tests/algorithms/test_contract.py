@@ -337,7 +337,7 @@ def test_bytes_per_step(name: str) -> None:
     n, (sent, *_) = 512 * 512, run_ranks(4, rank)
     full = 2 * 3 / 4 * 4 * n
     expected = 2 * 3 / 4 * PAYLOAD[name](n) if name not in ("topk", "dgc") else 3 * PAYLOAD[name](n)
-    # What only the factors of one matrix are is less than that share of the matrix.
+    # Both factors of a matrix are smaller than what the others may add to theirs.
     assert expected <= sent <= expected + (256 if name.startswith("powersgd") else 0.005 * full)
 
 
