@@ -8,25 +8,18 @@ them by a table. What all ranks compute alike has the bits of `docs/powersgd.md`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 
-from bagua_kernels.compression._numba_cpu_low_rank_rows import NEAR, row_rules
+from bagua_kernels.compression._numba_cpu_low_rank_rows import AHEAD, row_rules
 from bagua_kernels.compression._numba_cpu_orthonormal import power_of_two
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
-from bagua_kernels.jit._numba_cpu_intrinsics import (
-    POINTER,
-    VECTOR_BYTES,
-    borrowed,
-    keep,
-    prefetch,
-    store_fence,
-    stream_vector,
-)
+from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, store_fence
+from bagua_kernels.jit._numba_cpu_vectors import nothing, total_of
 
 # What the table tells of a matrix: its lengths, and where its parts are in memory. TURNED has room for a right factor by columns.
 _FIELDS = (
@@ -37,8 +30,7 @@ ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(_FIELDS))
 # Which averaged factors a step leaves to later ones.
 KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
 _TASK = 1 << 15  # elements that a thread takes at a time
-_FEW = 1 << 10  # columns of a matrix whose next row is asked for ahead
-_LINE = 16  # elements of a cache line
+_LINE = 64  # bytes of a cache line
 _WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
 
 
@@ -48,31 +40,14 @@ def project_some(place, begin, end):
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
     right, before_right = matrix(place[TURNED], rank, columns), matrix(place[BEFORE_RIGHT], rank, columns)
-    streamed = place[TOTAL] % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
-    own = np.empty(columns, np.float32)
-    near = borrowed(own)
-    small = True
+    streamed = place[TOTAL] % LINE == 0 and 4 * columns % LINE == 0
+    spoilt = nothing()
     for i in range(begin, end):
-        if columns <= FEW:
-            # The processor's own prefetcher stops at each page, which the streams reach every few rows.
-            for j in range(columns, 2 * columns, LINE):
-                prefetch(before[i], j)
-                prefetch(gradient[i], j)
-        row = near if streamed else total[i]
-        if columns >= NEAR and rank == 1:
-            small &= project_1(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
-        elif columns >= NEAR and rank == 2:
-            small &= project_2(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
-        elif columns >= NEAR and rank == 4:
-            small &= project_4(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
-        else:
-            small &= project_any(row, before[i], before_left[i], before_right, gradient[i], right, left[i])
-        if streamed:
-            stream_row(total[i], near)
+        given = (total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
+        spoilt = project_row(*given, streamed, spoilt)
     if streamed:
         store_fence()
-    keep(own)
-    return small
+    return total_of(spoilt) == 0
 
 
 def over_tasks(table, places, tasks, small):
@@ -87,7 +62,8 @@ def over_tasks(table, places, tasks, small):
     for at in range(places.size):
         small[places[at]] = True
     for task in numba.prange(tasks.shape[0]):
-        if not work(table[tasks[task, 0]], tasks[task, 1], tasks[task, 2]):
+        place = table[tasks[task, 0]]
+        if not work(place[RANK], place, tasks[task, 1], tasks[task, 2]):
             small[tasks[task, 0]] = False
 
 
@@ -97,9 +73,14 @@ def over_places(table, places):
         work(table[places[at]])
 
 
-def stream_row(target, row):
-    for at in range(0, 4 * row.size, VECTOR_BYTES):
-        stream_vector(target, row, at)
+def by_rank(rank, *arguments):
+    if rank == 1:
+        return of_rank_1(*arguments)
+    if rank == 2:
+        return of_rank_2(*arguments)
+    if rank == 4:
+        return of_rank_4(*arguments)
+    return of_rank_0(*arguments)
 
 
 def choose_right(place):
@@ -122,13 +103,10 @@ def gather_some(place, begin, end):
     right = matrix(place[RIGHT], columns, rank)
     own = np.zeros((rank, end - begin), np.float32)
     sums = borrowed(own)
-    # A matrix is read from memory once: eight rows stay in a near cache until all columns of P are done.
-    for i in range(0, rows - 7, 8):
-        for k in range(rank):
-            add_eight(sums[k], total[i : i + 8], begin, left[i : i + 8], k)
-    for i in range(rows // 8 * 8, rows):
-        for k in range(rank):
-            add_one(sums[k], total[i, begin:end], left[i, k])
+    for i in range(0, rows - 3, 4):
+        gather_four(total[i : i + 4], begin, left[i : i + 4], sums)
+    for i in range(rows // 4 * 4, rows):
+        gather_one(total[i], begin, left[i], sums)
     for j in range(begin, end):
         for k in range(rank):
             right[j, k] = sums[k, j - begin]
@@ -142,62 +120,38 @@ def project_and_gather_some(place, begin, end):
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
     right, before_right = matrix(place[RIGHT], columns, rank), matrix(place[BEFORE_RIGHT], rank, columns)
-    streamed = (place[TOTAL] + 4 * begin) % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
-    streamed = streamed and 4 * (end - begin) % VECTOR_BYTES == 0
-    own, eight = np.zeros((rank, end - begin), np.float32), np.empty((8, end - begin), np.float32)
-    sums, near = borrowed(own), borrowed(eight)
-    small = True
-    for i in range(0, rows, 8):
-        # As in `gather_some`, of rows that are made first.
-        last = min(i + 8, rows)
-        for n in range(i, last):
-            if columns <= FEW:
-                for j in range(begin + 8 * columns, end + 8 * columns, LINE):
-                    prefetch(before[n], j)
-                    prefetch(gradient[n], j)
-            row = near[n - i]
-            small &= renew(row, before[n, begin:end], before_left[n], before_right, gradient[n, begin:end], begin)
-        if last - i == 8:
-            for k in range(rank):
-                add_eight(sums[k], near, 0, left[i : i + 8], k)
-        else:
-            for n in range(i, last):
-                for k in range(rank):
-                    add_one(sums[k], near[n - i], left[n, k])
-        for n in range(i, last):
-            if streamed:
-                stream_row(total[n, begin:end], near[n - i])
-            else:
-                total[n, begin:end] = near[n - i]
+    streamed = (place[TOTAL] + 4 * begin) % LINE == 0 and 4 * columns % LINE == 0 and 4 * (end - begin) % LINE == 0
+    # What follows in memory is not this task's, unless it has all columns.
+    reach = AHEAD if end - begin == columns else columns * max(1, AHEAD // (end - begin))
+    own = np.zeros((rank, end - begin), np.float32)
+    sums = borrowed(own)
+    spoilt = nothing()
+    for i in range(rows):
+        made, given = (total[i, begin:end], before[i, begin:end]), gradient[i, begin:end]
+        spoilt = renew_and_gather_row(
+            *made, before_left[i], before_right, given, left[i], sums, begin, reach, streamed, spoilt
+        )
     if streamed:
         store_fence()
     for j in range(begin, end):
         for k in range(rank):
             right[j, k] = sums[k, j - begin]
     keep(own)
-    keep(eight)
-    return small
+    return total_of(spoilt) == 0
 
 
 def approximate_some(place, begin, end):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
     left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
     out = matrix(place[GIVEN], rows, columns)
-    streamed = place[GIVEN] % VECTOR_BYTES == 0 and 4 * columns % VECTOR_BYTES == 0
-    own = np.empty(columns, np.float32)
-    row = borrowed(own)
-    small = True
+    # What is not read again soon need not displace what is, nor be read before it is written.
+    streamed = place[GIVEN] % LINE == 0 and 4 * columns % LINE == 0
+    spoilt = nothing()
     for i in range(begin, end):
-        if streamed:
-            # What is not read again soon need not displace what is, nor be read before it is written.
-            small &= approximate_row(left[i], right, row)
-            stream_row(out[i], row)
-        else:
-            small &= approximate_row(left[i], right, out[i])
+        spoilt = approximate_row(left[i], right, out[i], streamed, spoilt)
     if streamed:
         store_fence()
-    keep(own)
-    return small
+    return total_of(spoilt) == 0
 
 
 def keep_all(table, places, small, kept):
@@ -263,35 +217,37 @@ class Kernels(NamedTuple):
     keep: Any
 
 
+def any_rank(of_rank: Callable[[int], Any]) -> Any:
+    """Compiles a function whose first argument chooses among others, of which that for 0 is for all ranks."""
+    return compile_template(by_rank, {f"of_rank_{rank}": of_rank(rank) for rank in (0, 1, 2, 4)})
+
+
 @functools.cache
 def kernels() -> Kernels:
     """Compiles the passes."""
     fields = {name: number for number, name in enumerate(_FIELDS)}
-    memory = {"borrowed": borrowed, "keep": keep, "stream_vector": stream_vector, "store_fence": store_fence}
-    sizes = {"NEAR": NEAR, "VECTOR_BYTES": VECTOR_BYTES, "FEW": _FEW, "LINE": _LINE}
-    sides = {"KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
-    names: dict[str, Any] = {"np": np, "prefetch": prefetch, **sizes, **sides, **fields, **memory, **row_rules()}
+    memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence}
+    sizes = {"LINE": _LINE, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
+    names: dict[str, Any] = {"np": np, "nothing": nothing, "total_of": total_of, **sizes, **fields, **memory}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
-    names["stream_row"] = compile_template(stream_row, names)
-    passes = (project_some, gather_some, project_and_gather_some, approximate_some)
-    small_parts = (choose_right, turn_right, keep_factors, keep_finite)
-    names |= {rule.__name__: compile_template(rule, names) for rule in (*passes, *small_parts)}
-    names["numba"] = numba
+    for rule in (choose_right, turn_right, keep_factors, keep_finite):
+        names[rule.__name__] = compile_template(rule, names)
 
-    def over(work: str) -> Any:
-        return compile_template(over_tasks, {"numba": numba, "work": names[work]}, parallel=True)
+    def over(work: Any) -> Any:
+        chosen = any_rank(lambda rank: compile_template(work, names | row_rules(rank)))
+        return compile_template(over_tasks, {"numba": numba, "RANK": RANK, "work": chosen}, parallel=True)
 
     return Kernels(
         names=names,
         choose=compile_template(over_places, {"work": names["choose_right"]}),
         turn=compile_template(over_places, {"work": names["turn_right"]}),
-        project=over("project_some"),
-        gather=over("gather_some"),
-        project_and_gather=over("project_and_gather_some"),
-        approximate=over("approximate_some"),
+        project=over(project_some),
+        gather=over(gather_some),
+        project_and_gather=over(project_and_gather_some),
+        approximate=over(approximate_some),
         # Nobody is to look at a state of which half is kept.
-        keep=compile_template(keep_all, names, nogil=False),
+        keep=compile_template(keep_all, {**names, "numba": numba}, nogil=False),
     )
 
 

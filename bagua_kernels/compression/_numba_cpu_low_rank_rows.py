@@ -1,251 +1,237 @@
-"""What PowerSGD's passes do with a row of a matrix, or eight, on the CPU: compiled by `row_rules`."""
+"""What PowerSGD's passes do with rows of a matrix on the CPU: compiled for one rank by `row_rules`.
+
+What is summed here may be summed in any order: it is averaged over ranks, and no other rank repeats it. M and P Q^T are made of
+products that are rounded each by itself, in the order of the factors' columns.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import wide_vectors
+from bagua_kernels.jit._numba_cpu_intrinsics import prefetch, wide_vectors
+from bagua_kernels.jit._numba_cpu_vectors import LANES, load, nothing, panels, repeated, store, stream, total_of
 
-# A sum over a row may be taken in any order: what is computed here is averaged over ranks, and no other rank repeats it.
-_ANY_ORDER = {"reassoc", "contract", "nsz"}
-# Where something begins within this many elements behind the row that is written, compiled loops fear that they overlap, and sum
-# in another order: results would depend on where memory happens to be. Longer rows end behind that.
-NEAR = 128
+# Elements ahead of those that are computed with. The processor's own prefetcher stops at each page.
+AHEAD = 384
 
 
-def one(a, x):
-    return a * x
-
-
-def two(a, x, b, y):
-    return a * x + b * y
-
-
-def four(a, x, b, y, c, z, d, w):
-    return ((a * x + b * y) + c * z) + d * w
-
-
-def plus(total, a, x):
-    return total + a * x
-
-
-def renewed(total, approximation, gradient):
-    return (total - approximation) + gradient
-
-
-def vanished(x):
+def vanished(value):
     """0, unless twice the number is inf or NaN."""
-    return (x * 2.0) * 0.0
+    return (value + value) * nothing()
 
 
-def approximate_1(left, right, out):
-    wide_vectors()
-    a, x = left[0], right[0]
-    for j in range(out.size):
-        out[j] = one(a, x[j])
-
-
-def approximate_2(left, right, out):
-    wide_vectors()
-    a, b, x, y = left[0], left[1], right[0], right[1]
-    for j in range(out.size):
-        out[j] = two(a, x[j], b, y[j])
-
-
-def approximate_4(left, right, out):
-    wide_vectors()
-    a, b, c, d = left[0], left[1], left[2], left[3]
-    x, y, z, w = right[0], right[1], right[2], right[3]
-    for j in range(out.size):
-        out[j] = four(a, x[j], b, y[j], c, z[j], d, w[j])
-
-
-def approximate_any(left, right, out):
-    wide_vectors()
-    for j in range(out.size):
-        out[j] = left[0] * right[0, j]
-    for k in range(1, left.size):
-        for j in range(out.size):
-            out[j] += left[k] * right[k, j]
-
-
-def project_1(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, x, q = before_left[0], before_right[0], right[0]
-    nothing = p = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], one(a, x[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-    left[0] = p
-    return nothing == 0
-
-
-def project_2(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, b, x, y = before_left[0], before_left[1], before_right[0], before_right[1]
-    q, s = right[0], right[1]
-    nothing = p = r = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], two(a, x[j], b, y[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-        r += value * s[j]
-    left[0], left[1] = p, r
-    return nothing == 0
-
-
-def project_4(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
-    x, y, z, w = before_right[0], before_right[1], before_right[2], before_right[3]
-    q, s, u, v = right[0], right[1], right[2], right[3]
-    nothing = p = r = t = o = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], four(a, x[j], b, y[j], c, z[j], d, w[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-        p += value * q[j]
-        r += value * s[j]
-        t += value * u[j]
-        o += value * v[j]
-    left[0], left[1], left[2], left[3] = p, r, t, o
-    return nothing == 0
-
-
-def project_any(total, before, before_left, before_right, gradient, right, left):
-    wide_vectors()
-    approximate_any(before_left, before_right, total)
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], total[j], gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    for k in range(left.size):
-        p = np.float32(0)
-        for j in range(total.size):
-            p += total[j] * right[k, j]
-        left[k] = p
-    return nothing == 0
-
-
-def renew_1(total, before, before_left, before_right, gradient, at):
-    wide_vectors()
-    a, x = before_left[0], before_right[0, at : at + total.size]
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], one(a, x[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    return nothing == 0
-
-
-def renew_2(total, before, before_left, before_right, gradient, at):
-    wide_vectors()
-    end = at + total.size
-    a, b, x, y = before_left[0], before_left[1], before_right[0, at:end], before_right[1, at:end]
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], two(a, x[j], b, y[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    return nothing == 0
-
-
-def renew_4(total, before, before_left, before_right, gradient, at):
-    wide_vectors()
-    end = at + total.size
-    a, b, c, d = before_left[0], before_left[1], before_left[2], before_left[3]
-    x, y, z, w = before_right[0, at:end], before_right[1, at:end], before_right[2, at:end], before_right[3, at:end]
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], four(a, x[j], b, y[j], c, z[j], d, w[j]), gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    return nothing == 0
-
-
-def renew_any(total, before, before_left, before_right, gradient, at):
-    wide_vectors()
-    for j in range(total.size):
-        total[j] = one(before_left[0], before_right[0, at + j])
-    for k in range(1, before_left.size):
-        for j in range(total.size):
-            total[j] = plus(total[j], before_left[k], before_right[k, at + j])
-    nothing = np.float32(0)
-    for j in range(total.size):
-        value = renewed(before[j], total[j], gradient[j])
-        total[j] = value
-        nothing += vanished(value)
-    return nothing == 0
-
-
-def renew(total, before, before_left, before_right, gradient, at):
-    """Some columns of a row of M, from `at` on; returns as `is_small`."""
-    if before_left.size == 1:
-        return renew_1(total, before, before_left, before_right, gradient, at)
-    if before_left.size == 2:
-        return renew_2(total, before, before_left, before_right, gradient, at)
-    if before_left.size == 4:
-        return renew_4(total, before, before_left, before_right, gradient, at)
-    return renew_any(total, before, before_left, before_right, gradient, at)
-
-
-def is_small(x):
-    nothing = np.float32(0)
-    for j in range(x.size):
-        nothing += vanished(x[j])
-    return nothing == 0
-
-
-def approximate_row(left, right, out):
-    if left.size == 1:
-        approximate_1(left, right, out)
-    elif left.size == 2:
-        approximate_2(left, right, out)
-    elif left.size == 4:
-        approximate_4(left, right, out)
+def put(out, at, count, value, streamed):
+    if streamed:
+        stream(out, at, value)
     else:
-        approximate_any(left, right, out)
-    return is_small(out)
+        store(out, at, count, value)
 
 
-def add_eight(out, rows, at, left, k):
+def renew(before, factors, before_right, gradient, start, at, count):
+    """Elements of M: what was left of the last one, and the gradient."""
+    approximation = dot(factors, load_rows(before_right, start + at, count))
+    return (load(before, at, count) - approximation) + load(gradient, at, count)
+
+
+def project_part(total, before, factors, before_right, gradient, right, at, count, streamed, spoilt, sums):
+    value = renew(before, factors, before_right, gradient, 0, at, count)
+    put(total, at, count, value, streamed)
+    return spoilt + vanished(value), add_products(sums, load_rows(right, at, count), value)
+
+
+def project_row(total, before, before_left, before_right, gradient, right, left, streamed, spoilt):
+    """Makes a row of M, and what the row of P is of Q, of shape (rank, columns).
+
+    Args:
+        total: M.
+        before: M of the last step.
+        before_left: P of the last step.
+        before_right: Q of the last step, of shape (rank, columns).
+        gradient: what M is renewed by.
+        right: Q.
+        left: P.
+        streamed: whether to write past the caches.
+        spoilt: vectors of 0, or NaN since an element of M was too large.
+
+    Returns:
+        `spoilt`.
+    """
     wide_vectors()
-    end = at + out.size
-    a, b, c, d = rows[0, at:end], rows[1, at:end], rows[2, at:end], rows[3, at:end]
-    e, f, g, h = rows[4, at:end], rows[5, at:end], rows[6, at:end], rows[7, at:end]
-    q, r, s, t = left[0, k], left[1, k], left[2, k], left[3, k]
-    u, v, w, x = left[4, k], left[5, k], left[6, k], left[7, k]
-    for j in range(out.size):
-        first = (q * a[j] + r * b[j]) + (s * c[j] + t * d[j])
-        out[j] += first + ((u * e[j] + v * f[j]) + (w * g[j] + x * h[j]))
+    factors, sums = spread(before_left), no_sums(left)
+    whole = total.size // LANES * LANES
+    for at in range(0, whole, LANES):
+        prefetch(before, at + AHEAD)
+        prefetch(gradient, at + AHEAD)
+        spoilt, sums = project_part(
+            total, before, factors, before_right, gradient, right, at, LANES, streamed, spoilt, sums
+        )
+    if whole < total.size:
+        rest = total.size - whole
+        spoilt, sums = project_part(
+            total, before, factors, before_right, gradient, right, whole, rest, False, spoilt, sums
+        )
+    store_totals(left, sums)
+    return spoilt
 
 
-def add_one(out, row, p):
+def renew_part(total, before, factors, before_right, gradient, start, at, count, streamed, spoilt, own, sums):
+    value = renew(before, factors, before_right, gradient, start, at, count)
+    put(total, at, count, value, streamed)
+    store_rows(sums, at, count, add_multiples(load_rows(sums, at, count), own, value))
+    return spoilt + vanished(value)
+
+
+def renew_and_gather_row(
+    total, before, before_left, before_right, gradient, left, sums, start, reach, streamed, spoilt
+):
+    """Makes some columns of a row of M, from `start` on, and adds their products with the row of P to sums.
+
+    Args:
+        total: as for `project_row`, as all that is not said here; of these columns.
+        before: of these columns.
+        before_left: see there.
+        before_right: of all columns.
+        gradient: of these columns.
+        left: P.
+        sums: of these columns, of shape (rank, columns).
+        start: the first column.
+        reach: elements to ask for ahead.
+        streamed: see there.
+        spoilt: see there.
+
+    Returns:
+        `spoilt`.
+    """
     wide_vectors()
-    for j in range(out.size):
-        out[j] += p * row[j]
+    factors, own = spread(before_left), spread(left)
+    whole = total.size // LANES * LANES
+    for at in range(0, whole, LANES):
+        prefetch(before, at + reach)
+        prefetch(gradient, at + reach)
+        spoilt = renew_part(
+            total, before, factors, before_right, gradient, start, at, LANES, streamed, spoilt, own, sums
+        )
+    if whole < total.size:
+        rest = total.size - whole
+        spoilt = renew_part(
+            total, before, factors, before_right, gradient, start, whole, rest, False, spoilt, own, sums
+        )
+    return spoilt
 
 
-def row_rules() -> dict[str, Any]:
-    """Compiles them, by name."""
-    names: dict[str, Any] = {"np": np, "wide_vectors": wide_vectors}
+def gather_part(rows, start, a, b, c, d, sums, at, count):
+    found = add_multiples(load_rows(sums, at, count), a, load(rows[0], start + at, count))
+    found = add_multiples(found, b, load(rows[1], start + at, count))
+    found = add_multiples(found, c, load(rows[2], start + at, count))
+    store_rows(sums, at, count, add_multiples(found, d, load(rows[3], start + at, count)))
 
-    def add(*rules: Any, **options: Any) -> None:
-        names.update({rule.__name__: compile_template(rule, names, **options) for rule in rules})
 
-    names |= {rule.__name__: rule for rule in (one, two, four, plus, renewed, vanished)}
-    add(approximate_1, approximate_2, approximate_4, approximate_any)
-    add(project_1, project_2, project_4, project_any, is_small, fastmath=_ANY_ORDER)
-    add(renew_1, renew_2, renew_4, renew_any, fastmath=_ANY_ORDER)
-    add(approximate_row, renew)
-    # Each column by itself, so that it does not matter which of them are a task.
-    add(add_eight, add_one, fastmath={"contract", "nsz"})
-    used = ("project_1", "project_2", "project_4", "project_any", "approximate_row", "renew", "add_eight", "add_one")
-    return {name: names[name] for name in used}
+def gather_four(rows, start, left, sums):
+    """Adds the products of four rows of M, from column `start` on, and of P to sums of shape (rank, columns)."""
+    wide_vectors()
+    a, b, c, d = spread(left[0]), spread(left[1]), spread(left[2]), spread(left[3])
+    columns = sums.shape[1]
+    whole = columns // LANES * LANES
+    for at in range(0, whole, LANES):
+        for i in range(4):
+            prefetch(rows[i], 4 * rows.shape[1] + start + at)
+        gather_part(rows, start, a, b, c, d, sums, at, LANES)
+    if whole < columns:
+        gather_part(rows, start, a, b, c, d, sums, whole, columns - whole)
+
+
+def gather_one(row, start, left, sums):
+    """As `gather_four`, of one row."""
+    wide_vectors()
+    own, columns = spread(left), sums.shape[1]
+    for at in range(0, columns, LANES):
+        count = min(LANES, columns - at)
+        found = add_multiples(load_rows(sums, at, count), own, load(row, start + at, count))
+        store_rows(sums, at, count, found)
+
+
+def approximate_row(left, right, out, streamed, spoilt):
+    """Writes a row of P Q^T, of a row of P and Q of shape (rank, columns); see `project_row`."""
+    wide_vectors()
+    factors = spread(left)
+    whole = out.size // LANES * LANES
+    for at in range(0, whole, LANES):
+        value = dot(factors, load_rows(right, at, LANES))
+        put(out, at, LANES, value, streamed)
+        spoilt = spoilt + vanished(value)
+    if whole < out.size:
+        rest = out.size - whole
+        value = dot(factors, load_rows(right, whole, rest))
+        put(out, whole, rest, value, False)
+        spoilt = spoilt + vanished(value)
+    return spoilt
+
+
+def spread_any(row):
+    return row
+
+
+def load_rows_any(rows, at, count):
+    return rows, at, count
+
+
+def store_rows_any(rows, at, count, found):
+    """Nothing: `add_multiples_any` has."""
+
+
+def dot_any(factors, found):
+    rows, at, count = found
+    total = repeated(factors[0]) * load(rows[0], at, count)
+    for k in range(1, factors.size):
+        total = total + repeated(factors[k]) * load(rows[k], at, count)
+    return total
+
+
+def no_sums_any(left):
+    return np.zeros((left.size, LANES), np.float32)
+
+
+def add_products_any(sums, found, value):
+    rows, at, count = found
+    for k in range(len(sums)):
+        store(sums[k], 0, LANES, load(sums[k], 0, LANES) + load(rows[k], at, count) * value)
+    return sums
+
+
+def add_multiples_any(found, factors, value):
+    rows, at, count = found
+    for k in range(len(rows)):
+        store(rows[k], at, count, load(rows[k], at, count) + repeated(factors[k]) * value)
+    return found
+
+
+def store_totals_any(left, sums):
+    for k in range(left.size):
+        left[k] = total_of(load(sums[k], 0, LANES))
+
+
+@functools.cache
+def row_rules(rank: int) -> dict[str, Any]:
+    """Compiles them for factors of so many columns, by name; 0 stands for any number."""
+    names: dict[str, Any] = {
+        **{"prefetch": prefetch, "wide_vectors": wide_vectors, "LANES": LANES, "AHEAD": AHEAD, "nothing": nothing},
+        **{"load": load, "store": store, "stream": stream, "repeated": repeated, "total_of": total_of, "np": np},
+    }
+
+    def add(*rules: Any, suffix: str = "") -> None:
+        for rule in rules:
+            names[rule.__name__.removesuffix(suffix)] = compile_template(rule, names, inlined=True)
+
+    if rank:
+        # Vectors that are kept in registers.
+        names |= panels(rank)
+    else:
+        add(spread_any, load_rows_any, store_rows_any, dot_any, no_sums_any, suffix="_any")
+        add(add_products_any, add_multiples_any, store_totals_any, suffix="_any")
+    add(vanished, put, renew, project_part, renew_part, gather_part)
+    add(project_row, renew_and_gather_row, gather_four, gather_one, approximate_row)
+    return names

@@ -9,7 +9,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from bagua_kernels.compression._numba_cpu_low_rank import Passes, Stack, kernels
+from bagua_kernels.compression._numba_cpu_low_rank import Passes, Stack, any_rank, kernels
+from bagua_kernels.compression._numba_cpu_low_rank_rows import row_rules
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, TensorUpdate, Variant
 from bagua_kernels.launchers.multitensor._numba_cpu import NO_KEYS, piece_kernel
@@ -27,17 +28,17 @@ def update_some(place, begin, end, addresses, rows, tensor, keys, sums):
     own = np.empty((min(together, end - begin), columns), np.float32)
     gradient = borrowed(own)
     update, one = addresses[tensor : tensor + 1].copy(), rows[tensor : tensor + 1]
-    small = True
+    spoilt = nothing()
     for i in range(begin, end, together):
         count = min(together, end - i)
         for k in range(count):
-            small &= approximate_row(left[i + k], right, gradient[k])
+            spoilt = approximate_row(rank, left[i + k], right, gradient[k], False, spoilt)
         if one[0, SKIP] == 0:
             # As if all of the gradient were in memory, of which only these rows are read.
             update[0, GRADIENT] = own.ctypes.data - 4 * i * columns
             over_piece(update, one, keys, sums, 0, 0, i * columns, count * columns)
     keep(own)
-    return small
+    return total_of(spoilt) == 0
 
 
 def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums):
@@ -71,6 +72,7 @@ def update_kernel(variant: Variant) -> Any:
         "SKIP": SKIP,
         "GRADIENT": GRADIENT,
         "NEARBY": _NEARBY,
+        "approximate_row": any_rank(lambda rank: row_rules(rank)["approximate_row"]),
     }
     names["update_some"] = compile_template(update_some, names)
     return compile_template(update_all, names, parallel=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import extending, types
 
-from bagua_kernels.jit import _numba_cpu_intrinsics, scalar
+from bagua_kernels.jit import _numba_cpu_intrinsics, _numba_cpu_vectors, scalar
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 
@@ -40,7 +40,8 @@ scalar.install(extending, types, single=IEEE, double=IEEE, options={"fastmath": 
 
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-VOCABULARY = digest(inspect.getsource(scalar), inspect.getsource(_numba_cpu_intrinsics), sorted(OPTIONS.items()))
+_SOURCES = [inspect.getsource(module) for module in (scalar, _numba_cpu_intrinsics, _numba_cpu_vectors)]
+VOCABULARY = digest(*_SOURCES, sorted(OPTIONS.items()))
 
 
 @functools.cache
@@ -59,6 +60,7 @@ def compile_template(
     literal: type = np.float32,
     fastmath: Any = False,
     nogil: bool = True,
+    inlined: bool = False,
 ) -> Any:
     """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
 
@@ -69,6 +71,7 @@ def compile_template(
         literal: the type of the rules' float literals, float32 or float64.
         nogil: whether other Python threads may run meanwhile.
         fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
+        inlined: whether it becomes part of the templates that call it, where a call would cost as much as its work.
     """
     names = {
         name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
@@ -79,8 +82,10 @@ def compile_template(
         (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
         for name, value in bindings.items()
     ]
-    function = rebuilt(template, names, suffix="_" + digest(template, described, literal, fastmath, VOCABULARY))
-    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil}
+    function = rebuilt(
+        template, names, suffix="_" + digest(template, described, literal, fastmath, inlined, VOCABULARY)
+    )
+    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil, "forceinline": inlined}
     try:
         return numba.njit(function, cache=True, **options)
     except RuntimeError as error:
