@@ -121,7 +121,8 @@ class PowerSGD(Algorithm):
             return
         state = self._state(bucket)
         bucket.collect(state.dense)
-        dense = [*(bucket.views[slot] for slot in state.dense), bucket.flags]
+        # What has one dimension lies side by side with the flags.
+        dense = [*(bucket.views[slot] for slot in state.dense if bucket.compressed(slot)), bucket.exact]
         sources = bucket.sources()
         factor = state.left(sources) if isinstance(state, compression.LowRank) else state.factor(sources)
         together = torch.cat([factor, *(view.reshape(-1).to(factor.dtype) for view in dense)])

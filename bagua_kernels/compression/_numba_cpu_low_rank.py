@@ -31,6 +31,7 @@ ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(_FIELDS))
 KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
 _TASK = 1 << 15  # elements that a thread takes at a time
 _LINE = 64  # bytes of a cache line
+_IN_REGISTERS = (1, 2, 4)  # ranks that are compiled each by itself
 _WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
 
 
@@ -43,8 +44,9 @@ def project_some(place, begin, end):
     streamed = place[TOTAL] % LINE == 0 and 4 * columns % LINE == 0
     spoilt = nothing()
     for i in range(begin, end):
-        given = (total[i], before[i], before_left[i], before_right, gradient[i], right, left[i])
-        spoilt = project_row(*given, streamed, spoilt)
+        spoilt = project_row(
+            total[i], before[i], before_left[i], before_right, gradient[i], right, left[i], streamed, spoilt
+        )
     if streamed:
         store_fence()
     return total_of(spoilt) == 0
@@ -73,14 +75,14 @@ def over_places(table, places):
         work(table[places[at]])
 
 
-def by_rank(rank, *arguments):
-    if rank == 1:
-        return of_rank_1(*arguments)
-    if rank == 2:
-        return of_rank_2(*arguments)
-    if rank == 4:
-        return of_rank_4(*arguments)
-    return of_rank_0(*arguments)
+def choose(rank, *arguments):
+    if rank == HERE:
+        return here(*arguments)
+    return elsewhere(rank, *arguments)
+
+
+def take_any(rank, *arguments):
+    return here(*arguments)
 
 
 def choose_right(place):
@@ -127,9 +129,9 @@ def project_and_gather_some(place, begin, end):
     sums = borrowed(own)
     spoilt = nothing()
     for i in range(rows):
-        made, given = (total[i, begin:end], before[i, begin:end]), gradient[i, begin:end]
+        made, old, new = total[i, begin:end], before[i, begin:end], gradient[i, begin:end]
         spoilt = renew_and_gather_row(
-            *made, before_left[i], before_right, given, left[i], sums, begin, reach, streamed, spoilt
+            made, old, before_left[i], before_right, new, left[i], sums, begin, reach, streamed, spoilt
         )
     if streamed:
         store_fence()
@@ -180,14 +182,14 @@ def keep_factors(place):
 def keep_finite(place, only_left):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
     left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
-    nothing = np.float32(0)
+    spoilt = np.float32(0)
     for i in range(rows):
         for k in range(rank):
-            nothing += left[i, k] * np.float32(0)
+            spoilt += left[i, k] * np.float32(0)
     for k in range(rank):
         for j in range(columns):
-            nothing += right[k, j] * np.float32(0)
-    if nothing != 0:
+            spoilt += right[k, j] * np.float32(0)
+    if spoilt != 0:
         return
     if only_left:
         matrix(place[KEPT_LEFT], rows, rank)[:] = left
@@ -205,9 +207,8 @@ def matrix(address, rows, columns):
 
 
 class Kernels(NamedTuple):
-    """The compiled passes, and the functions that they are made of."""
+    """The compiled passes."""
 
-    names: dict[str, Any]
     choose: Any
     turn: Any
     project: Any
@@ -217,14 +218,18 @@ class Kernels(NamedTuple):
     keep: Any
 
 
-def any_rank(of_rank: Callable[[int], Any]) -> Any:
-    """Compiles a function whose first argument chooses among others, of which that for 0 is for all ranks."""
-    return compile_template(by_rank, {f"of_rank_{rank}": of_rank(rank) for rank in (0, 1, 2, 4)})
+def any_rank(flavours: Sequence[int], of_flavour: Callable[[int], Any]) -> Any:
+    """Compiles a function whose first argument, a rank, chooses among those for some flavours, see `Passes`."""
+    *others, last = flavours
+    found = compile_template(take_any, {"here": of_flavour(last)})
+    for rank in others:
+        found = compile_template(choose, {"HERE": rank, "here": of_flavour(rank), "elsewhere": found})
+    return found
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """Compiles the passes."""
+def parts() -> dict[str, Any]:
+    """The names that passes use, whatever the rank."""
     fields = {name: number for number, name in enumerate(_FIELDS)}
     memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence}
     sizes = {"LINE": _LINE, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
@@ -233,13 +238,19 @@ def kernels() -> Kernels:
     names["power_of_two"] = compile_template(power_of_two, {"np": np})
     for rule in (choose_right, turn_right, keep_factors, keep_finite):
         names[rule.__name__] = compile_template(rule, names)
+    return names
+
+
+@functools.cache
+def kernels(flavours: tuple[int, ...]) -> Kernels:
+    """Compiles the passes for some flavours."""
+    names = parts()
 
     def over(work: Any) -> Any:
-        chosen = any_rank(lambda rank: compile_template(work, names | row_rules(rank)))
+        chosen = any_rank(flavours, lambda rank: compile_template(work, names | row_rules(rank)))
         return compile_template(over_tasks, {"numba": numba, "RANK": RANK, "work": chosen}, parallel=True)
 
     return Kernels(
-        names=names,
         choose=compile_template(over_places, {"work": names["choose_right"]}),
         turn=compile_template(over_places, {"work": names["turn_right"]}),
         project=over(project_some),
@@ -247,7 +258,7 @@ def kernels() -> Kernels:
         project_and_gather=over(project_and_gather_some),
         approximate=over(approximate_some),
         # Nobody is to look at a state of which half is kept.
-        keep=compile_template(keep_all, {**names, "numba": numba}, nogil=False),
+        keep=compile_template(keep_all, names, nogil=False),
     )
 
 
@@ -294,6 +305,9 @@ class Passes:
     """The passes over all matrices of a state, which lie in stacks of contiguous float32 on the CPU.
 
     Tensors that are given are a list for each stack, of float32 on the CPU with any strides.
+
+    Attributes:
+        flavours: the ranks that there are, of those whose vectors registers can hold; 0 stands for all others, and is the last.
     """
 
     def __init__(self, stacks: Sequence[Stack]) -> None:
@@ -306,6 +320,13 @@ class Passes:
         self._lengths = np.array([[*s[0].shape[1:], s[2].shape[2]] for s, _ in owners], np.int64)
         self._offsets = np.array([[4 * i * part[0].numel() for part in s] for s, i in owners], np.int64)
         self._tasks: dict[tuple[int, ...], Any] = {}
+        ranks = {rank if rank in _IN_REGISTERS else 0 for rank in self._lengths[:, RANK].tolist()}
+        self.flavours = tuple(sorted(ranks, reverse=True))
+
+    @property
+    def kernels(self) -> Kernels:
+        """What is run."""
+        return kernels(self.flavours)
 
     def table(self, stacks: Sequence[Stack]) -> Any:
         """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
@@ -356,24 +377,24 @@ class Passes:
         self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """Makes M of some stacks, and P of M and Q as it was kept; returns which of their M are below 2^127 in magnitude."""
-        return self._run(kernels().project, stacks, chosen, _dense(gradients, chosen), kernels().choose).by_stack
+        return self._run(self.kernels.project, stacks, chosen, _dense(gradients, chosen), self.kernels.choose).by_stack
 
     def project_onto(
         self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """As `project`, of Q as it is."""
-        return self._run(kernels().project, stacks, chosen, _dense(gradients, chosen), kernels().turn).by_stack
+        return self._run(self.kernels.project, stacks, chosen, _dense(gradients, chosen), self.kernels.turn).by_stack
 
     def gather(self, stacks: Sequence[Stack]) -> None:
         """Makes Q = M^T P of all stacks."""
-        self._run(kernels().gather, stacks, range(len(stacks)), [], by_columns=True)
+        self._run(self.kernels.gather, stacks, range(len(stacks)), [], by_columns=True)
 
     def project_and_gather(
         self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """As `project`, but makes Q of M and P."""
         dense = _dense(gradients, chosen)
-        return self._run(kernels().project_and_gather, stacks, chosen, dense, by_columns=True).by_stack
+        return self._run(self.kernels.project_and_gather, stacks, chosen, dense, by_columns=True).by_stack
 
     def approximate(
         self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], kept: int
@@ -385,11 +406,11 @@ class Passes:
         """
         tensors = [tensor for place in chosen for tensor in out[place]]
         dense = [t if t.is_contiguous() else t.new_empty(t.shape) for t in tensors]
-        done = self._run(kernels().approximate, stacks, chosen, dense, kernels().turn)
+        done = self._run(self.kernels.approximate, stacks, chosen, dense, self.kernels.turn)
         for tensor, values in zip(tensors, dense, strict=True):
             if values is not tensor:
                 tensor.copy_(values)
-        kernels().keep(done.table, done.places, done.small, kept)
+        self.kernels.keep(done.table, done.places, done.small, kept)
         return done.by_stack
 
 

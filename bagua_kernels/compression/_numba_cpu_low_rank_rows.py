@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import prefetch, wide_vectors
+from bagua_kernels.jit._numba_cpu_intrinsics import prefetch
 from bagua_kernels.jit._numba_cpu_vectors import LANES, load, nothing, panels, repeated, store, stream, total_of
 
 # Elements ahead of those that are computed with. The processor's own prefetcher stops at each page.
@@ -44,23 +44,22 @@ def project_part(total, before, factors, before_right, gradient, right, at, coun
 
 
 def project_row(total, before, before_left, before_right, gradient, right, left, streamed, spoilt):
-    """Makes a row of M, and what the row of P is of Q, of shape (rank, columns).
+    """Makes a row of M, and that of P = M Q.
 
     Args:
-        total: M.
-        before: M of the last step.
-        before_left: P of the last step.
-        before_right: Q of the last step, of shape (rank, columns).
-        gradient: what M is renewed by.
-        right: Q.
-        left: P.
+        total: the row of M.
+        before: that of the last step's M.
+        before_left: that of the last step's P.
+        before_right: all of the last step's Q, of shape (rank, columns).
+        gradient: the row that M is renewed by.
+        right: all of Q, of shape (rank, columns).
+        left: the row of P.
         streamed: whether to write past the caches.
-        spoilt: vectors of 0, or NaN since an element of M was too large.
+        spoilt: a vector of 0, or NaN where an element of M has been too large.
 
     Returns:
         `spoilt`.
     """
-    wide_vectors()
     factors, sums = spread(before_left), no_sums(left)
     whole = total.size // LANES * LANES
     for at in range(0, whole, LANES):
@@ -91,22 +90,21 @@ def renew_and_gather_row(
     """Makes some columns of a row of M, from `start` on, and adds their products with the row of P to sums.
 
     Args:
-        total: as for `project_row`, as all that is not said here; of these columns.
-        before: of these columns.
-        before_left: see there.
-        before_right: of all columns.
-        gradient: of these columns.
-        left: P.
+        total: the part of the row of M.
+        before: that of the last step's M.
+        before_left: the row of the last step's P.
+        before_right: all of the last step's Q, of shape (rank, columns).
+        gradient: the part that M is renewed by.
+        left: the row of P.
         sums: of these columns, of shape (rank, columns).
         start: the first column.
         reach: elements to ask for ahead.
-        streamed: see there.
-        spoilt: see there.
+        streamed: whether to write past the caches.
+        spoilt: a vector of 0, or NaN where an element of M has been too large.
 
     Returns:
         `spoilt`.
     """
-    wide_vectors()
     factors, own = spread(before_left), spread(left)
     whole = total.size // LANES * LANES
     for at in range(0, whole, LANES):
@@ -132,7 +130,6 @@ def gather_part(rows, start, a, b, c, d, sums, at, count):
 
 def gather_four(rows, start, left, sums):
     """Adds the products of four rows of M, from column `start` on, and of P to sums of shape (rank, columns)."""
-    wide_vectors()
     a, b, c, d = spread(left[0]), spread(left[1]), spread(left[2]), spread(left[3])
     columns = sums.shape[1]
     whole = columns // LANES * LANES
@@ -146,7 +143,6 @@ def gather_four(rows, start, left, sums):
 
 def gather_one(row, start, left, sums):
     """As `gather_four`, of one row."""
-    wide_vectors()
     own, columns = spread(left), sums.shape[1]
     for at in range(0, columns, LANES):
         count = min(LANES, columns - at)
@@ -155,8 +151,18 @@ def gather_one(row, start, left, sums):
 
 
 def approximate_row(left, right, out, streamed, spoilt):
-    """Writes a row of P Q^T, of a row of P and Q of shape (rank, columns); see `project_row`."""
-    wide_vectors()
+    """Writes a row of P Q^T.
+
+    Args:
+        left: the row of P.
+        right: all of Q, of shape (rank, columns).
+        out: the row.
+        streamed: whether to write past the caches.
+        spoilt: a vector of 0, or NaN where an element has been too large.
+
+    Returns:
+        `spoilt`.
+    """
     factors = spread(left)
     whole = out.size // LANES * LANES
     for at in range(0, whole, LANES):
@@ -218,7 +224,7 @@ def store_totals_any(left, sums):
 def row_rules(rank: int) -> dict[str, Any]:
     """Compiles them for factors of so many columns, by name; 0 stands for any number."""
     names: dict[str, Any] = {
-        **{"prefetch": prefetch, "wide_vectors": wide_vectors, "LANES": LANES, "AHEAD": AHEAD, "nothing": nothing},
+        **{"prefetch": prefetch, "LANES": LANES, "AHEAD": AHEAD, "nothing": nothing},
         **{"load": load, "store": store, "stream": stream, "repeated": repeated, "total_of": total_of, "np": np},
     }
 
@@ -229,6 +235,7 @@ def row_rules(rank: int) -> dict[str, Any]:
     if rank:
         # Vectors that are kept in registers.
         names |= panels(rank)
+        names["add_multiples"] = names["add_products"]
     else:
         add(spread_any, load_rows_any, store_rows_any, dot_any, no_sums_any, suffix="_any")
         add(add_products_any, add_multiples_any, store_totals_any, suffix="_any")

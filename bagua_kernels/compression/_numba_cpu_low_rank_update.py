@@ -9,7 +9,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bagua_kernels.compression._numba_cpu_low_rank import Passes, Stack, any_rank, kernels
+from bagua_kernels.compression._numba_cpu_low_rank import Passes, Stack, any_rank, parts
 from bagua_kernels.compression._numba_cpu_low_rank_rows import row_rules
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, TensorUpdate, Variant
@@ -65,14 +65,14 @@ def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums
 
 
 @functools.cache
-def update_kernel(variant: Variant) -> Any:
+def update_kernel(variant: Variant, flavours: tuple[int, ...]) -> Any:
     """Compiles the pass that updates parameters by P Q^T."""
-    names = kernels().names | {
+    names = parts() | {
         "over_piece": piece_kernel(variant),
         "SKIP": SKIP,
         "GRADIENT": GRADIENT,
         "NEARBY": _NEARBY,
-        "approximate_row": any_rank(lambda rank: row_rules(rank)["approximate_row"]),
+        "approximate_row": any_rank(flavours, lambda rank: row_rules(rank)["approximate_row"]),
     }
     names["update_some"] = compile_template(update_some, names)
     return compile_template(update_all, names, parallel=True)
@@ -100,10 +100,10 @@ def update_tensors(
     flat = [update for of_stack in updates for update in of_stack]
     table, small = passes.table(stacks), np.zeros(len(flat), np.bool_)
     tensors = np.array([update.tensor for update in flat], np.int64)
-    kernels().turn(table, np.arange(len(flat)))
+    passes.kernels.turn(table, np.arange(len(flat)))
     for alike in {id(update.table): update for update in flat}.values():
         rows = np.array([row for row, update in enumerate(flat) if update.table is alike.table], np.int64)
         theirs = (alike.table.addresses, alike.rows, tensors, NO_KEYS, _NO_SUMS)
-        run_parallel(update_kernel(alike.variant), table, rows, passes.tasks(rows), small, *theirs)
-    kernels().keep(table, passes.rows_of(chosen), small, kept)
+        run_parallel(update_kernel(alike.variant, passes.flavours), table, rows, passes.tasks(rows), small, *theirs)
+    passes.kernels.keep(table, passes.rows_of(chosen), small, kept)
     return passes.by_stack(chosen, small)

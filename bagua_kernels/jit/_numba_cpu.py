@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 # No `fastmath`: the order of operations is part of the wire format. And not left out either: what is compiled while its caller
 # is inherits the caller's, and keeps it for all others. The numpy error model has no zero-division branches, which would keep
 # loops from vectorising.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
-_strict = numba.njit(error_model="numpy", fastmath=False)
+_OWN: dict[str, Any] = {"fastmath": False, "forceinline": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_OWN}
+_strict = numba.njit(error_model="numpy", **_OWN)
 
 # LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
 IEEE = scalar.Exact(
@@ -36,7 +37,7 @@ IEEE = scalar.Exact(
     multiply=_strict(lambda x, y: x * y),
     fma=_strict(lambda x, y, z: _numba_cpu_intrinsics.fused_multiply_add(x, y, z)),
 )
-scalar.install(extending, types, single=IEEE, double=IEEE, options={"fastmath": False})
+scalar.install(extending, types, single=IEEE, double=IEEE, options=_OWN)
 
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
