@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -51,12 +52,13 @@ _METHODS = [
     ["ddp", "int8", "sign", "topk"],
     ["ddp", "ddp powersgd 1", "powersgd 1"],
     *(
-        ["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{sides}{way}" for sides in _SIDES for way in _WAYS)]
+        ["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{sides}{way}" for way in _WAYS)]
         for rank in (2, 4)
+        for sides in _SIDES
     ),
 ]
 _OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
-_TRIED = [f"{name} if faster" for name in _OURS]
+_TRIED = [[f"{name} if faster" for name in names] for names in (_OURS[:4], _OURS[4:])]
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
 _STEPS: list[tuple[float, int, int]] = [(200.0, 3, 3), (1000.0, 12, 6), (float("inf"), 24, 8)]
 
@@ -106,7 +108,7 @@ def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
     for rank in (2, 4):
         found += [(f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in _SIDES for way in _WAYS]
     if rate is None:
-        found += [(name, "ddp", 1.02) for name in (*_OURS, *_TRIED)]
+        found += [(name, "ddp", 1.02) for name in (*_OURS, *itertools.chain(*_TRIED))]
     return [bar for bar in found if set(bar[:2]) <= set(rivals)]
 
 
@@ -131,7 +133,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     for model in options.models:
         # Whether compression pays is tried where it hardly does.
         unlimited = [rate for rate in rates if rate[0] is None]
-        groups = [*((group, rates) for group in _METHODS), (["ddp", *_TRIED], unlimited)]
+        groups = [*((group, rates) for group in _METHODS), *((["ddp", *names], unlimited) for names in _TRIED)]
         settings = {"model": model, "groups": [group for group in groups if group[1]], "tunings": tunings}
         told = run(_HOSTS, "steps", settings)
         # Links are the same for the next model, and to measure them takes a minute where they are slow.

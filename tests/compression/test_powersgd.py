@@ -519,10 +519,10 @@ def test_orthonormal_columns_have_the_bits_of_the_page(rows: int, scale: float, 
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("shape", [(40, 30), (300, 200)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 30), (300, 208)], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 def test_output_has_the_bits_of_the_page(rank: int, shape: tuple[int, int], offset: int) -> None:
-    """Whatever the gradient was: all that counts are the averaged factors. Large aligned rows bypass the caches."""
+    """Whatever the gradient was: all that counts are the averaged factors. Rows of whole cache lines bypass the caches."""
     p, q = matrix("heavy", (shape[0], rank)), matrix("heavy", (shape[1], rank), 1)
     states = [PowerSGD(rank, min_compression=0).start([shape]) for _ in range(2)]
     for seed, state in enumerate(states):
@@ -534,7 +534,7 @@ def test_output_has_the_bits_of_the_page(rank: int, shape: tuple[int, int], offs
         assert torch.equal(out, torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize("shape", [(40, 30), (300, 200)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 30), (300, 208)], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 def test_residual_has_the_bits_of_the_page(rank: int, shape: tuple[int, int]) -> None:
     """Of three steps: what is given out is not taken off before the next one, or when somebody looks."""
@@ -642,27 +642,48 @@ def test_wrong_saved_state_changes_nothing() -> None:
     assert all(same(after[key][name], before[key][name]) for key in ("residuals", "rights") for name in "ab")
 
 
-@pytest.mark.parametrize("columns", [5, 33, 60, 100, 127, 128, 150])
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_projection_does_not_depend_on_where_memory_is(rank: int, columns: int) -> None:
-    """A row's sum is taken in the same order, however near to it the factor lies that it is multiplied by."""
-    rows = 3
+def placed(gap: int, *shape: int) -> torch.Tensor:
+    """Room for one matrix, so many elements behind the beginning of a cache line."""
+    memory = torch.full((math.prod(shape) + 32,), 7.0)
+    begin = -memory.data_ptr() // 4 % 16 + gap
+    return memory[begin : begin + math.prod(shape)].view(1, *shape)
+
+
+@pytest.mark.parametrize("columns", [5, 48, 150, 304])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> None:
+    """Whether rows are written past the caches or not, and whether they end with a whole vector or not."""
+    rows = 7
     generator = torch.Generator().manual_seed(columns)
-    before, gradient = (torch.randn(1, rows, columns, generator=generator) for _ in range(2))
-    before_left, before_right, kept = (
-        torch.randn(1, *shape, generator=generator) for shape in ((rows, rank), (rank, columns), (columns, rank))
-    )
-    found = set()
-    for gap in (*range(0, 80, 3), 5000):
-        memory = torch.zeros(rows * columns + gap + rank * columns)
-        total = memory[: rows * columns].view(1, rows, columns)
-        turned = memory[rows * columns + gap :].view(1, rank, columns)
-        left, right = torch.zeros(1, rows, rank), torch.zeros(1, columns, rank)
-        stack = (total, before, before_left, before_right, left, right, kept, kept, turned, left)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(1, *shape, generator=generator)
+
+    before, gradient = numbers(rows, columns), numbers(rows, columns)
+    before_left, before_right, p = numbers(rows, rank), numbers(rank, columns), numbers(rows, rank)
+    kept = numbers(columns, rank)
+    found = []
+    for gap in (0, 1, 8, 16):
+        total, out = placed(gap, rows, columns), placed(gap, rows, columns)
+        assert (total.data_ptr() % 64 == 0) == (gap in (0, 16))
+        left, right, turned = torch.zeros(1, rows, rank), torch.zeros(1, columns, rank), torch.zeros(1, rank, columns)
+        others = (before_left.clone(), before_right.clone())
+        stack = (total, before, *others, left, right, kept, kept, turned, torch.zeros(1, rows, rank))
         passes = _numba_cpu_low_rank.Passes([stack])
         assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
-        found.add(left.numpy().tobytes())
-    assert len(found) == 1
+        results = [total.clone(), left.clone()]
+        total.fill_(7)
+        left.copy_(p)
+        assert passes.project_and_gather([stack], [0], [[gradient[0]]]) == [[True]]
+        results += [total.clone(), right.clone()]
+        passes.gather([stack])
+        results.append(right.clone())
+        assert passes.approximate([stack], [0], [[out[0]]], _numba_cpu_low_rank.KEEP_NOTHING) == [[True]]
+        found.append([*results, out.clone()])
+    assert same(found[0][0], found[0][2])
+    assert same(found[0][3], found[0][4])
+    for results in found[1:]:
+        assert all(map(same, results, found[0]))
 
 
 def test_stacks_have_the_order_of_the_table() -> None:
@@ -718,22 +739,22 @@ def test_lazily_negated_gradients_are_read_as_they_are() -> None:
     assert error(expected, out) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (33, 5000), (7, 5000)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (33, 5120), (7, 5000)], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_factors_are_the_products(shape: tuple[int, int], threads: int) -> None:
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_factors_are_the_products(rank: int, threads: int, shape: tuple[int, int]) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""
     x = matrix("heavy", shape)
     before = torch.get_num_threads()
     factors = []
     for count in (1, threads):
-        state = PowerSGD(3, min_compression=0).start([shape])
+        state = PowerSGD(rank, min_compression=0).start([shape])
         torch.set_num_threads(count)
         left = state.left([x]).clone()
         right = state.right(left).clone()
         torch.set_num_threads(before)
         factors.append((left, right))
     (left, right), (other_left, other_right) = factors
-    rank = min(3, *shape)
     first = torch.from_numpy(gaussian(fold_seed(0, 0, name_number("0")), (shape[1], rank)))
     assert error(x.double() @ first.double(), left.view(shape[0], rank)) < 1e-6
     p = torch.from_numpy(oracle.orthonormal_bits(left.view(shape[0], rank).numpy()))

@@ -40,9 +40,13 @@ def past_the_caches(x, out):
     store_fence()
 
 
-NAMES = {name: getattr(vectors, name) for name in ("load", "store", "stream", "nothing", "LANES")} | {
-    "store_fence": store_fence
-}
+def of_scalars(x, out):
+    out[0] = total_of(load(x, 0, LANES) * repeated(x[1]))
+
+
+NAMES = {
+    name: getattr(vectors, name) for name in ("load", "store", "stream", "nothing", "repeated", "total_of", "LANES")
+} | {"store_fence": store_fence}
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -92,3 +96,16 @@ def test_what_is_not_contiguous_float32_is_refused() -> None:
     for wrong in (x[0].astype(np.float64), x[0][::2]):
         with pytest.raises(Exception, match="contiguous array of float32"):
             compile_template(past_the_caches, NAMES)(wrong, x[1])
+
+
+def test_numbers_become_vectors_and_sums_numbers() -> None:
+    x, out = numbers(LANES), np.zeros(1, np.float32)
+    compile_template(of_scalars, NAMES)(x, out)
+    products = x.astype(np.float64) * x[1]
+    np.testing.assert_allclose(out[0], products.sum(), atol=1e-6 * np.abs(products).sum())
+
+
+def test_kernels_of_different_ranks_have_different_names() -> None:
+    """Or that of one rank would be loaded from disk for another."""
+    kernels = [compile_template(of_panel, NAMES | vectors.panels(rank)) for rank in (1, 2, 4)]
+    assert len({kernel.__name__ for kernel in kernels}) == 3

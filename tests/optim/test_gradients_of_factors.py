@@ -16,7 +16,7 @@ from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.part import Part
 
 # Rows that fill what is made at a time in parts and many times over, and one task or several.
-SHAPES = [(20, 30), (9,), (70, 600), (300, 130), (8, 4, 3, 3), (20, 30), (2, 40_000), (1000, 3)]
+SHAPES = [(20, 30), (9,), (70, 600), (300, 130), (8, 4, 3, 3), (20, 30), (3, 40_000), (1000, 3)]
 OPTIMIZERS: dict[str, Callable[..., Fused]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
     "sgd momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, maximize=True),
