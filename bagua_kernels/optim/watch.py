@@ -28,7 +28,7 @@ WORD = 8
 OBJECT_WORDS, TENSOR_WORDS, STORAGE_WORDS, AUTOGRAD_WORDS = 5, 22, 7, 8
 # A tensor's sizes and strides lie in the object itself up to this many dimensions.
 MOST_DIMENSIONS = 5
-FEWEST = 8
+FEWEST = 64
 
 
 @dataclass(frozen=True)
