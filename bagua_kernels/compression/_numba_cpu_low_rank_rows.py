@@ -31,93 +31,73 @@ def put(out, at, count, value, streamed):
         store(out, at, count, value)
 
 
-def renew(before, factors, before_right, gradient, start, at, count):
-    """Elements of M: what was left of the last one, and the gradient."""
+def for_left(value, right, sums, at, count):
+    return add_products(sums, load_rows(right, at, count), value)
+
+
+def for_right(value, left, sums, at, count):
+    store_rows(sums, at, count, add_multiples(load_rows(sums, at, count), left, value))
+    return sums
+
+
+def make_part(total, before, factors, before_right, gradient, start, at, count, streamed, spoilt, other, sums):
     approximation = dot(factors, load_rows(before_right, start + at, count))
-    return (load(before, at, count) - approximation) + load(gradient, at, count)
-
-
-def project_part(total, before, factors, before_right, gradient, right, at, count, streamed, spoilt, sums):
-    value = renew(before, factors, before_right, gradient, 0, at, count)
+    value = (load(before, at, count) - approximation) + load(gradient, at, count)
     put(total, at, count, value, streamed)
-    return spoilt + vanished(value), add_products(sums, load_rows(right, at, count), value)
+    return spoilt + vanished(value), use(value, other, sums, at, count)
 
 
-def project_row(total, before, before_left, before_right, gradient, right, left, streamed, spoilt):
-    """Makes a row of M, and that of P = M Q.
+def make_row(total, before, before_left, before_right, gradient, start, reach, streamed, spoilt, other, sums):
+    """Makes some columns of a row of M, and uses them, by `use`, while they are in registers.
 
     Args:
-        total: the row of M.
-        before: that of the last step's M.
-        before_left: that of the last step's P.
+        total: these columns of the row of M.
+        before: those of the last step's M.
+        before_left: the row of the last step's P.
         before_right: all of the last step's Q, of shape (rank, columns).
-        gradient: the row that M is renewed by.
-        right: all of Q, of shape (rank, columns).
-        left: the row of P.
+        gradient: what M is renewed by, these columns of the row.
+        start: the first column.
+        reach: elements to ask for ahead.
         streamed: whether to write past the caches.
         spoilt: a vector of 0, or NaN where an element of M has been too large.
+        other: the factor that is used.
+        sums: what is added to.
 
     Returns:
-        `spoilt`.
+        `spoilt`, and the sums.
     """
-    factors, sums = spread(before_left), no_sums(left)
+    factors = spread(before_left)
     whole = total.size // LANES * LANES
     for at in range(0, whole, LANES):
-        prefetch(before, at + AHEAD)
-        prefetch(gradient, at + AHEAD)
-        spoilt, sums = project_part(
-            total, before, factors, before_right, gradient, right, at, LANES, streamed, spoilt, sums
+        prefetch(before, at + reach)
+        prefetch(gradient, at + reach)
+        spoilt, sums = make_part(
+            total, before, factors, before_right, gradient, start, at, LANES, streamed, spoilt, other, sums
         )
     if whole < total.size:
         rest = total.size - whole
-        spoilt, sums = project_part(
-            total, before, factors, before_right, gradient, right, whole, rest, False, spoilt, sums
+        spoilt, sums = make_part(
+            total, before, factors, before_right, gradient, start, whole, rest, False, spoilt, other, sums
         )
+    return spoilt, sums
+
+
+def project_row(total, before, before_left, before_right, gradient, right, left, streamed, spoilt):
+    """Makes a row of M, and that of P = M Q, of all of Q, of shape (rank, columns); see `make_row`."""
+    spoilt, sums = make_row_for_left(
+        total, before, before_left, before_right, gradient, 0, AHEAD, streamed, spoilt, right, no_sums(left)
+    )
     store_totals(left, sums)
     return spoilt
-
-
-def renew_part(total, before, factors, before_right, gradient, start, at, count, streamed, spoilt, own, sums):
-    value = renew(before, factors, before_right, gradient, start, at, count)
-    put(total, at, count, value, streamed)
-    store_rows(sums, at, count, add_multiples(load_rows(sums, at, count), own, value))
-    return spoilt + vanished(value)
 
 
 def renew_and_gather_row(
     total, before, before_left, before_right, gradient, left, sums, start, reach, streamed, spoilt
 ):
-    """Makes some columns of a row of M, from `start` on, and adds their products with the row of P to sums.
-
-    Args:
-        total: the part of the row of M.
-        before: that of the last step's M.
-        before_left: the row of the last step's P.
-        before_right: all of the last step's Q, of shape (rank, columns).
-        gradient: the part that M is renewed by.
-        left: the row of P.
-        sums: of these columns, of shape (rank, columns).
-        start: the first column.
-        reach: elements to ask for ahead.
-        streamed: whether to write past the caches.
-        spoilt: a vector of 0, or NaN where an element of M has been too large.
-
-    Returns:
-        `spoilt`.
-    """
-    factors, own = spread(before_left), spread(left)
-    whole = total.size // LANES * LANES
-    for at in range(0, whole, LANES):
-        prefetch(before, at + reach)
-        prefetch(gradient, at + reach)
-        spoilt = renew_part(
-            total, before, factors, before_right, gradient, start, at, LANES, streamed, spoilt, own, sums
-        )
-    if whole < total.size:
-        rest = total.size - whole
-        spoilt = renew_part(
-            total, before, factors, before_right, gradient, start, whole, rest, False, spoilt, own, sums
-        )
+    """Makes a part of a row of M, and adds its products with the row of P to sums of shape (rank, columns); see `make_row`."""
+    spoilt, _ = make_row_for_right(
+        total, before, before_left, before_right, gradient, start, reach, streamed, spoilt, spread(left), sums
+    )
     return spoilt
 
 
@@ -239,6 +219,10 @@ def row_rules(rank: int) -> dict[str, Any]:
     else:
         add(spread_any, load_rows_any, store_rows_any, dot_any, no_sums_any, suffix="_any")
         add(add_products_any, add_multiples_any, store_totals_any, suffix="_any")
-    add(vanished, put, renew, project_part, renew_part, gather_part)
+    add(vanished, put, for_left, for_right, gather_part)
+    for use in (for_left, for_right):
+        names["use"] = names[use.__name__]
+        add(make_part)
+        names[f"make_row_{use.__name__}"] = compile_template(make_row, names, inlined=True)
     add(project_row, renew_and_gather_row, gather_four, gather_one, approximate_row)
     return names
