@@ -9,7 +9,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from bagua_kernels.compression._numba_cpu_low_rank import Passes, Stack, any_rank, parts
+from bagua_kernels.compression._numba_cpu_low_rank import any_rank, parts
+from bagua_kernels.compression._numba_cpu_low_rank_passes import Passes, Stack
 from bagua_kernels.compression._numba_cpu_low_rank_rows import row_rules
 from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
 from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, TensorUpdate, Variant

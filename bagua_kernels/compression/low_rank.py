@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bagua_kernels.compression import _numba_cpu_low_rank
 from bagua_kernels.compression._numba_cpu_low_rank import KEEP_LEFT, KEEP_NOTHING, KEEP_RIGHT
+from bagua_kernels.compression._numba_cpu_low_rank_passes import Passes, suits
 from bagua_kernels.compression._numba_cpu_low_rank_update import update_tensors
 from bagua_kernels.compression.codec import fold_seed
 from bagua_kernels.compression.orthonormal import finite, gaussian, name_number, orthonormalize, power_of_two
@@ -104,8 +104,8 @@ class LowRankState:
         parts = zip(groups, *wholes, lefts[0], turned[0], lefts[1], *rights, turned[1], lefts[2], strict=True)
         self._stacks = [Stack(*part) for part in parts]
         # Passes over all stacks at once, where there are such.
-        suited = matrices and _numba_cpu_low_rank.suits(self._left)
-        self._passes = _numba_cpu_low_rank.Passes(self._memory()) if suited else None
+        suited = matrices and suits(self._left)
+        self._passes = Passes(self._memory()) if suited else None
         self._due = [False] * len(self._stacks)  # whether the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
@@ -198,7 +198,7 @@ class LowRankState:
         """The stacks whose tensors compiled passes can take."""
         if self._passes is None:
             return []
-        return [place for place, given in enumerate(tensors) if all(map(_numba_cpu_low_rank.suits, given))]
+        return [place for place, given in enumerate(tensors) if all(map(suits, given))]
 
     def _memory(self) -> list[Sequence[torch.Tensor]]:
         """The tensors of each stack, which have the order of the passes' table."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels.compression import _numba_cpu_low_rank, fold_seed
+from bagua_kernels.compression._numba_cpu_low_rank_passes import Passes
 from bagua_kernels.compression.low_rank import Stack
 from bagua_kernels.compression.orthonormal import (
     gaussian,
@@ -669,7 +670,7 @@ def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> Non
         left, right, turned = torch.zeros(1, rows, rank), torch.zeros(1, columns, rank), torch.zeros(1, rank, columns)
         others = (before_left.clone(), before_right.clone())
         stack = (total, before, *others, left, right, kept, kept, turned, torch.zeros(1, rows, rank))
-        passes = _numba_cpu_low_rank.Passes([stack])
+        passes = Passes([stack])
         assert passes.project([stack], [0], [[gradient[0]]]) == [[True]]
         results = [total.clone(), left.clone()]
         total.fill_(7)
@@ -687,8 +688,8 @@ def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> Non
 
 
 def test_stacks_have_the_order_of_the_table() -> None:
-    first, last = (_numba_cpu_low_rank._FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
-    assert [name.upper() for name in Stack._fields[1:]] == list(_numba_cpu_low_rank._FIELDS[first:last])
+    first, last = (_numba_cpu_low_rank.FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
+    assert [name.upper() for name in Stack._fields[1:]] == list(_numba_cpu_low_rank.FIELDS[first:last])
 
 
 def test_an_output_that_cannot_be_written_keeps_nothing() -> None:
