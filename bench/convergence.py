@@ -8,8 +8,8 @@ the exchange differs. Losses are those of the final parameters over the training
 float32 without compression.
 
 Bars: on digits, error feedback brings signs, the largest 0.1 %, rank 1 and DoubleSqueeze to within 8 % of the training loss of
-all-reduce, and without it they are a fifth or more above; on fashion, each algorithm as it is by default reaches the test
-accuracy of all-reduce to within half a point.
+all-reduce, and without it they are a fifth or more above; on fashion, each algorithm as it is by default, and what is near on
+digits, reaches the test accuracy of all-reduce to within half a point.
 
 Neither task has momentum in its optimizer: with it, error feedback by signs does not bear the learning rate of fashion, as the
 last row there shows. `DGC`, whose momentum is its own, is compared with all-reduce that has it in the optimizer.
@@ -120,6 +120,11 @@ ROWS = [
     ),
     Row("PowerSGD rank 1", algorithms.PowerSGD, bar="near"),
     Row("PowerSGD rank 1, in turn", algorithms.PowerSGD, {"rank": 1, "alternate": True}, bar="near"),
+    *(
+        Row(f"PowerSGD rank {rank}{sides}", algorithms.PowerSGD, {"rank": rank, "alternate": bool(sides)}, bar="near")
+        for rank in (2, 4)
+        for sides in ("", ", in turn")
+    ),
     Row("PowerSGD rank 1, no feedback", ForgetfulPowerSGD, {"rank": 1}, bar="worse", tasks=DIGITS),
     Row("ByteGrad", algorithms.ByteGrad),
     Row("QSGD", algorithms.QSGD),
@@ -246,7 +251,7 @@ def judge(task: Task, rows: list[dict[str, Any]]) -> None:
         elif task.name == "digits" and row.bar == "worse":
             # What has diverged to NaN is worse, too.
             one["bar"], one["met"] = f"loss ≥ {WORSE} x", not one["loss_ratio"] < WORSE
-        elif task.name == "fashion" and not row.options and row.bar != "none":
+        elif task.name == "fashion" and row.bar != "none" and (row.bar or not row.options):
             one["bar"], one["met"] = f"accuracy ≥ -{POINTS:.1%}", one["accuracy_difference"] >= -POINTS
 
 
