@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 Table = dict[str, dict[str, Any]]
+
+
+def has_exact_roots() -> bool:
+    """Whether torch rounds square roots correctly: those it takes from MKL are a unit away on some makers' processors."""
+    values = np.random.default_rng(0).random(1 << 12, np.float32)
+    return np.array_equal(torch.from_numpy(values).sqrt().numpy(), np.sqrt(values))
+
+
+# How much wider than a few roundings apart float32 may be from torch's.
+SLACK = 1.0 if has_exact_roots() else 4.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Case:
         values = [
             part for value in self.arguments.values() for part in (value if isinstance(value, tuple) else (value,))
         ]
-        return 8.0 if any(isinstance(value, torch.Tensor) for value in values) else 2.0
+        return SLACK * (8.0 if any(isinstance(value, torch.Tensor) for value in values) else 2.0)
 
     def options(self) -> dict[str, Any]:
         """Returns arguments of one's own, since a scheduler writes to a tensor; floats in tensors get the default dtype."""
