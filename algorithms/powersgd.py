@@ -22,8 +22,9 @@ from bagua_kernels.comm import ReduceOp
 from bagua_kernels.launchers.multitensor import TensorUpdate
 
 # Messages are a hundredth of the gradients, so that what a bucket costs is its two rounds of them, not the wire. Nothing hides
-# the last one: it is to be no larger than others, and not the only one.
-_LARGE_BUCKET_BYTES = 24 << 20
+# the last one: it is to be the smaller of two, unless gradients are many.
+_FIRST_SHARE = 0.7
+_LARGE_BUCKET_BYTES = 32 << 20
 _State = compression.LowRank | compression.AlternatingLowRank
 
 
@@ -76,8 +77,8 @@ class PowerSGD(Algorithm):
             seed: of the first right factors.
             scaler: as for `CompressedAllReduce`.
             only_if_faster: as for `CompressedAllReduce`.
-            bucket_bytes: as for `Algorithm`; by default half of the gradients, at most 24 MiB; or with
-                `only_if_faster`, which may give compression up, 10 MiB.
+            bucket_bytes: as for `Algorithm`; by default seven tenths of the gradients, at most 32 MiB; or
+                with `only_if_faster`, which may give compression up, 10 MiB.
             **arguments: as for `Algorithm`.
 
         Raises:
@@ -91,8 +92,9 @@ class PowerSGD(Algorithm):
         self._states: dict[int, _State] = {}
         self._trial = Trial() if only_if_faster else None
         if bucket_bytes is None:
-            half = math.ceil(sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) / 2)
-            bucket_bytes = BUCKET_BYTES if only_if_faster else min(max(half, 1), _LARGE_BUCKET_BYTES)
+            total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+            first = max(math.ceil(_FIRST_SHARE * total), 1)
+            bucket_bytes = BUCKET_BYTES if only_if_faster else min(first, _LARGE_BUCKET_BYTES)
         super().__init__(module, optimizer, bucket_bytes=bucket_bytes, **arguments)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:

@@ -205,10 +205,11 @@ def test_sizes_of_powersgd_buckets() -> None:
         assert algorithm._engine is not None
         return [len(bucket.views) for bucket in algorithm._engine.buckets]
 
-    # Layers of 16 KiB; of 4 MiB, where 24 MiB are all of them.
-    assert run_ranks(2, lambda c: sizes(c, 64)) == [[3, 3]] * 2
+    # Layers of 16 KiB; of 4 MiB; of 16 MiB, of which seven tenths are too much for one bucket.
+    assert run_ranks(2, lambda c: sizes(c, 64)) == [[5, 1]] * 2
     assert run_ranks(2, lambda c: sizes(c, 64, bucket_bytes=1)) == [[1] * 6] * 2
-    assert run_ranks(2, lambda c: sizes(c, 1024)) == [[3, 3]] * 2
+    assert run_ranks(2, lambda c: sizes(c, 1024)) == [[5, 1]] * 2
+    assert run_ranks(2, lambda c: sizes(c, 2048)) == [[2, 2, 2]] * 2
     assert run_ranks(2, lambda c: sizes(c, 1024, only_if_faster=True)) == [[1, 2, 3]] * 2
 
 
