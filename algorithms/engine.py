@@ -204,8 +204,10 @@ class Engine:
             )
         self._take(position)
         self._arrived[position] = None
-        self._missing[self.slots[position][0].index] -= 1
-        self._start_complete()
+        index = self.slots[position][0].index
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._start_complete()
 
     def unused(self) -> set[int]:
         """The positions of parameters for which no rank had a gradient in the pass whose exchanges have ended."""
