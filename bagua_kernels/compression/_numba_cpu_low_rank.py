@@ -30,6 +30,7 @@ ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(FIELDS))
 # Which averaged factors a step leaves to later ones.
 KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
 _LINE = 64  # bytes of a cache line
+_NEAR = 6 << 10  # bytes of sums that cost little to come back to; a part of the nearest cache
 IN_REGISTERS = (1, 2, 4)  # ranks that are compiled each by itself
 
 
@@ -103,9 +104,11 @@ def gather_some(place, begin, end):
     right = matrix(place[RIGHT], columns, rank)
     own = np.zeros((rank, end - begin), np.float32)
     sums = borrowed(own)
-    for i in range(0, rows - 3, 4):
+    # Sums are read and written anew for each row, or four; but memory is read fastest along one line.
+    fours = 0 if end - begin == columns and 4 * rank * columns <= NEAR else rows // 4 * 4
+    for i in range(0, fours, 4):
         gather_four(total[i : i + 4], begin, left[i : i + 4], sums)
-    for i in range(rows // 4 * 4, rows):
+    for i in range(fours, rows):
         gather_one(total[i], begin, left[i], sums)
     for j in range(begin, end):
         for k in range(rank):
@@ -230,7 +233,7 @@ def parts() -> dict[str, Any]:
     """The names that passes use, whatever the rank."""
     fields = {name: number for number, name in enumerate(FIELDS)}
     memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence}
-    sizes = {"LINE": _LINE, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
+    sizes = {"LINE": _LINE, "NEAR": _NEAR, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
     names: dict[str, Any] = {"np": np, "nothing": nothing, "total_of": total_of, **sizes, **fields, **memory}
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
     names["power_of_two"] = compile_template(power_of_two, {"np": np})

@@ -126,6 +126,7 @@ def gather_one(row, start, left, sums):
     own, columns = spread(left), sums.shape[1]
     for at in range(0, columns, LANES):
         count = min(LANES, columns - at)
+        prefetch(row, start + at + 2 * AHEAD)
         found = add_multiples(load_rows(sums, at, count), own, load(row, start + at, count))
         store_rows(sums, at, count, found)
 
