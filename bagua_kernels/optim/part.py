@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_kernels.bucket import dense_strides
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.compressed import PayloadStep
 from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
+from bagua_kernels.optim.layout import is_dense
 from bagua_kernels.optim.plan import Plan
 from bagua_kernels.optim.update import CannotFuseError
 
@@ -110,7 +110,7 @@ class Part:
     def _readable(self) -> bool:
         elementwise = type(self._optimizer)._launch is Fused._launch and self._optimizer._extras == Extras()
         # A decoded gradient has the parameter's dtype, so that of other ones rounding would differ.
-        return elementwise and all(p.dtype == torch.float32 and dense_strides(p) == p.stride() for p in self._params)
+        return elementwise and all(p.dtype == torch.float32 and is_dense(p) for p in self._params)
 
     def _forget_plan(self) -> None:
         """Takes back the states that were made for a step which is not taken: another plan is to know that it is the first."""
