@@ -220,7 +220,7 @@ class Algorithm(WrappedModule):
 
     def _agree(self, bucket: Bucket | Rows) -> int:
         lane = self.lane(bucket)
-        index = torch.tensor([bucket.index], device=lane.device)
+        index = torch.tensor([bucket.index], dtype=torch.int64, device=lane.device)
         lane.all_reduce(index, ReduceOp.MIN).wait()
         return int(index)
 

@@ -346,7 +346,7 @@ class Engine:
 
     def _write_flags(self) -> None:
         present = [float(p in self._present) for p in range(len(self.members))]
-        self.buckets[-1].flags.copy_(torch.tensor([*present, float(self._another_order())]))
+        self.buckets[-1].flags.copy_(torch.tensor([*present, float(self._another_order())], dtype=torch.float32))
 
     def _another_order(self) -> bool:
         if len(self._arrived) < len(self.members):

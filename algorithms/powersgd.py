@@ -180,7 +180,7 @@ class PowerSGD(Algorithm):
     def remembered(self, bucket: Bucket) -> dict[str, Named]:
         """Residuals without scale, factors, and how many steps they have seen; see `Algorithm.remembered`."""
         state, unit = self._state(bucket).state_dict(), self._units.of(bucket.index)
-        steps = {name: torch.tensor(float(state["step"])) for name in state["residuals"]}
+        steps = {name: torch.tensor(float(state["step"]), dtype=torch.float32) for name in state["residuals"]}
         residuals = {name: residual / unit for name, residual in state["residuals"].items()}
         lefts = {"left": state["lefts"]} if "lefts" in state else {}
         return {"residual": residuals, "right": state["rights"], **lefts, "compressed_steps": steps}

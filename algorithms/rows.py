@@ -36,7 +36,7 @@ class Rows:
         own = None if self.gradient is None else self.gradient.coalesce()
         width, device = self._shape[1:].numel(), self.whole.device
         # One more than the number of rows; 0 stands for no gradient at all.
-        mine = torch.tensor([0 if own is None else 1 + own._nnz()], device=device)
+        mine = torch.tensor([0 if own is None else 1 + own._nnz()], dtype=torch.int64, device=device)
         counts = mine.new_empty(communicator.size)
         communicator.all_gather(counts, mine).wait()
         told = counts.tolist()

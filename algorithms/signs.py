@@ -91,7 +91,7 @@ class SignSGD(CompressedAllReduce):
 
 def _to_signs(x: torch.Tensor) -> None:
     """Replaces each element by +1 or -1; what is not finite stays, for others to see."""
-    x.copy_(torch.where(x.isfinite(), torch.where(x < 0, -1.0, 1.0).to(x.dtype), x))
+    x.copy_(torch.where(x.isfinite(), torch.where(x < 0, x.new_tensor(-1.0), x.new_tensor(1.0)), x))
 
 
 @register

@@ -191,8 +191,8 @@ def _all_reduce(communicator: Communicator, size: int, budget: float) -> AllRedu
 
 def _work(communicator: Communicator, repeats: int) -> tuple[float, float]:
     """Times a matrix product and a copy of memory, on all ranks at once as in training."""
-    matrix = torch.ones(384, 384, device=communicator.device)
-    source = torch.ones(1 << 20, device=communicator.device)
+    matrix = torch.ones(384, 384, dtype=torch.float32, device=communicator.device)
+    source = torch.ones(1 << 20, dtype=torch.float32, device=communicator.device)
     target = torch.empty_like(source)
     seconds = []
     calls: tuple[Callable[[], Any], ...] = (lambda: matrix @ matrix, lambda: target.copy_(source))

@@ -122,7 +122,7 @@ class LocalCommunicator(Communicator):
         return self._meet(signature, brought, output, lambda parts: list(parts[src].chunk(len(parts))), sent)
 
     def _barrier(self) -> Work:
-        return self._meet(("barrier",), torch.empty(0), None, lambda parts: parts, 0)
+        return self._meet(("barrier",), torch.empty(0, dtype=torch.uint8), None, lambda parts: parts, 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         with self._world.changed:

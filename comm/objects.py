@@ -57,7 +57,7 @@ def scatter(communicator: Communicator, objs: Sequence[Any] | None, src: int) ->
             got = "None" if objs is None else f"{len(objs)} objects"
             raise ValueError(f"scatter_object on the source rank {src} expects {size} objects, one a rank, got {got}")
         packed = [_pack(obj, device) for obj in objs]
-        lengths.copy_(torch.tensor([data.numel() for data in packed]))
+        lengths.copy_(torch.tensor([data.numel() for data in packed], dtype=torch.int64))
     communicator.broadcast(lengths, src).wait()
     width = int(lengths.max().item())
     mine = torch.empty(width, dtype=torch.uint8, device=device)

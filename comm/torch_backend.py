@@ -261,7 +261,9 @@ class TorchCommunicator(Communicator):
     def _barrier(self) -> Work:
         if self.device.type == "cuda":
             return self._start(
-                "barrier", lambda: self._group.backend.allreduce([torch.zeros(1, device=self.device)]), 0
+                "barrier",
+                lambda: self._group.backend.allreduce([torch.zeros(1, dtype=torch.float32, device=self.device)]),
+                0,
             )
         return self._start("barrier", lambda: self._group.backend.barrier(), 0)
 

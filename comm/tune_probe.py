@@ -155,7 +155,9 @@ def measure(cases: Sequence[Case], seconds: float, device: torch.device) -> tupl
     Returns:
         What was timed, and the seconds.
     """
-    memory = torch.zeros(max(case.nbytes * case.in_flight for case in cases) // 4 or 1, device=device)
+    memory = torch.zeros(
+        max(case.nbytes * case.in_flight for case in cases) // 4 or 1, dtype=torch.float32, device=device
+    )
     started = time.perf_counter()
     done: list[Case] = []
     found: list[float] = []

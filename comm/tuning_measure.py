@@ -140,9 +140,9 @@ def _sizes(
 
 def _call(communicator: StripedCommunicator, operation: str, nbytes: int, tuning: Tuning) -> Callable[[], None]:
     n, size = max(1, nbytes // 4), communicator.size
-    few = torch.zeros(n)
-    many = few if operation in ("all_reduce", "broadcast") else torch.zeros(n * size)
-    other = torch.zeros(n * size) if operation == "all_to_all" else few
+    few = torch.zeros(n, dtype=torch.float32)
+    many = few if operation in ("all_reduce", "broadcast") else torch.zeros(n * size, dtype=torch.float32)
+    other = torch.zeros(n * size, dtype=torch.float32) if operation == "all_to_all" else few
 
     def call() -> None:
         communicator.retune(tuning)

@@ -216,7 +216,7 @@ def _times(
     # Sparsifiers take longer on some vectors than on others; these are random, and not yet averaged.
     # A generator of their own leaves the caller's random numbers as they were.
     generator = torch.Generator(communicator.device).manual_seed(communicator.rank)
-    source = torch.randn(n, device=communicator.device, generator=generator).to(dtype)
+    source = torch.randn(n, dtype=torch.float32, device=communicator.device, generator=generator).to(dtype)
     x = torch.empty_like(source)
     both = make(n, sys.maxsize), make(n, 0)
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -85,7 +85,7 @@ class CompressedReduceScatter:
         communicator, rank = self.communicator, self.communicator.rank
         check_vector("x", x, self.n, self.dtype, communicator)
         if out is None:
-            out = torch.empty(length(self.shard), device=x.device)
+            out = torch.empty(length(self.shard), dtype=torch.float32, device=x.device)
         check_configuration(self.codec, out.dtype)
         check_vector("out", out, length(self.shard), out.dtype, communicator)
         number = check_seed(self.codec, seed, communicator.size == 1)

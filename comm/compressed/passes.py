@@ -123,7 +123,7 @@ class Gather:
         self._messages = Messages(communicator, slots, exact, dtype)
         own = [(layout.number(p, communicator.rank), length(layout.part(p, communicator.rank))) for p in pieces]
         self.residuals = Residuals(codec, own, device) if residual else None
-        self._mean = torch.empty(0, device=device)
+        self._mean = torch.empty(0, dtype=torch.float32, device=device)
 
     def start_reduced(self, piece: int, payloads: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
         """Encodes the mean of everyone's payloads of a piece of this rank's chunk, and starts sending it.
@@ -142,7 +142,7 @@ class Gather:
         elif elements and self.residuals is not None:
             # With a residual the mean is needed as numbers before it is encoded. Only here: `start` has it from the caller.
             if not self._mean.numel():
-                self._mean = torch.empty(self._layout.piece, device=payloads.device)
+                self._mean = torch.empty(self._layout.piece, dtype=torch.float32, device=payloads.device)
             mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
             self.residuals.encode(number, mean, seed=own, out=out)
         self._messages.start(piece, exact)

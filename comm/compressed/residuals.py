@@ -34,7 +34,7 @@ class Residuals:
 
     def reset(self) -> None:
         """Sets all to zero."""
-        self.load(torch.zeros(self.numel))
+        self.load(torch.zeros(self.numel, dtype=torch.float32))
 
     def encode(self, number: int, x: torch.Tensor, *, seed: int, out: torch.Tensor) -> None:
         """Encodes a part and its residual into `out`, and keeps what that lacks; errors as in `Codec.encode`."""
@@ -43,7 +43,7 @@ class Residuals:
     def scale(self, factor: float) -> None:
         """Multiplies all elements."""
         for name, length in self._parts:
-            self._feedback.residual(name, torch.empty(length, device=self._device)).mul_(factor)
+            self._feedback.residual(name, torch.empty(length, dtype=torch.float32, device=self._device)).mul_(factor)
 
     def add(self, start: int, x: torch.Tensor) -> None:
         """Adds a vector to the elements from a place on."""
@@ -62,7 +62,9 @@ class Residuals:
     def state(self) -> torch.Tensor:
         """A copy, shape (n,), float32, in the order of the vector's elements."""
         named = self._feedback.state_dict()["residuals"]
-        return torch.cat([torch.empty(0, device=self._device), *(named[name] for name, _ in self._parts)])
+        return torch.cat(
+            [torch.empty(0, dtype=torch.float32, device=self._device), *(named[name] for name, _ in self._parts)]
+        )
 
     def check(self, state: torch.Tensor) -> None:
         """Raises what `load` would, and takes nothing."""
