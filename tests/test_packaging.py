@@ -1,0 +1,51 @@
+"""The repository as people get it: cloned, and as the zip archive that hosting sites offer."""
+
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """A zip archive of the repository, unpacked as pip does: links become text files."""
+    if not (ROOT / ".git").exists():
+        pytest.skip(f"{ROOT} is not a git checkout, so that there is nothing to make an archive of")
+    packed = subprocess.run(["git", "archive", "--format=zip", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as file:
+        file.extractall(tmp_path / "archive")
+    return tmp_path / "archive"
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_wheel_of_a_zip_archive_holds_all_floors(archive: Path, tmp_path: Path) -> None:
+    assert (archive / "bagua_kernels/comm").is_file(), "the links have survived, so that this tests nothing"
+    result = build(archive, tmp_path / "wheels")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"{'' if folder == 'bagua_kernels' else 'bagua_kernels/'}{file.relative_to(archive).as_posix()}"
+        for folder in ("bagua_kernels", "comm", "algorithms")
+        for file in (archive / folder).rglob("*.py")
+        if not file.relative_to(archive / folder).parts[0] in ("comm", "algorithms")
+    }
+    assert expected
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "bagua_kernels/py.typed" in names
+
+
+def test_build_refuses_sources_without_a_floor(archive: Path, tmp_path: Path) -> None:
+    (archive / "comm").rename(archive / "elsewhere")
+    result = build(archive, tmp_path / "wheels")
+    assert result.returncode != 0
+    assert "the sources are incomplete" in result.stdout + result.stderr
