@@ -166,6 +166,9 @@ NODE: Knob[str] = Knob(
     str,
     "Any name of the node on which a process runs, above what torchrun and the host say; set it on all ranks or on none.",
 )
+RANK: Knob[int | None] = Knob(
+    "RANK", None, _count, "torchrun's variable: the number of a process; of all only rank 0 announces that it compiles."
+)
 GROUP_RANK: Knob[int | None] = Knob(
     "GROUP_RANK", None, _count, "torchrun's variable: the number of the node on which a process runs."
 )
@@ -188,6 +191,7 @@ ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], 
     MASTER_ADDR,
     GLOO_SOCKET_IFNAME,
     NODE,
+    RANK,
     GROUP_RANK,
     NODE_RANK,
     LOCAL_WORLD_SIZE,

@@ -37,7 +37,7 @@ def test_wheel_of_a_zip_archive_holds_all_floors(archive: Path, tmp_path: Path) 
         f"{'' if folder == 'bagua_kernels' else 'bagua_kernels/'}{file.relative_to(archive).as_posix()}"
         for folder in ("bagua_kernels", "comm", "algorithms")
         for file in (archive / folder).rglob("*.py")
-        if not file.relative_to(archive / folder).parts[0] in ("comm", "algorithms")
+        if file.relative_to(archive / folder).parts[0] not in ("comm", "algorithms")
     }
     assert expected
     assert {name for name in names if name.endswith(".py")} == expected

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import extending, types
 
-from bagua_kernels.jit import _numba_cpu_intrinsics, _numba_cpu_vectors, scalar
+from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_vectors, scalar
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 
@@ -87,14 +87,15 @@ def compile_template(
         template, names, suffix="_" + digest(template, described, literal, fastmath, inlined, VOCABULARY)
     )
     options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil, "forceinline": inlined}
+    kernel = numba.njit(function, **options)
     try:
-        return numba.njit(function, cache=True, **options)
+        _numba_cpu_cache.keep_on_disk(kernel)
     except RuntimeError as error:
         # Neither the package's folder nor the user's cache can be written, as in some containers.
         logger.warning(
             "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a writable folder): %s", error
         )
-        return numba.njit(function, **options)
+    return kernel
 
 
 def first_parallel_region():

@@ -1,0 +1,75 @@
+"""What compiling costs in this process: seconds of it, and one line that says what training waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from bagua_kernels import knobs
+
+logger = logging.getLogger(__name__)
+
+_AFTER = 1.0  # seconds of compilation after which it is announced
+
+
+class _Clock:
+    """Seconds during which at least one kernel was being compiled, or another process's compilation was waited for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.begun = 0.0
+        self.total = 0.0
+        self.announced = False
+        self.timer: threading.Timer | None = None
+
+    def seconds(self) -> float:
+        with self.lock:
+            return self.total + (time.perf_counter() - self.begun if self.depth else 0.0)
+
+
+_clock = _Clock()
+
+
+def seconds() -> float:
+    """Seconds that this process has spent on compiling kernels for the CPU, or on waiting for another process's."""
+    return _clock.seconds()
+
+
+def begin(folder: str) -> None:
+    """Starts the clock; a kernel may be compiled while another one is."""
+    with _clock.lock:
+        _clock.depth += 1
+        if _clock.depth > 1:
+            return
+        _clock.begun = time.perf_counter()
+        # Of all ranks one speaks; a process without a launcher is one by itself.
+        if not _clock.announced and not knobs.RANK.get():
+            _clock.timer = threading.Timer(max(0.0, _AFTER - _clock.total), _announce, (folder,))
+            _clock.timer.daemon = True
+            _clock.timer.start()
+
+
+def end() -> None:
+    """Stops the clock."""
+    with _clock.lock:
+        _clock.depth -= 1
+        if _clock.depth:
+            return
+        _clock.total += time.perf_counter() - _clock.begun
+        if _clock.timer is not None:
+            _clock.timer.cancel()
+            _clock.timer = None
+
+
+def _announce(folder: str) -> None:
+    with _clock.lock:
+        if _clock.announced or not _clock.depth:
+            return
+        _clock.announced = True
+    logger.warning(
+        "compiling kernels for this processor, which takes some seconds at the first use only: they are kept in %s "
+        "(NUMBA_CACHE_DIR names another folder, `python -m bagua_kernels.warmup` compiles them ahead of time)",
+        folder,
+    )
