@@ -14,7 +14,8 @@ class Counters:
 
     Attributes:
         steps: backward passes whose gradients were exchanged.
-        wait_seconds: time that backward passes at their end, or forward passes, had to wait for exchanges.
+        wait_seconds: time that backward passes at their end, or forward passes, had to wait for exchanges; without the
+            compilation of kernels.
         exchange_seconds: time any communication thread was busy.
     """
 

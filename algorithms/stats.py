@@ -15,7 +15,8 @@ class Stats:
     Attributes:
         steps: backward passes whose gradients were exchanged; a rank alone exchanges none.
         bytes_sent: bytes put on the wire for gradients and buffers.
-        wait_seconds: time that training waited for communication at the end of backward passes.
+        wait_seconds: time that training waited for communication at the end of backward passes; the compilation of kernels
+            is left out.
         exchange_seconds: time that a communication thread was busy, most of it beside backward.
         residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
         errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.

@@ -175,3 +175,14 @@ def test_rank_0_says_that_it_compiles(
     said = [record.getMessage() for record in caplog.records if "compiling kernels" in record.getMessage()]
     assert len(said) == lines
     assert all(str(folder) in line for line in said)
+
+
+def test_clock_stands_still_while_kernels_are_compiled() -> None:
+    before = compiling.clock()
+    compiling.begin("folder")
+    first = compiling.clock()
+    compiling.begin("folder")  # a kernel that the first one calls
+    compiling.end()
+    assert compiling.clock() == first
+    compiling.end()
+    assert before <= first <= compiling.clock()
