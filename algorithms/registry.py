@@ -30,6 +30,17 @@ def names() -> list[str]:
     return sorted(_algorithms)
 
 
+def named(name: str) -> type[Algorithm]:
+    """The class that `from_spec` knows by a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _algorithms:
+        raise ValueError(f"there is no algorithm {name!r}; known are {', '.join(names())}")
+    return _algorithms[name]
+
+
 def from_spec(
     spec: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
 ) -> Algorithm:
@@ -46,10 +57,9 @@ def from_spec(
     """
     name, parsed = parse_spec(spec)
     options: dict[str, Any] = {**parsed, **arguments}
-    if name not in _algorithms:
-        raise ValueError(f"there is no algorithm {name!r} in {spec!r}; known are {', '.join(names())}")
+    kind = named(name)
     try:
-        return _algorithms[name](module, optimizer, **options)
+        return kind(module, optimizer, **options)
     except TypeError as error:
         if "argument" not in str(error):
             raise
