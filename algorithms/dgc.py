@@ -10,7 +10,7 @@ import torch
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.vectors import Named, gather, scatter
+from bagua_kernels.algorithms.vectors import Named, euclidean_norm, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.compression import Codec
 
@@ -90,7 +90,7 @@ class DGC(CompressedAllReduce):
         if self.clip is not None:
             most = self.clip * self._units.of(bucket.index) / self._communicator.size**0.5
             for view in bucket.views:
-                view.mul_((most / view.float().norm()).clamp(max=1.0))
+                view.mul_((most / euclidean_norm(view)).clamp(max=1.0))
         velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
         self._move(velocity[:n], bucket.flat)
         before = None if codec is None or not self.masking else self._residual(bucket, codec) + bucket.flat
@@ -104,10 +104,10 @@ class DGC(CompressedAllReduce):
     def _move(self, u: torch.Tensor, g: torch.Tensor) -> None:
         """Momentum correction: updates the velocity, and replaces the gradient by what it moves parameters by."""
         # What is not finite goes to everyone and is not kept: it would stay in the velocity for ever.
-        finite = g.isfinite()
         moved = (u + g).mul_(self.momentum) if self.nesterov else (u * self.momentum).add_(g)
+        finite = moved.isfinite()
+        g.copy_(torch.where(finite, moved + g, moved) if self.nesterov else moved)
         torch.where(finite, moved, u, out=u)
-        g.copy_(torch.where(finite, u + g if self.nesterov else u, g))
 
     def _residual(self, bucket: Bucket, codec: Codec) -> torch.Tensor:
         residual = self._all_reduce(bucket, codec).residuals()["worker"]

@@ -9,6 +9,7 @@ import torch
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed import CompressedAllReduce
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.vectors import euclidean_norm
 from bagua_kernels.bucket import Bucket
 
 
@@ -97,7 +98,7 @@ class TernGrad(CompressedAllReduce):
         if self.clip is not None and self.codec_at(bucket, step) is not None:
             for slot, view in enumerate(bucket.views):
                 if view.numel() and bucket.compressed(slot):
-                    most = self.clip * view.float().square().mean().sqrt()
+                    most = (self.clip / view.numel() ** 0.5 * euclidean_norm(view)).to(view.dtype)
                     # What is not finite stays so, for others to see.
                     view.copy_(torch.where(most.isfinite(), view.clamp(-most, most), view))
         super().exchange(bucket, step)

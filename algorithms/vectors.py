@@ -54,6 +54,26 @@ def _shares(bucket: Bucket) -> Iterator[tuple[str, slice]]:
         yield name + _GAP, slice(span.stop, span.stop + gap.numel())
 
 
+def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm of a tensor of one element or more, a float64 scalar; not finite if an element is not.
+
+    Squares are taken in units of the power of two above the greatest magnitude: those of large and of small gradients leave
+    the range of float32, while the units of k x are k times those of x for any power of two k.
+    """
+    x = x.detach()
+    if x.device.type == "cpu":
+        # There a number is at hand, and most gradients need no units: their norm has the same bits without.
+        norm = torch.linalg.vector_norm(x, dtype=torch.float32)
+        if 2.0**-40 < float(norm) < 2.0**60:
+            return norm.double()
+    low, high = torch.aminmax(x)
+    _, exponent = torch.frexp(torch.maximum(low.abs(), high.abs()).float())
+    # The power and its inverse are both to be normal numbers.
+    unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent.clamp(-125, 126))
+    scaled = x.float() * unit.reciprocal().float()
+    return torch.linalg.vector_norm(scaled, dtype=torch.float32).double() * unit
+
+
 def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch.Tensor]]:
     """The mean of what several ranks remember, by keys and names; one rank's own is returned bit for bit."""
     if len(several) == 1:

@@ -75,10 +75,11 @@ class Elements:
 
     def summable(self, payload: torch.Tensor) -> torch.Tensor:
         """The payload as numbers, which the network may add in place; pads are zeros."""
-        return payload.view(self.stored)
+        # A row of no bytes begins at its own number of bytes, which another dtype's elements may not.
+        return payload.view(self.stored) if payload.numel() else payload.new_empty(0, dtype=self.stored)
 
     def _elements(self, payload: torch.Tensor, n: int) -> torch.Tensor:
-        return payload.view(self.stored)[:n]
+        return self.summable(payload)[:n]
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class ErrorFeedback:
         payload = self.codec.encode((total * self.factor).float(), seed=seed, out=out)
         sent = self.codec.decode(payload, torch.empty_like(x, dtype=torch.float32))
         lacking = total - sent
-        torch.where(lacking.isfinite(), lacking, residual, out=residual)
+        torch.where(lacking.isfinite(), lacking, residual.nan_to_num(0.0, 0.0, 0.0), out=residual)
         return payload
 
     def norm(self) -> torch.Tensor:

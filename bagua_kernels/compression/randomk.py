@@ -33,6 +33,8 @@ class RandomK(SparseCodec):
     and may be summed by the network; `reduce` with that seed loses nothing but rounding, though it scales unbiased values once
     more. See `docs/wire-format-sparse.md`.
 
+    A vector with inf or NaN at any place, drawn or not, decodes to NaN throughout, so that ranks see it whatever the seed draws.
+
     Attributes:
         ratio: kept part of the elements, above 0 and at most 1.
         unbiased: scale the values by n/k.
@@ -81,9 +83,7 @@ class RandomK(SparseCodec):
         """
         if not isinstance(self._codec, Elements):
             raise ValueError(f"payloads with values={self.values!r} cannot be summed; use decode_sum")
-        if payload.numel() == 0:
-            return payload.view(self._codec.stored)
-        if payload.numel() < 16:
+        if 0 < payload.numel() < 16:
             raise ValueError(f"a payload begins with a header of 16 bytes, got {payload.numel()} bytes")
         return self._codec.summable(payload[16:])
 
@@ -109,11 +109,13 @@ class RandomK(SparseCodec):
     def encode_feedback(
         self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Encodes a = x + residual, and makes what the payload lacks of it the new residual, 0 where that is not finite.
+        """Encodes a = x + residual, and makes what the payload lacks of it the new residual.
+
+        Where that is not finite the residual stays as it was, as all of it does if an element of a is not finite.
 
         Args:
             x: shape (n,), float32, float16 or bfloat16.
-            residual: shape (n,), float32; a - C(a) afterwards.
+            residual: shape (n,), float32; a - C(a) afterwards. What was not finite before is 0 afterwards.
             seed: as in `encode`.
             out: as in `encode`.
 
@@ -125,20 +127,26 @@ class RandomK(SparseCodec):
         if out is not None:
             check_bytes("out", out, (layout.size,), x.device, f"n={layout.n}")
         checked_seed(seed)
-        out, positions = self._encode(residual.add_(x), seed, out)
+        total = residual + x
+        out, positions, finite = self._encode(total, seed, out)
         if layout.n:
             decoded = self._codec.decode(out[16:], residual.new_empty(layout.capacity))
-            lost = residual.index_select(0, positions).sub_(decoded)
-            residual.index_copy_(0, positions, lost)
-            residual.masked_fill_(~residual.isfinite(), 0)
+            lacking = total.index_select(0, positions).sub_(decoded)
+            # A codec of values may have made infinities of great ones.
+            total.index_copy_(0, positions, lacking.where(lacking.isfinite(), residual.index_select(0, positions)))
+            _take(residual, total, finite)
         return out
 
-    def _encode(self, x: torch.Tensor, seed: int, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode(
+        self, x: torch.Tensor, seed: int, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The payload, the positions that were drawn, and whether all of `x` is finite, a scalar."""
         layout = self._layout(x.numel())
         if out is None:
             out = torch.empty(layout.size, dtype=torch.uint8, device=x.device)
         check_bytes("out", out, (layout.size,), x.device, f"n={layout.n}")
         positions = permuted(layout.n, layout.capacity, seed, x.device)
+        finite = torch.ones((), dtype=torch.bool, device=x.device)
         if layout.n:
             header, _, _, encoded = layout.parts(out)
             header[0] = layout.capacity
@@ -146,8 +154,10 @@ class RandomK(SparseCodec):
             values = x.index_select(0, positions).float()
             if self.unbiased:
                 values = values * float(np.float32(layout.n / layout.capacity))
+            finite = _all_finite(x)
+            values[:1] = values[:1].where(finite, torch.nan)
             self._codec.encode(values, seed=seed, out=encoded)
-        return out, positions
+        return out, positions, finite
 
     @torch.no_grad()
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -164,7 +174,8 @@ class RandomK(SparseCodec):
         check_bytes("payload", payload, (layout.size,), out.device, f"n={layout.n}")
         if layout.n:
             positions, values = self._entries(payload, layout, out.dtype)
-            out.zero_().index_copy_(0, positions, values)
+            rest = _rest(values)
+            out.copy_(rest.expand_as(out)).index_copy_(0, positions, values.where(rest == 0, rest))
         return out
 
     @torch.no_grad()
@@ -179,9 +190,13 @@ class RandomK(SparseCodec):
         check_bytes("payloads", payloads, (-1, layout.size), out.device, f"n={layout.n}")
         if layout.n == 0:
             return out
-        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
-        for payload in payloads:
-            positions, values = self._entries(payload, layout, torch.float32)
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        entries = [self._entries(payload, layout, torch.float32) for payload in payloads]
+        rest = total.new_zeros(())
+        for _, values in entries:
+            rest = rest + _rest(values)
+        total.copy_(rest.expand_as(total))
+        for positions, values in entries:
             total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
         total.mul_(scale)
         return out if total is out else out.copy_(total)
@@ -194,6 +209,27 @@ class RandomK(SparseCodec):
         positions = permuted(layout.n, layout.capacity, seed & MASK, payload.device)
         values = torch.empty(layout.capacity, dtype=dtype, device=payload.device)
         return positions, self._codec.decode(encoded, values)
+
+
+def _all_finite(x: torch.Tensor) -> torch.Tensor:
+    """Whether all elements are finite, a scalar tensor: one pass without memory in between."""
+    return torch.linalg.vector_norm(x.detach(), torch.inf).isfinite()
+
+
+def _rest(values: torch.Tensor) -> torch.Tensor:
+    """What the elements decode to that were not drawn, a scalar tensor: 0, or NaN if the first value is."""
+    return torch.zeros_like(values[0]).where(~values[0].isnan(), torch.nan)
+
+
+def _take(residual: torch.Tensor, new: torch.Tensor, finite: torch.Tensor) -> None:
+    """Overwrites a residual if all was finite; otherwise it stays, but for what is not finite itself."""
+    if residual.is_cuda:
+        # Without waiting for what was found.
+        torch.where(finite, new, residual.nan_to_num(0.0, 0.0, 0.0), out=residual)
+    elif finite:
+        residual.copy_(new)
+    else:
+        residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
 register("randomk", RandomK)

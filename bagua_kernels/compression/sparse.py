@@ -301,7 +301,10 @@ class Largest(SparseCodec):
     def encode_feedback(
         self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Encodes a = x + residual, and makes what the payload lacks of it the new residual, 0 where that is not finite.
+        """Encodes a = x + residual, and makes what the payload lacks of it the new residual.
+
+        What is not finite is not kept: the residual is 0 there. A finite value that decodes to NaN, since its codec's block holds
+        another that is not finite, is kept whole.
 
         Args:
             x: shape (n,), float32, float16 or bfloat16.
@@ -340,8 +343,8 @@ class Largest(SparseCodec):
             self.values.encode(values, seed=seed, out=encoded)
         if residual is not None:
             values = values[: layout.capacity]
-            lost = values - self.values.decode(encoded, torch.empty_like(values))
-            lost.masked_fill_(~lost.isfinite(), 0)
+            decoded = self.values.decode(encoded, torch.empty_like(values))
+            lost = torch.where(decoded.isnan(), values, values - decoded).nan_to_num_(0.0, 0.0, 0.0)
             place(ends[: layout.chunks], offsets[: layout.capacity], lost, residual)
             if chosen.threshold >= INFINITE:
                 residual.masked_fill_(~residual.isfinite(), 0)

@@ -143,6 +143,8 @@ class TernGrad(BlockCodec):
         if not self.shared:
             raise ValueError("codes with scales of their own cannot be added; use TernGrad(shared=True)")
         size = payload.numel()
+        if not size:
+            return payload.view(torch.int8)
         # payload_size grows with n and the codes are its tail, so that their number follows from the size.
         n = max(size - 16 - size * 4 // (self.block + 4), 0)
         while self.payload_size(n) < size:

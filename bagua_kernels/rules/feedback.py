@@ -12,6 +12,10 @@ def compensated(x, residual):
 
 
 def remainder(total, decoded, residual):
-    """What the payload lacks; the old residual where that is not finite, so that one bad step does not spoil all later ones."""
+    """What the payload lacks; the old residual where that is not finite, so that one bad step does not spoil all later ones.
+
+    0 where neither is: a residual that has become infinite would spoil all steps.
+    """
     lacking = total - decoded
-    return tl.where((float_bits(lacking) & 0x7FFFFFFF) < 0x7F800000, lacking, residual)
+    kept = tl.where((float_bits(residual) & 0x7FFFFFFF) < 0x7F800000, residual, 0.0)
+    return tl.where((float_bits(lacking) & 0x7FFFFFFF) < 0x7F800000, lacking, kept)

@@ -89,6 +89,7 @@ def test_feedback(target: Target, case: Case) -> None:
     x = make("gaussian", n, 1e-3, 1)
     x[7] = np.nan
     residual = make("gaussian", n, 1e-4, 2)
+    residual[n - 1] = np.inf
     left = torch.from_numpy(residual.copy()).to(target.device)
     payload = case.codec.encode_feedback(torch.from_numpy(x).to(target.device), left, factor=factor, seed=SEED)
     expected, kept = oracle.feedback(case.spec, x, residual, factor, SEED)

@@ -21,7 +21,7 @@ from bagua_kernels.compression import (
     TernGrad,
     from_spec,
 )
-from bagua_kernels.compression.codec import names
+from bagua_kernels.compression.codec import Summable, names
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.optimizers import ADAM, SGD
 from tests.cases import DTYPES, LENGTHS, mixed_bucket
@@ -275,3 +275,29 @@ def test_decode_and_apply_checks_its_arguments() -> None:
         codec.decode_apply(payloads, SGD, state, (0.1,))
     with pytest.raises(ValueError, match="payloads must have shape"):
         codec.decode_apply(payloads[0], SGD, state, (0.1, 0.9, 1.0, 0.0, 0.0))
+
+
+EVERY = [
+    *names(),
+    *("cast:dtype=float16", "terngrad:shared=true", "sign:two_means=true", "qsgd:norm=l2", "fp8:format=e5m2"),
+    *("randomk:unbiased=true", "randomk:values=cast", "topk:values=absmax_int8", "threshold_topk:values=identity"),
+]
+
+
+@pytest.mark.parametrize("spec", EVERY)
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+def test_vectors_of_no_elements(target: Target, spec: str, ranks: int) -> None:
+    codec, empty = from_spec(spec), torch.empty(0, device=target.device)
+    alone = codec.encode(empty, seed=1)
+    assert alone.shape == (0,)
+    payloads = torch.stack([alone] * ranks) if ranks else alone.view(0, 0)
+    for dtype in DTYPES:
+        out = empty.to(dtype)
+        assert codec.decode_sum(payloads, out, 1 / 3) is out
+        for payload in payloads:
+            assert codec.decode(payload, out) is out
+    assert codec.reduce(payloads, 0, scale=1 / 3, seed=1).shape == (0,)
+    if codec.linear:
+        assert isinstance(codec, Summable)
+        for payload in payloads:
+            assert codec.summable(payload).numel() == 0

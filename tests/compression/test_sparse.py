@@ -130,6 +130,23 @@ def test_randomk_keeps_what_the_seed_says(target: Target, n: int, unbiased: bool
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_randomk_marks_what_is_not_finite(target: Target) -> None:
+    """By value 0, which then is one NaN, whatever the element was; other values are as they are."""
+    n = 60
+    x = make("gaussian", n, 1.0, 0)
+    index = oracle.permutation(n, 6, SEED)
+    for place in (index[0], index[3], min(set(range(n)) - set(index))):
+        for bad in (np.inf, -np.inf, np.nan):
+            x[place] = bad
+            values = x[index].view(np.uint32).copy()
+            values[0] = 0x7FC00000
+            plain = np.concatenate([oracle.part(np.array([6, SEED], "<u8")), oracle.part(values)])
+            payload = RandomK(0.1).encode(torch.from_numpy(x).to(target.device), seed=SEED)
+            assert np.array_equal(payload.cpu().numpy(), plain)
+            assert decoded(RandomK(0.1), payload, n).isnan().all()
+        x[place] = 1.0
+
+
 @pytest.mark.parametrize("values", ["identity", "cast:dtype=float16"])
 def test_randomk_is_linear(target: Target, values: str) -> None:
     codec = RandomK(0.2, values=values)
@@ -179,11 +196,12 @@ def test_feedback_is_the_unfused_sequence(target: Target, dtype: torch.dtype, co
     n = 65 if EMULATED else 70_001
     x = torch.from_numpy(make("heavy", n, 1.0, 0)).to(dtype).to(target.device)
     residual = torch.from_numpy(make("gaussian", n, 1.0, 1)).to(target.device)
-    total = residual + x.float()
+    before, total = residual.clone(), residual + x.float()
     payload = codec.encode_feedback(x, residual, seed=SEED)
     assert torch.equal(payload, codec.encode(total, seed=SEED))
     lost = total - decoded(codec, payload, n)
-    assert torch.equal(residual, torch.where(lost.isfinite(), lost, 0.0))
+    old = before if isinstance(codec, RandomK) else torch.zeros_like(before)
+    assert torch.equal(residual, torch.where(lost.isfinite(), lost, old))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -193,8 +211,57 @@ def test_feedback_keeps_nothing_that_is_not_finite(target: Target, codec: Any, m
     x[3 :: 2 if many else 77] = float("inf")
     residual = torch.full((200,), 0.5, device=target.device)
     codec.encode_feedback(x, residual, seed=1)
-    assert residual.isfinite().all()
-    assert (residual[x.isinf()] == 0).all()
+    if isinstance(codec, RandomK):
+        assert (residual == 0.5).all()
+    else:
+        assert residual.isfinite().all()
+        assert (residual[x.isinf()] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "codec", [*CODECS, RandomK(0.05, unbiased=True), RandomK(0.05, values="absmax_int8")], ids=repr
+)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", ["vector", "residual"])
+def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, bad: float, where: str) -> None:
+    """At the element itself, whether the seed draws it or not; others' residuals stay, and its own is finite."""
+    n = 60
+    for place in range(0, n, 20 if EMULATED else 1):
+        x, residual = (torch.from_numpy(make("gaussian", n, 1.0, i)).to(target.device) for i in (1, 2))
+        (x if where == "vector" else residual)[place] = bad
+        total, before = residual + x, residual.clone()
+        payloads = [codec.encode(total, seed=place)]
+        if not codec.shared_seed or isinstance(codec.bias, Contractive):
+            payloads.append(codec.encode_feedback(x, residual, seed=place))
+            assert residual.isfinite().all()
+            others = torch.arange(n, device=target.device) != place
+            if isinstance(codec, RandomK):
+                assert torch.equal(residual[others], before[others])
+                assert float(residual[place]) == (0 if where == "residual" else before[place])
+        for payload in payloads:
+            good = codec.encode(torch.ones_like(x), seed=place)
+            assert not decoded(codec, payload, n)[place].isfinite()
+            for both in (torch.stack([payload, good]), torch.stack([good, payload])):
+                for scale in (0.5, 0.0):
+                    mean = codec.decode_sum(both, torch.empty(n, device=target.device), scale)
+                    assert not mean[place].isfinite()
+            if codec.linear:
+                codec.summable(good).add_(codec.summable(payload))
+                assert not decoded(codec, good, n)[place].isfinite()
+
+
+@pytest.mark.parametrize(
+    "codec", [TopK(0.5, "absmax_int8:block=32"), ThresholdTopK(0.5, values="absmax_int8:block=32")], ids=repr
+)
+def test_values_beside_one_that_is_not_finite_are_kept(target: Target, codec: Any) -> None:
+    """Their block decodes to NaN, so that nothing of them arrives."""
+    x = torch.arange(1.0, 41.0, device=target.device)
+    x[30] = float("nan")
+    residual = torch.full_like(x, 0.25)
+    out = decoded(codec, codec.encode_feedback(x, residual), 40)
+    assert out.isnan().sum() > 10
+    expected = (x + 0.25).masked_fill(x.isnan(), 0.0)
+    assert torch.equal(residual, torch.where(out.isnan(), expected, expected - out))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -469,7 +469,7 @@ def feedback(spec: Spec, x: F32, residual: F32, factor: float, seed: int = 0) ->
         a = x + residual
         payload = encode(spec, a * np.float32(factor), seed)
         left = a - decode(spec, payload, x.size)
-    return payload, np.where(np.isfinite(left), left, residual)
+    return payload, np.where(np.isfinite(left), left, np.where(np.isfinite(residual), residual, ZERO))
 
 
 def _ideal_block(spec: Spec, v: F64) -> F64:
