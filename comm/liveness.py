@@ -1,41 +1,43 @@
 """Names the rank at fault when a communication fails.
 
 A transport knows at best the address of a socket that closed. So every rank has a background thread that writes a
-sign of life into a small key-value store of its own: a counter, and for each communicator the last operation that it
-entered. A rank whose operation failed watches these signs for a moment. A counter that stands still belongs to a lost
-rank; if all go on, a rank that has not entered the operation is late. The verdict goes into the store as a report
-before the error is raised, and the first report wins: the ranks that raise and leave next are not taken for the
-culprit by the others.
+sign of life into a small key-value store of its own: a counter, its process, and for each communicator the last
+operation that it entered. A rank whose operation failed watches these signs for a moment. A counter that stands still
+belongs to a lost rank; if all go on, a rank that has not entered the operation is late. The verdict goes into the store
+as a report before the error is raised, and the first report wins: the ranks that raise and leave next are not taken for
+the culprit by the others.
 
-The signs are consulted only after a failure or a timeout, so that a rank whose interpreter pauses for a few seconds
-is safe.
+While an operation is under way, silence alone counts for nothing, so that a rank whose interpreter pauses for a few
+seconds is safe. Only what leaves no doubt is acted on: a farewell, or a process that the operating system of the same
+host no longer knows. Connections do not tell that where a forked child holds copies of them.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.evidence import Evidence, Process
+from bagua_kernels.comm.judgement import HOST as HOST
+from bagua_kernels.comm.judgement import SILENT, Case, Seen, Trouble, View, ended_text, judge
+from bagua_kernels.comm.signs import Doing, Sign, describe, parse_report, report_to_json
 from bagua_kernels.comm.verdict import Verdict
 
-HOST = 0  # the rank whose process holds the store
-_SILENT = 6.0  # heartbeats without a sign of life after which a rank counts as lost
 _LINGER = 3.0  # heartbeats for which the store's host stays, so that the others read the last report
 _CLOSED_KEPT = 32  # closed communicators whose progress is still published
+_GRACE = 2.0  # heartbeats after a rank has gone in which what it sent before may still arrive
 
 _log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+    """What is used of a `torch.distributed.Store`; where it cannot be reached, calls raise RuntimeError or OSError."""
 
     def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
     def get(self, key: str, /) -> bytes: ...  # noqa: D102
@@ -43,23 +45,6 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
     def add(self, key: str, value: int, /) -> int: ...  # noqa: D102
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...  # noqa: D102
-
-
-@dataclass
-class _Sign:
-    """The last sign of life of a rank.
-
-    Attributes:
-        beat: its number.
-        changed: when it was first seen, by this rank's clock.
-        moved: whether it was seen to follow another one, so that the rank was certainly alive just before `changed`.
-        data: what the rank wrote.
-    """
-
-    beat: int
-    changed: float
-    moved: bool
-    data: dict[str, Any]
 
 
 class Liveness:
@@ -72,6 +57,7 @@ class Liveness:
         heartbeat: seconds between two signs of life; by default `BAGUA_KERNELS_HEARTBEAT`.
         clock: seconds of a clock that never goes back.
         background: False leaves calling `beat` to the caller, for tests.
+        process: the rank's process; by default this one.
     """
 
     def __init__(
@@ -83,6 +69,7 @@ class Liveness:
         heartbeat: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
+        process: Process | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -90,16 +77,21 @@ class Liveness:
         self._store = store
         self._clock = clock
         self._beats = 0
-        self._progress: dict[str, tuple[int, str, bool]] = {}
+        self._process = process or Process.current()
+        self._evidence = Evidence()
+        self._ended: dict[int, float] = {}
+        self._progress: dict[str, Doing] = {}
         self._closed: list[str] = []
         self._waits: dict[str, int] = {}
         self._left = ""
-        self._signs: dict[int, _Sign] = {}
+        self._said_goodbye = False
+        self._seen: dict[int, Seen] = {}
         self._read_at = float("-inf")
         self._observe_until = float("-inf")
         self._in_call_since: float | None = None
-        self._store_error = ""
+        self._trouble: Trouble | None = None
         self._reports: list[Verdict] = []
+        self._reports_read = 0
         self._outgoing: list[Verdict] = []
         self._noting = threading.Lock()
         self._changed = threading.Condition()
@@ -155,6 +147,17 @@ class Liveness:
         """Returns the first report that concerns a communicator; asks only this process's memory."""
         return next((report for report in list(self._reports) if report.concerns(communicator, members)), None)
 
+    def missed(self, communicator: str, members: Sequence[int]) -> bool:
+        """Returns whether a rank has left the job without closing a communicator, and nothing of it is on its way."""
+        now = self._clock()
+        return any(
+            seen.sign.left
+            and (communicator not in seen.sign.doing or seen.sign.doing[communicator][1] != "closed")
+            and now - seen.changed > _GRACE * self.heartbeat
+            for seen in (self._seen.get(rank) for rank in members)
+            if seen is not None
+        )
+
     def diagnose(
         self,
         communicator: str,
@@ -164,6 +167,7 @@ class Liveness:
         *,
         timed_out: bool,
         beyond: Sequence[int] = (),
+        broken: Sequence[int] = (),
     ) -> Verdict:
         """Finds out why an operation failed; takes up to about seven heartbeats, never more than fourteen.
 
@@ -174,22 +178,23 @@ class Liveness:
             operation: its name.
             timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
             beyond: ranks that take no part, but may be what a member waits for.
+            broken: ranks to which a connection broke, where the transport knows them.
 
         Returns:
             The verdict, which has been reported to the other ranks unless it is "unknown".
         """
-        since = self._clock()
-        self._wake.set()
+        case = Case(communicator, members, number, operation, self._clock(), timed_out, beyond, broken)
         while True:
             self.observe()
-            verdict = self.judge(communicator, members, number, operation, since, timed_out, beyond)
+            verdict = self.judge(case)
             if verdict is not None:
                 break
+            self._wake.set()
             with self._changed:
                 self._changed.wait(self.heartbeat / 2)
         if verdict.kind == "unknown" or verdict in self._reports:
             return verdict
-        if self._store_trouble(since):
+        if self._store_trouble(case.since) is not None:
             return verdict
         self._outgoing.append(verdict)
         self._wake.set()
@@ -197,92 +202,21 @@ class Liveness:
             self._changed.wait_for(lambda: verdict not in self._outgoing, timeout=_LINGER * self.heartbeat)
         return self.reported(communicator, members) or verdict
 
-    def judge(
-        self,
-        communicator: str,
-        members: Sequence[int],
-        number: int | None,
-        operation: str,
-        since: float,
-        timed_out: bool,
-        beyond: Sequence[int] = (),
-    ) -> Verdict | None:
-        """Returns the verdict on an operation that failed at time `since`, or None while the signs do not suffice."""
-        report = self.reported(communicator, members)
-        if report is not None:
-            return report
-        now, silence = self._clock(), _SILENT * self.heartbeat
-
-        def verdict(kind: Literal["lost", "closed", "late", "unknown"], found: dict[int, str]) -> Verdict:
-            text = "; ".join(found.values())
-            return Verdict(kind, tuple(rank for rank in found if rank >= 0), text, communicator, self.rank)
-
-        if how := self._store_trouble(since):
-            if self.rank != HOST and (HOST in members or (timed_out and HOST in beyond)):
-                return verdict("lost", {HOST: f"rank {HOST} holds the liveness store, which cannot be reached: {how}"})
-            return verdict("unknown", {-1: f"the liveness store on rank {HOST} cannot be reached: {how}"})
-
-        others = [rank for rank in members if rank != self.rank]
-        if self._read_at < since or any(rank not in self._signs for rank in others):
-            return self._undecided(now, since, communicator)
-        signs = {rank: self._signs[rank] for rank in others}
-        left = {rank: f"rank {rank} left: {sign.data['left']}" for rank, sign in signs.items() if sign.data["left"]}
-        if left:
-            return self._cause(left) or verdict("lost", left)
-        doing = {rank: sign.data["doing"].get(communicator) for rank, sign in signs.items()}
-        closed = {
-            rank: f"rank {rank} has closed this communicator"
-            for rank in others
-            if doing[rank] and doing[rank][1] == "closed"
-        }
-        if closed:
-            return verdict("closed", closed)
-        # Whoever waits in vain for a rank that answers may be waiting for what that one waits for.
-        for watched in (others, [rank for rank in beyond if timed_out and rank in self._signs]):
-            silent = {
-                rank: f"rank {rank} gave no sign of life for {now - self._signs[rank].changed:.1f} s; at the last one "
-                f"it was {_describe(self._signs[rank].data['doing'].get(communicator))}"
-                for rank in watched
-                if now - self._signs[rank].changed > silence
-            }
-            if silent:
-                return self._cause(silent) or verdict("lost", silent)
-        # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
-        proof = since - 2 * self.heartbeat if timed_out else since + 1.5 * self.heartbeat
-        if not all(sign.moved and sign.changed > proof for sign in signs.values()):
-            return self._undecided(now, since, communicator)
-        if number is None and len(others) == 1:
-            return self._end_of_chain(others, communicator, verdict)
-        if number is None:
-            return verdict("unknown", {-1: "every rank still answers; which of several peers is missing is not known"})
-        late = {
-            rank: f"rank {rank} answers but is not in it: it is {_describe(doing[rank])}"
-            for rank in others
-            if doing[rank] is None
-            or doing[rank][0] < number
-            or (doing[rank][0] == number and doing[rank][1] != operation)
-        }
-        return (
-            verdict("late", late) if late else verdict("unknown", {-1: "every rank still answers and has entered it"})
+    def judge(self, case: Case) -> Verdict | None:
+        """Returns the verdict on an operation that failed, or None while the signs do not suffice."""
+        view = View(
+            rank=self.rank,
+            heartbeat=self.heartbeat,
+            now=self._clock(),
+            read_at=self._read_at,
+            seen=dict(self._seen),
+            ended=tuple(self._ended),
+            reports=list(self._reports),
+            trouble=self._store_trouble(case.since),
+            state=self._evidence.state,
+            pid=self._evidence.pid,
         )
-
-    def _cause(self, gone: dict[int, str]) -> Verdict | None:
-        """Returns what ranks that are gone had reported before: who goes because others were lost is not to blame."""
-        return next((report for report in list(self._reports) if report.kind == "lost" and report.by in gone), None)
-
-    def _end_of_chain(
-        self, others: list[int], communicator: str, verdict: Callable[[Any, dict[int, str]], Verdict]
-    ) -> Verdict:
-        """Names the rank for which, from one to the next, all wait whose messages do not come."""
-        culprit, seen = others[0], {self.rank}
-        while culprit not in seen and culprit in self._signs:
-            following = self._signs[culprit].data["waits"].get(communicator)
-            if following is None:
-                told = f"rank {culprit} answers, but has not sent or received what others wait for"
-                return verdict("late", {culprit: told})
-            seen.add(culprit)
-            culprit = following
-        return verdict("unknown", {-1: "every rank still answers, and they wait for one another"})
+        return judge(case, view)
 
     def stop(self, reason: str) -> None:
         """Says goodbye to the other ranks and ends the background thread; bounded by a few heartbeats."""
@@ -303,16 +237,22 @@ class Liveness:
 
         Raises:
             RuntimeError: if the store cannot be reached.
+            OSError: likewise.
         """
         self._beats += 1
         self._in_call_since = self._clock()
-        doing, waits = dict(self._progress), dict(self._waits)
-        sign = {"beat": self._beats, "left": self._left, "doing": doing, "waits": waits}
-        self._store.set(f"beat/{self.rank}", json.dumps(sign))
-        # Signs before reports: whoever is seen to have left has written its report before that.
-        if self._clock() < self._observe_until:
+        left = self._left
+        sign = Sign(self._beats, left, dict(self._progress), dict(self._waits), self._process)
+        self._store.set(f"beat/{self.rank}", sign.to_json())
+        self._said_goodbye = bool(left)
+        observing = self._clock() < self._observe_until
+        # Processes before signs before reports: what a process wrote before its end, or a rank before it left, is read
+        # after that is noticed.
+        ended = [rank for rank in self._seen if observing and self._evidence.state(rank) == "gone"]
+        if observing or len(self._seen) < self.size - 1:
             self._read_signs()
         self._read_reports()
+        self._witness(ended)
         while self._outgoing:
             self._report(self._outgoing[0])
             del self._outgoing[0]
@@ -320,60 +260,93 @@ class Liveness:
         with self._changed:
             self._changed.notify_all()
 
+    def _witness(self, ended: list[int]) -> None:
+        """Reports ranks whose processes have ended without a farewell: their connections may not show it."""
+        now = self._clock()
+        for rank in ended:
+            doing = self._seen[rank].sign.doing
+            if self._seen[rank].sign.left:
+                continue
+            since = self._ended.setdefault(rank, now)
+            known = any(report.kind == "lost" and rank in report.ranks for report in self._reports)
+            if known or now - since < _GRACE / 2 * self.heartbeat:
+                continue
+            under_way = [f"{describe(one)} of communicator {name!r}" for name, one in doing.items() if not one[2]]
+            text = ended_text(rank, self._evidence.pid(rank), ", ".join(under_way) or "in no operation")
+            self._outgoing.append(Verdict("lost", (rank,), text, "", self.rank))
+
     def _read_reports(self) -> None:
-        while self._store.check([f"report/{len(self._reports)}"]):
-            self._take_report(self._store.get(f"report/{len(self._reports)}"))
+        while self._store.check([f"report/{self._reports_read}"]):
+            self._take_report(self._store.get(f"report/{self._reports_read}"))
 
     def _report(self, verdict: Verdict) -> None:
         """Writes a report into the first free place, unless one before it explains the same failure."""
-        text = json.dumps(asdict(verdict))
+        text = report_to_json(verdict)
         while not any(report.concerns(verdict.communicator, verdict.ranks) for report in self._reports):
-            self._take_report(self._store.compare_set(f"report/{len(self._reports)}", "", text))
+            self._take_report(self._store.compare_set(f"report/{self._reports_read}", "", text))
 
     def _take_report(self, text: bytes) -> None:
-        fields = json.loads(text)
-        self._reports.append(Verdict(**{**fields, "ranks": tuple(fields["ranks"])}))
+        self._reports_read += 1
+        try:
+            self._reports.append(parse_report(text, self.size))
+        except (ValueError, RecursionError) as error:
+            _log.warning("rank %d passes over a report that cannot be read: %s", self.rank, error)
 
     def _read_signs(self) -> None:
         ranks = [rank for rank in range(self.size) if rank != self.rank]
-        # All keys exist: every rank writes its first sign before any rank communicates.
-        values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
+        keys = [f"beat/{rank}" for rank in ranks]
+        # Every rank writes its first sign before any rank communicates, but this may be earlier.
+        if len(self._seen) < len(ranks) and not self._store.check(keys):
+            return
+        values = self._store.multi_get(keys)
         now = self._clock()
         # A gap in the observation, such as a pause of this interpreter, says nothing about the others: they start anew.
         gap = now - self._read_at > 2.5 * self.heartbeat
         for rank, value in zip(ranks, values, strict=True):
-            data = json.loads(value)
-            last = self._signs.get(rank)
-            if last is None or gap or last.beat != data["beat"]:
-                self._signs[rank] = _Sign(data["beat"], now, last is not None and not gap, data)
+            last = self._seen.get(rank)
+            try:
+                sign = Sign.parse(value)
+            except (ValueError, RecursionError) as error:
+                # The rank's next one will be read again; until then it gave none.
+                _log.debug("rank %d passes over a sign of rank %d that cannot be read: %s", self.rank, rank, error)
+                continue
+            self._evidence.add(rank, sign.process)
+            if last is None or gap or last.sign.beat != sign.beat:
+                self._seen[rank] = Seen(sign, now, last is not None and not gap)
         self._read_at = now
 
-    def _store_trouble(self, since: float) -> str:
-        """Returns what is wrong with the store, or an empty text; `since` is when the operation failed."""
+    def _store_trouble(self, since: float) -> Trouble | None:
+        """Returns what is wrong with the store; `since` is when the operation failed."""
         started, now = self._in_call_since, self._clock()
-        if self._store_error or started is None:
-            return self._store_error
+        if self._trouble is not None or started is None:
+            return self._trouble
         # Up to a heartbeat after the failure, a pause of this process's own interpreter may be why a call is not back.
-        blocked = now - started > _SILENT * self.heartbeat and now - since > self.heartbeat
-        return f"no answer for {now - started:.1f} s" if blocked else ""
-
-    def _undecided(self, now: float, since: float, communicator: str) -> Verdict | None:
-        if now - since < 2 * _SILENT * self.heartbeat:
-            return None
-        return Verdict("unknown", (), "the signs of life do not tell who failed", communicator, self.rank)
+        blocked = now - started > SILENT * self.heartbeat and now - since > self.heartbeat
+        return Trouble(f"no answer for {now - started:.1f} s", unanswered=True) if blocked else None
 
     def _run(self) -> None:
         try:
             while not self._left:
-                self._wake.wait(self.heartbeat)
+                # Until it knows who the others are, it asks more often.
+                complete = len(self._seen) == self.size - 1
+                self._wake.wait(self.heartbeat if complete else self.heartbeat / 5)
                 self._wake.clear()
                 self.beat()
+            # It may have been in the middle of a beat when the farewell was given.
+            if not self._said_goodbye:
+                self.beat()
             self._leave()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             # The host has gone, or the network to it: what is known by now is what a verdict rests on.
-            self._store_error = str(error).splitlines()[0] if str(error) else type(error).__name__
-            with self._changed:
-                self._changed.notify_all()
+            self._end(Trouble(_line(error)))
+        except Exception as error:
+            _log.exception("the signs of life of rank %d have ended", self.rank)
+            self._end(Trouble(_line(error), own=True))
+
+    def _end(self, trouble: Trouble) -> None:
+        self._trouble = trouble
+        with self._changed:
+            self._changed.notify_all()
 
     def _leave(self) -> None:
         gone = self._store.add("left", 1)
@@ -388,8 +361,5 @@ class Liveness:
         self.stop(f"its process exited{after}")
 
 
-def _describe(doing: list[Any] | None) -> str:
-    if not doing:
-        return "before its first operation"
-    number, operation, done = doing
-    return f"{'after' if done else 'in'} {operation} #{number}"
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -96,11 +96,12 @@ class Session:
             raise self.failure(operation, number, peer, error, timed_out=_is_timeout(error)) from error
 
     def reported(self) -> bool:
-        """Returns whether another rank has reported a failure that concerns this communicator."""
+        """Returns whether a failure is known that concerns this communicator: by a report, or since a rank has left."""
         if self.liveness is None:
             return False
         self.liveness.observe()
-        return self.liveness.reported(self.name, self.members) is not None
+        reported = self.liveness.reported(self.name, self.members) is not None
+        return reported or self.liveness.missed(self.name, self.members)
 
     def failure(
         self, operation: str, number: int | None, peer: int | None, error: Exception | None, *, timed_out: bool
@@ -122,15 +123,22 @@ class Session:
                 text = f"{what} cannot finish, since another operation failed: {self._failure}"
                 return _with_ranks(kind, text, getattr(self._failure, "ranks", ()))
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
+            # A transport may know at which rank it went wrong.
+            broken_at = getattr(error.__cause__ if error else None, "peer", None)
             verdict = None
             if self.liveness is not None:
                 beyond = [rank for rank in self.members if rank not in others]
                 verdict = self.liveness.diagnose(
-                    self.name, others, number, operation, timed_out=timed_out, beyond=beyond
+                    self.name,
+                    others,
+                    number,
+                    operation,
+                    timed_out=timed_out,
+                    beyond=beyond,
+                    broken=() if broken_at is None else (self.members[broken_at],),
                 )
             said = "" if error is None else f" [cause: {_told(error)}]"
-            # A transport may know at which rank it went wrong where the signs of life tell nothing.
-            at = getattr(error.__cause__ if error else None, "peer", peer if timed_out else None)
+            at = peer if broken_at is None and timed_out else broken_at
             self._failure = self._describe(what, verdict, at, timed_out, said)
             self.ended = self.ended or f"{self._failure}"
             if self.abandon is not None:
@@ -162,7 +170,7 @@ class Session:
             how = f"did not finish within {self.timeout:g} s, waiting for" if timed_out else "cannot finish without"
             return CollectiveTimeoutError(
                 f"{where} {how} {many} {numbers}{reporter}: {verdict.text}; make all ranks issue the same operations in "
-                f"the same order, or raise timeout={said}",
+                f"the same order (if ranks have different numbers of batches, use `model.join()`), or raise timeout={said}",
                 ranks,
             )
         how = "left" if verdict.kind == "closed" else "was lost"

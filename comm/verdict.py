@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Kind = Literal["lost", "closed", "late", "unknown"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Verdict:
         by: the rank that found out.
     """
 
-    kind: Literal["lost", "closed", "late", "unknown"]
+    kind: Kind
     ranks: tuple[int, ...]
     text: str
     communicator: str

@@ -14,6 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from bagua_kernels import comm
+from bagua_kernels.comm.evidence import Process
+from bagua_kernels.comm.judgement import Case, Trouble
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
@@ -24,13 +26,17 @@ BEAT = 1.0
 class Ranks:
     """Signs of life of some ranks over one store, with a clock that stands still between beats."""
 
-    def __init__(self, size: int) -> None:
-        """Starts ranks that have each given one sign."""
+    def __init__(self, size: int, processes: dict[int, Process] | None = None) -> None:
+        """Starts ranks that have each given one sign, on hosts of their own unless `processes` are given."""
         self.now = 100.0
         self.store = HashStore()
         self.ranks = [
-            Liveness(self.store, r, size, heartbeat=BEAT, clock=lambda: self.now, background=False) for r in range(size)
-        ]
+            Liveness(
+                self.store, r, size, heartbeat=BEAT, clock=lambda: self.now, background=False,
+                process=(processes or {}).get(r, Process("", 1 + r, 0)),
+            )
+            for r in range(size)
+        ]  # fmt: skip
 
     def beat(self, times: int, without: tuple[int, ...] = ()) -> None:
         """Lets time pass: all ranks but some give signs of life."""
@@ -49,7 +55,7 @@ class Ranks:
     def judge(self, rank: int, number: int, since: float, timed_out: bool = False) -> Any:
         """What a rank makes of a failed all_reduce."""
         members = range(len(self.ranks))
-        return self.ranks[rank].judge("world", members, number, "all_reduce", since, timed_out)
+        return self.ranks[rank].judge(Case("world", members, number, "all_reduce", since, timed_out))
 
 
 def test_silent_rank_is_lost() -> None:
@@ -121,7 +127,7 @@ def test_a_chain_of_receives_leads_to_its_end() -> None:
     ranks.beat(3)
 
     def judge() -> Any:
-        return ranks.ranks[0].judge("world", (0, 1), None, "recv", ranks.now, True, (2, 3))
+        return ranks.ranks[0].judge(Case("world", (0, 1), None, "recv", ranks.now, True, (2, 3)))
 
     assert (judge().kind, judge().ranks) == ("late", (2,))
     ranks.ranks[2].waits("world", 0)
@@ -141,12 +147,12 @@ def test_a_rank_that_went_for_what_others_did_is_not_blamed(how: str) -> None:
     ranks.enter(7, "all_reduce", 0, 1, 2, 3)
     ranks.beat(8, without=(1,))
     second = ranks.ranks[2]
-    second._outgoing.append(second.judge("world", (1, 2), 7, "all_reduce", since, False))
+    second._outgoing.append(second.judge(Case("world", (1, 2), 7, "all_reduce", since, False)))
     second.beat()
     if how == "left":
         second.stop("its process exited after RankLostError")
     ranks.beat(1 if how == "left" else 8, without=(1, 2))
-    verdict = ranks.ranks[0].judge("world", (0, 2), None, "recv", ranks.now, False)
+    verdict = ranks.ranks[0].judge(Case("world", (0, 2), None, "recv", ranks.now, False))
     assert (verdict.kind, verdict.ranks, verdict.by) == ("lost", (1,), 2)
 
 
@@ -186,7 +192,7 @@ def test_unreachable_store_names_its_host() -> None:
     """Nobody else can be asked."""
     ranks = Ranks(3)
     ranks.beat(2)
-    ranks.ranks[1]._store_error = "connection reset"
+    ranks.ranks[1]._trouble = Trouble("connection reset")
     verdict = ranks.judge(1, 0, ranks.now)
     assert (verdict.kind, verdict.ranks) == ("lost", (0,))
     # A store that does not answer: the call is under way for longer than six beats.
