@@ -20,11 +20,15 @@ from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for
-from bagua_kernels.compression import Codec, Contractive, fold_seed
+from bagua_kernels.compression import Codec, Contractive, fold_seed, from_spec
+from bagua_kernels.compression.codec import to_spec
 
 # For codecs of few bits, or few elements. They would starve small tensors: blocks are filled up with zeros, which make the mean
 # magnitude of a block smaller, and what is largest in a bucket is seldom in a bias.
 LARGE_MATRICES: dict[str, Any] = {"exact": "1d", "min_numel": 512}
+
+
+_UNDECIDED = object()
 
 
 @register
@@ -249,13 +253,26 @@ class CompressedAllReduce(Algorithm):
         self._units.forget()
 
     def decisions(self) -> list[Any]:
-        """The codec that the guard decided on for each kind of bucket, too; see `Algorithm.decisions`."""
-        return [*super().decisions(), *self._instead.items()]
+        """The specs of the codecs that the guard decided on, by `Plan.schedules`, too; see `Algorithm.decisions`."""
+        decided = [
+            (pattern, None if codec is None else to_spec(codec))
+            for pattern, schedule in self.plan.schedules.items()
+            for codec in [self._instead.get(schedule, _UNDECIDED)]
+            if codec is not _UNDECIDED
+        ]
+        return [*super().decisions(), *([("guard", decided)] if decided else [])]
 
     def take_decisions(self, decisions: list[Any]) -> None:
         """See `Algorithm.take_decisions`."""
         super().take_decisions(decisions)
-        self._instead = {kind: codec for kind, codec in decisions if isinstance(kind, Schedule)}
+        schedules = self.plan.schedules
+        self._instead = {
+            schedules[pattern]: None if spec is None else from_spec(spec)
+            for pattern, spec in dict(decisions).get("guard", ())
+            if pattern in schedules
+        }
+        # Earlier states hold the schedules and codecs themselves.
+        self._instead |= {kind: codec for kind, codec in decisions if isinstance(kind, Schedule)}
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""

@@ -113,6 +113,11 @@ class Plan:
         return found, exact
 
     @property
+    def schedules(self) -> dict[str, Schedule]:
+        """All schedules by pattern; the default's is empty."""
+        return {"": self.default, **dict(self.groups)}
+
+    @property
     def last_start(self) -> int:
         """The step from which on no codec changes any more."""
         return max(start for s in (self.default, *(s for _, s in self.groups)) for start, _ in s.starts)

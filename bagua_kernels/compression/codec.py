@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -138,6 +139,22 @@ def from_spec(spec: str) -> Codec:
         return _codecs[name](**options)
     except TypeError as error:
         raise ValueError(f"the options of {spec!r} do not fit: {error}") from None
+
+
+def to_spec(codec: Codec) -> str:
+    """Undoes `from_spec`, for a registered codec that is a dataclass of numbers, switches and text.
+
+    Raises:
+        ValueError: the codec is another, so that no text makes its equal.
+    """
+    name = next((name for name, make in _codecs.items() if make is type(codec)), None)
+    if name is not None and is_dataclass(codec) and not isinstance(codec, type):
+        options = ",".join(f"{field.name}={getattr(codec, field.name)}" for field in fields(codec) if field.init)
+        spec = f"{name}:{options}" if options else name
+        with contextlib.suppress(ValueError):
+            if from_spec(spec) == codec:
+                return spec
+    raise ValueError(f"{codec!r} cannot be written as text that from_spec knows; register its class")
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
