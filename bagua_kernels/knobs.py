@@ -25,12 +25,14 @@ class Knob(Generic[T]):
         default: the value where the variable is unset or empty.
         parse: turns its text into a value; raises `ValueError` for a text that makes no sense.
         doc: one sentence for the documentation.
+        private: True if no error may show the value.
     """
 
     variable: str
     default: T
     parse: Callable[[str], T]
     doc: str
+    private: bool = False
 
     def get(self) -> T:
         """Returns the value in force: that of `override`, else the environment's, else the default."""
@@ -42,7 +44,8 @@ class Knob(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"{self.variable}={text!r} cannot be used: {error}. {self.doc}") from None
+            shown = f" (of {len(text)} characters)" if self.private else f"={text!r}"
+            raise ValueError(f"{self.variable}{shown} cannot be used: {error}. {self.doc}") from None
 
 
 _overrides: dict[str, object] = {}
@@ -98,6 +101,14 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _secret(text: str) -> str:
+    if len(text) < 16:
+        raise ValueError(
+            "expected at least 16 characters; python -c 'import secrets; print(secrets.token_hex())' makes 64"
+        )
+    return text
+
+
 BACKEND: Knob[str] = Knob(
     "BAGUA_KERNELS_BACKEND",
     "auto",
@@ -133,6 +144,13 @@ TUNING: Knob[str] = Knob(
     "",
     str,
     "What `bagua_kernels.comm.tune` has measured, as JSON: which way each collective takes at which size.",
+)
+SECRET: Knob[str] = Knob(
+    "BAGUA_KERNELS_SECRET",
+    "",
+    _secret,
+    "A secret of the job, the same on all ranks, for where torch's store is not trusted with one; see docs/security.md.",
+    private=True,
 )
 
 TRITON_INTERPRET: Knob[bool] = Knob(
@@ -186,6 +204,7 @@ ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], 
     NCCL,
     SOCKETS,
     TUNING,
+    SECRET,
     TRITON_INTERPRET,
     CUDA_SIMULATOR,
     MASTER_ADDR,

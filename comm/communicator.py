@@ -27,7 +27,7 @@ class Communicator(abc.ABC):
     take every dtype.
 
     A backend implements the methods with a leading underscore; it gets arguments that have been checked, detached from
-    autograd, not empty, and more than one rank.
+    autograd, not empty, and more than one rank. It sets `_seal`, made of a secret that only its ranks share.
 
     Attributes:
         rank: this process's number, from 0.
@@ -43,6 +43,7 @@ class Communicator(abc.ABC):
     device: torch.device
     timeout: float
     bytes_sent: int
+    _seal: objects.Seal | None = None
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
         """Copies `tensor` of rank `src` into `tensor` of every rank."""
@@ -270,6 +271,19 @@ class Communicator(abc.ABC):
             self.close()
         else:
             self.abort()
+
+    def _sealing(self, operation: str) -> objects.Sealing:
+        """Returns what signs the objects of the next operation."""
+        self._check_usable()
+        return self._sealed().open(operation, self.abort)
+
+    def _sealed(self) -> objects.Seal:
+        if self._seal is None:
+            raise CommunicationError(
+                f"{type(self).__name__} has no secret, without which nothing is read from the network: set its "
+                "_seal = objects.Seal(secret)"
+            )
+        return self._seal
 
     def _check_usable(self) -> None:
         reason = self._unusable()

@@ -11,6 +11,7 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.meeting import Combine, Group, LocalWorld, Meeting, MeetingWork, Parts
+from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import FINISHED, Work
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
@@ -40,6 +41,7 @@ class LocalCommunicator(Communicator):
         self._sequence = 0
         self._splits: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int, int], int] = {}
+        self._seal = Seal(group.secret)
 
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""

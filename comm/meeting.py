@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 
@@ -21,6 +22,7 @@ class Group:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
+        self.secret = Secret.random()
         self.gone: dict[int, str] = {}
         self.meetings: dict[int, Meeting] = {}
         # (from, to, tag, how many went before) -> message, so that receives are served in the order they were started.

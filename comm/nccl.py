@@ -7,7 +7,6 @@ import itertools
 import logging
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 from bagua_kernels import knobs
 from bagua_kernels.comm import liveness_store, nccl_binding
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.introduction import Introduction, job_secret
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.nccl_binding import Endpoint, Runtime
 from bagua_kernels.comm.nccl_work import Lane, NcclWork, Ticket
+from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.comm.session import Session
-from bagua_kernels.comm.torch_backend import _exchange
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import BackendUnavailableError
 
@@ -95,8 +96,8 @@ class NcclCommunicator(Communicator):
             raise ValueError("NcclCommunicator expects a group of which this process is a member")
         if device is not None and device.type != "cuda":
             raise ValueError(f"NcclCommunicator expects a CUDA device, got {device=}: use TorchCommunicator on a CPU")
-        exchange = _exchange(group, size)
-        reasons, names = zip(*exchange((nccl_binding.unavailable(), uuid.uuid4().hex)), strict=True)
+        exchange = Introduction(group, job_secret(_get_default_store()))
+        reasons = exchange(nccl_binding.unavailable())
         if told := "; ".join(f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason):
             raise BackendUnavailableError(f"NcclCommunicator needs a GPU and NCCL through CuPy on every rank: {told}")
         runtime = nccl_binding.load()
@@ -106,7 +107,7 @@ class NcclCommunicator(Communicator):
         liveness = liveness_store.connect(rank, size, exchange) if watch and size > 1 else None
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
         try:
-            self._assemble(session, names[0], _get_default_store(), device, runtime)
+            self._assemble(session, exchange.name, _get_default_store(), device, runtime, exchange.secret)
         except BaseException as error:
             if liveness is not None:
                 liveness.stop(f"it could not make its communicator: {error}")
@@ -141,10 +142,14 @@ class NcclCommunicator(Communicator):
         self = cls.__new__(cls)
         timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
-        self._assemble(session, key, store, device, runtime or nccl_binding.load())
+        self._assemble(
+            session, key, store, device, runtime or nccl_binding.load(), job_secret(store).derive("over", key)
+        )
         return self
 
-    def _assemble(self, session: Session, key: str, store: Store, device: torch.device, runtime: Runtime) -> None:
+    def _assemble(
+        self, session: Session, key: str, store: Store, device: torch.device, runtime: Runtime, secret: Secret
+    ) -> None:
         self.rank = session.rank
         self.size = len(session.members)
         self.device = device
@@ -153,6 +158,8 @@ class NcclCommunicator(Communicator):
         self._session = session
         self._key = key
         self._store = store
+        self._secret = secret
+        self._seal = Seal(secret)
         self._runtime = runtime
         self._numbers = itertools.count()
         self._splits: dict[tuple[int, ...], int] = {}
@@ -238,7 +245,8 @@ class NcclCommunicator(Communicator):
         label = f"{'-'.join(map(str, ranks)) if len(ranks) < self.size else 'all'}.{count}"
         session = self._session.child(label, ranks)
         child = NcclCommunicator.__new__(NcclCommunicator)
-        child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime)
+        secret = self._secret.derive("split", label)
+        child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime, secret)
         child._family = self._family
         return child
 

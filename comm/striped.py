@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.sockets import mesh, schedules
@@ -79,8 +80,12 @@ class StripedCommunicator(Communicator):
         self._session.abandon = self._abandon
         self._loop: Loop | None = None
         self.tuning = tuning or Tuning()
+        self._seal = Seal(base._sealed().secret.derive("striped"))
         if self.size > 1:
-            links = mesh.connect(self.rank, self.size, stripes, base.all_gather_object, base.timeout, host)
+            secret = base._sealed().secret.derive("sockets")
+            links = mesh.connect(
+                self.rank, self.size, stripes, base.all_gather_object, base.timeout, host, secret=secret
+            )
             # The thread must not keep a communicator alive that nobody uses any more.
             counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
             self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from bagua_kernels import knobs
 from bagua_kernels.comm import liveness_store
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.introduction import Introduction, job_secret
 from bagua_kernels.comm.liveness import Liveness
+from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.torch_group import Group, open_group
 from bagua_kernels.comm.work import Work
@@ -87,14 +89,15 @@ class TorchCommunicator(Communicator):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError("TorchCommunicator expects a group of which this process is a member")
-        exchange = _exchange(group, size)
-        name = exchange(uuid.uuid4().hex)[0] if size > 1 else ""
+        exchange = Introduction(group, job_secret(_get_default_store()))
+        name = exchange.name
         opened = open_group(group, _get_default_store(), name, rank, size, timeout, device, host)
         liveness = liveness_store.connect(rank, size, exchange) if watch and size > 1 else None
-        self._assemble(opened, Session("world", opened.timeout, rank, tuple(range(size)), liveness), name)
+        session = Session("world", opened.timeout, rank, tuple(range(size)), liveness)
+        self._assemble(opened, session, name, exchange.secret.derive("communicator"))
         self._owned_liveness = liveness
 
-    def _assemble(self, group: Group, session: Session, key: str) -> None:
+    def _assemble(self, group: Group, session: Session, key: str, secret: Secret) -> None:
         self.rank = group.rank
         self.size = group.size
         self.device = group.device
@@ -103,6 +106,8 @@ class TorchCommunicator(Communicator):
         self._group = group
         self._session = session
         self._key = key
+        self._secret = secret
+        self._seal = Seal(secret)
         self._numbers = itertools.count()
         self._splits: dict[tuple[int, ...], int] = {}
         self._owned_liveness = None
@@ -152,7 +157,7 @@ class TorchCommunicator(Communicator):
         key = f"{self._key}/{label}.{count}"
         child = TorchCommunicator.__new__(TorchCommunicator)
         group = session.guard("split", lambda: self._group.child(key, ranks))
-        child._assemble(group, session, key)
+        child._assemble(group, session, key, self._secret.derive("split", key))
         return child
 
     def _start(
@@ -315,12 +320,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Views a tensor as bytes, which every backend moves, whatever the dtype."""
     # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be viewed as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _exchange(group: dist.ProcessGroup, size: int) -> Callable[[Any], list[Any]]:
-    def exchange(obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, obj, group=group)
-        return gathered
-
-    return exchange

@@ -11,22 +11,31 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 from bagua_kernels import knobs
+from bagua_kernels.comm import hello
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
-_HELLO = struct.Struct("<16sII")  # token of the mesh, rank, number of the socket
 _SIOCGIFADDR = 0x8915
 
 
 def connect(
-    rank: int, size: int, stripes: int, exchange: Callable[[Any], list[Any]], timeout: float, host: str = ""
+    rank: int,
+    size: int,
+    stripes: int,
+    exchange: Callable[[Any], list[Any]],
+    timeout: float,
+    host: str = "",
+    *,
+    secret: Secret,
 ) -> dict[int, list[socket.socket]]:
     """Connects the ranks; collective.
 
     Each rank listens and tells all where; a rank connects to those before it and is connected to by those after it.
+    Both ends of a connection prove that they know the secret before anything else is read from it.
 
     Args:
         rank: this rank.
@@ -36,6 +45,7 @@ def connect(
         timeout: seconds for all of it.
         host: the address to listen on; by default that of the interface `GLOO_SOCKET_IFNAME`, else the one from which
             MASTER_ADDR, else the host's name, is reached.
+        secret: shared by the ranks.
 
     Returns:
         For each other rank its sockets, in an order that is the same at both ends.
@@ -45,26 +55,30 @@ def connect(
     """
     # Whoever fails waits for the others to tell them, and their wait has to end before its own does.
     deadline = time.monotonic() + 0.8 * timeout
-    found: dict[int, list[socket.socket]] = {}
-    problem, token = "", secrets.token_bytes(16)
+    found: dict[tuple[int, int], socket.socket] = {}
+    problem, token = "", secrets.token_hex(16)
     with contextlib.ExitStack() as unfinished:
         with contextlib.ExitStack() as stack:
             listener = None
             try:
-                listener = stack.enter_context(_listen(host or own_address(), size * stripes))
+                listener = stack.enter_context(hello.listen(host or own_address(), size * stripes))
             except (OSError, ValueError) as error:
                 problem = str(error)
             offers = exchange((listener.getsockname()[:2] if listener else problem, token))
-            token = offers[0][1]
             if listener is not None and not any(isinstance(where, str) for where, _ in offers):
+                unfinished.callback(_close, found)
+                key = secret.derive("mesh", offers[0][1])
                 try:
-                    for peer in range(rank):
-                        found[peer] = []
-                        for number in range(stripes):
-                            sock = _call(offers[peer][0], token, rank, number, deadline)
-                            found[peer].append(unfinished.enter_context(sock))
-                    for peer, socks in _accept(listener, token, range(rank + 1, size), stripes, deadline).items():
-                        found[peer] = [unfinished.enter_context(sock) for sock in socks]
+                    _meet(
+                        rank,
+                        size,
+                        stripes,
+                        listener,
+                        [(where[0], where[1]) for where, _ in offers],
+                        key,
+                        deadline,
+                        found,
+                    )
                 except OSError as error:
                     problem = str(error) or type(error).__name__
         problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
@@ -75,7 +89,69 @@ def connect(
                 "that the ranks share, and see that no firewall closes its ports"
             )
         unfinished.pop_all()
-    return found
+    return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
+
+
+def _meet(
+    rank: int,
+    size: int,
+    stripes: int,
+    listener: socket.socket,
+    addresses: list[tuple[str, int]],
+    key: Secret,
+    deadline: float,
+    found: dict[tuple[int, int], socket.socket],
+) -> None:
+    """Calls the ranks before this one and is called by those after it, all at once; puts connections into `found`.
+
+    Raises:
+        OSError: if some of them could not be made.
+    """
+    wanted = {(peer, number) for peer in range(size) if peer != rank for number in range(stripes)}
+
+    def expected(peer: int, number: int) -> bool:
+        return peer > rank and (peer, number) in wanted - found.keys()
+
+    def admit(sock: socket.socket, peer: int, number: int) -> None:
+        found[peer, number] = sock
+
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        patience = max(1.0, deadline - time.monotonic())
+        gate = hello.Gate(selector, listener, key, rank, expected, admit, patience)
+        stack.callback(gate.close)
+        calls: dict[tuple[int, int], hello.Call] = {}
+        for peer, number in sorted(wanted):
+            if peer < rank:
+                made = calls[peer, number] = hello.Call(selector, addresses[peer], key, rank, number, peer)
+                stack.callback(made.close)
+        while len(found) < len(wanted):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(_missing(wanted - found.keys(), calls, gate))
+            if gate.shortage:
+                raise OSError(f"no connection can be accepted: {gate.shortage}; raise the limit (ulimit -n)")
+            pause = min(left, gate.tick(), *(each.tick() for each in calls.values()))
+            for ready, _ in selector.select(pause):
+                ready.data(ready.fileobj)
+            for where in [where for where, each in calls.items() if each.sock is not None]:
+                found[where] = cast(socket.socket, calls.pop(where).sock)
+
+
+def _close(found: dict[tuple[int, int], socket.socket]) -> None:
+    for sock in found.values():
+        sock.close()
+
+
+def _missing(missing: Collection[tuple[int, int]], calls: dict[tuple[int, int], hello.Call], gate: hello.Gate) -> str:
+    callers = sorted({peer for peer, number in missing if (peer, number) not in calls})
+    told = [f"ranks {callers} did not connect in time"] if callers else []
+    for peer in sorted({peer for peer, _ in missing} - set(callers)):
+        trouble = next(each.trouble for (to, _), each in calls.items() if to == peer)
+        told.append(f"rank {peer} was not reached in time ({trouble})")
+    if refused := sorted(gate.refused & set(callers)):
+        told.append(f"some that called themselves ranks {refused} did not know the job's secret")
+    return ", ".join(told)
 
 
 def own_address() -> str:
@@ -125,87 +201,3 @@ def address_of(interface: str) -> str:
                 if name == interface and scope in ("00", "10"):
                     return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     raise ValueError(f"the network interface {interface!r} has no address: choose another by GLOO_SOCKET_IFNAME")
-
-
-def _listen(address: str, backlog: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, 0))
-        listener.listen(backlog)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    return listener
-
-
-def _call(address: tuple[str, int], token: bytes, rank: int, number: int, deadline: float) -> socket.socket:
-    while True:
-        try:
-            sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
-            break
-        except ConnectionRefusedError:
-            # The listener's queue may be full for a moment.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(_HELLO.pack(token, rank, number))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _accept(
-    listener: socket.socket, token: bytes, peers: range, stripes: int, deadline: float
-) -> dict[int, list[socket.socket]]:
-    """Collects the calls of the ranks after this one; others that call are turned away."""
-    wanted = {(peer, number) for peer in peers for number in range(stripes)}
-    found: dict[tuple[int, int], socket.socket] = {}
-    heard: dict[socket.socket, bytes] = {}
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        try:
-            while len(found) < len(wanted):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready or time.monotonic() > deadline:
-                    missing = sorted({peer for peer, number in wanted - found.keys()})
-                    raise TimeoutError(f"ranks {missing} did not connect in time")
-                for key, _ in ready:
-                    sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
-                    if sock is listener:
-                        try:
-                            caller, _ = listener.accept()
-                        except OSError:
-                            continue  # it has hung up already
-                        caller.setblocking(False)
-                        heard[caller] = b""
-                        selector.register(caller, selectors.EVENT_READ)
-                        continue
-                    try:
-                        data = sock.recv(_HELLO.size - len(heard[sock]))
-                    except OSError:
-                        data = b""  # a stranger that hung up is none of this rank's business
-                    heard[sock] += data
-                    if data and len(heard[sock]) < _HELLO.size:
-                        continue
-                    selector.unregister(sock)
-                    hello = heard.pop(sock)
-                    theirs, peer, number = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1, 0)
-                    if not secrets.compare_digest(theirs, token) or (peer, number) not in wanted - found.keys():
-                        sock.close()
-                        continue
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    found[peer, number] = sock
-        except OSError:
-            for sock in found.values():
-                sock.close()
-            raise
-        finally:
-            for sock in heard:
-                sock.close()
-    return {peer: [found[peer, number] for number in range(stripes)] for peer in peers}

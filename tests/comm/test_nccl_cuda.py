@@ -53,6 +53,7 @@ class Staged(Communicator):
         self._inner = inner
         self.rank, self.size, self.timeout = inner.rank, inner.size, inner.timeout
         self.device = CPU
+        self._seal = inner._seal
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import socket
 import struct
 import time
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, hello, run_ranks
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.comm.sockets import mesh
 from bagua_kernels.errors import CommunicationError
 
@@ -49,7 +52,7 @@ def test_everyone_is_connected_with_everyone(size: int, stripes: int) -> None:
     """By as many sockets as are wanted, in the same order at both ends."""
 
     def fn(c: Communicator) -> None:
-        links = mesh.connect(c.rank, c.size, stripes, c.all_gather_object, 10.0, "127.0.0.1")
+        links = mesh.connect(c.rank, c.size, stripes, c.all_gather_object, 10.0, "127.0.0.1", secret=c._sealed().secret)
         try:
             assert sorted(links) == [peer for peer in range(size) if peer != c.rank]
             assert {len(socks) for socks in links.values()} == {stripes}
@@ -83,26 +86,41 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
-@pytest.mark.parametrize("kind", ["silent", "garbage", "half", "token", "rank", "leaves", "resets", "resets later"])
+def opening(key: Secret, rank: int, number: int = 0, peer: int = 0) -> bytes:
+    """The first message of a rank that calls another."""
+    claim, nonce = struct.pack("<II", rank, number), os.urandom(32)
+    signature = key.sign(b"opening", peer.to_bytes(4, "little"), claim, nonce)
+    return b"bagua\x00\x01\n" + claim + nonce + signature
+
+
+KINDS = ["silent", "rubbish", "half", "unsigned", "rank", "other rank", "unproven", "leaves", "resets", "pickle"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_strangers_are_turned_away(kind: str) -> None:
-    """Whatever they send, the ranks find one another."""
+    """Whatever they send, and even if one has come by a signature, the ranks find one another."""
     held: list[socket.socket] = []
+    shared: list[Secret] = []
 
     def strangers(offers: list[Any]) -> None:
         address, token = offers[0]
+        key = shared[0].derive("mesh", token)
         for _ in range(3):
             sock = socket.create_connection(address, 10)
-            hello = {
-                "silent": b"",
-                "garbage": os.urandom(5000),
-                "half": struct.pack("<16sII", token, 1, 0)[:-1],
-                "token": struct.pack("<16sII", bytes(16), 1, 0),
-                "rank": struct.pack("<16sII", token, 77, 0),
-                "leaves": token,
-                "resets": token,
-                "resets later": struct.pack("<16sII", bytes(16), 1, 0),
-            }[kind]
-            sock.sendall(hello)
+            sock.sendall(
+                {
+                    "silent": b"",
+                    "rubbish": os.urandom(5000),
+                    "half": opening(key, 1)[:-1],
+                    "unsigned": opening(Secret.random(), 1),
+                    "rank": opening(key, 77),
+                    "other rank": opening(key, 1, peer=2),
+                    "unproven": opening(key, 1) + bytes(32),
+                    "leaves": opening(key, 1)[:20],
+                    "resets": opening(key, 1)[:20],
+                    "pickle": pickle.dumps((address, token)),
+                }[kind]
+            )
             if kind == "leaves":
                 sock.close()
             elif kind.startswith("resets"):
@@ -111,7 +129,8 @@ def test_strangers_are_turned_away(kind: str) -> None:
                 held.append(sock)
 
     def fn(c: Communicator) -> None:
-        links = mesh.connect(c.rank, c.size, 2, gatherer(c, strangers), 5.0, "127.0.0.1")
+        shared.append(c._sealed().secret)
+        links = mesh.connect(c.rank, c.size, 2, gatherer(c, strangers), 5.0, "127.0.0.1", secret=c._sealed().secret)
         try:
             prove(links, c.rank)
             c.barrier().wait()
@@ -128,15 +147,15 @@ def test_strangers_are_turned_away(kind: str) -> None:
 @pytest.mark.parametrize("absent", [1, 2])
 def test_rank_that_never_connects(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks hear which one it is, before the time of the exchange is up."""
-    call = mesh._call
+    start = hello.Call._start
     heard: list[str] = []
 
-    def refuse(address: Any, token: bytes, rank: int, number: int, deadline: float) -> socket.socket:
-        if rank == absent:
+    def refuse(call: hello.Call) -> None:
+        if struct.unpack("<II", call._claim)[0] == absent:
             raise OSError("no way out")
-        return call(address, token, rank, number, deadline)
+        start(call)
 
-    monkeypatch.setattr(mesh, "_call", refuse)
+    monkeypatch.setattr(hello.Call, "_start", refuse)
 
     def fn(c: Communicator) -> None:
         def exchange(obj: Any) -> list[Any]:
@@ -145,7 +164,7 @@ def test_rank_that_never_connects(absent: int, monkeypatch: pytest.MonkeyPatch) 
             return c.all_gather_object(obj)
 
         with pytest.raises(CommunicationError, match="could not connect to one another") as caught:
-            mesh.connect(c.rank, c.size, 1, exchange, c.timeout, "127.0.0.1")
+            mesh.connect(c.rank, c.size, 1, exchange, c.timeout, "127.0.0.1", secret=c._sealed().secret)
         heard.append(str(caught.value))
 
     run_ranks(3, fn, timeout=1.0)
@@ -157,20 +176,56 @@ def test_rank_that_never_connects(absent: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_second_socket_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is closed again."""
-    call = mesh._call
+    start = hello.Call._start
 
-    def refuse(address: Any, token: bytes, rank: int, number: int, deadline: float) -> socket.socket:
-        if number == 1:
+    def refuse(call: hello.Call) -> None:
+        if struct.unpack("<II", call._claim)[1] == 1:
             raise OSError("too many")
-        return call(address, token, rank, number, deadline)
+        start(call)
 
-    monkeypatch.setattr(mesh, "_call", refuse)
+    monkeypatch.setattr(hello.Call, "_start", refuse)
 
     def fn(c: Communicator) -> None:
         with pytest.raises(CommunicationError, match="rank 1: too many"):
-            mesh.connect(c.rank, c.size, 2, c.all_gather_object, 0.5, "127.0.0.1")
+            mesh.connect(c.rank, c.size, 2, c.all_gather_object, 0.5, "127.0.0.1", secret=c._sealed().secret)
 
     run_ranks(2, fn, timeout=5.0)
+
+
+def test_rank_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides hear of it: the one that calls, and the one that is called."""
+    heard: list[str] = []
+
+    def fn(c: Communicator) -> None:
+        secret = Secret.random() if c.rank == 1 else c._sealed().secret
+        with pytest.raises(CommunicationError) as caught:
+            mesh.connect(c.rank, c.size, 1, c.all_gather_object, 1.0, "127.0.0.1", secret=secret)
+        heard.append(str(caught.value))
+
+    run_ranks(2, fn, timeout=20.0)
+    assert len(set(heard)) == 1
+    assert "rank 1: 127.0.0.1:" in heard[0]
+    assert "does not know the secret of this rank" in heard[0]
+    assert "BAGUA_KERNELS_SECRET" in heard[0]
+    assert "rank 0: ranks [1] did not connect in time, some that called themselves ranks [1] did not know" in heard[0]
+
+
+def test_without_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that cannot accept says so at once, and does not spin until the time is up."""
+    accept, tries = socket.socket.accept, []
+
+    def exhausted(self: socket.socket) -> Any:
+        tries.append(self)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def fn(c: Communicator) -> None:
+        with pytest.raises(CommunicationError, match=r"rank 0: no connection can be accepted: .*Too many open files"):
+            mesh.connect(c.rank, c.size, 1, c.all_gather_object, 3.0, "127.0.0.1", secret=c._sealed().secret)
+
+    monkeypatch.setattr(socket.socket, "accept", exhausted)
+    run_ranks(2, fn, timeout=20.0)
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -188,7 +243,7 @@ def test_exchange_that_fails(which: int) -> None:
             return everyone
 
         with pytest.raises(CommunicationError, match="lost for words"):
-            mesh.connect(c.rank, c.size, 2, exchange, 5.0, "127.0.0.1")
+            mesh.connect(c.rank, c.size, 2, exchange, 5.0, "127.0.0.1", secret=c._sealed().secret)
 
     run_ranks(2, fn)
 
@@ -200,7 +255,15 @@ def test_unknown_interface(bad: set[int], monkeypatch: pytest.MonkeyPatch) -> No
 
     def fn(c: Communicator) -> None:
         with pytest.raises(CommunicationError, match=r"rank .: GLOO_SOCKET_IFNAME='nosuch0' is no network") as caught:
-            mesh.connect(c.rank, c.size, 1, c.all_gather_object, 20.0, "" if c.rank in bad else "127.0.0.1")
+            mesh.connect(
+                c.rank,
+                c.size,
+                1,
+                c.all_gather_object,
+                20.0,
+                "" if c.rank in bad else "127.0.0.1",
+                secret=c._sealed().secret,
+            )
         assert {rank for rank in range(3) if f"rank {rank}:" in str(caught.value)} == bad
 
     run_ranks(3, fn)
@@ -211,7 +274,15 @@ def test_address_that_cannot_be_listened_on() -> None:
 
     def fn(c: Communicator) -> None:
         with pytest.raises(CommunicationError, match=r"rank 1: cannot listen on 192\.0\.2\.1"):
-            mesh.connect(c.rank, c.size, 1, c.all_gather_object, 20.0, "192.0.2.1" if c.rank else "127.0.0.1")
+            mesh.connect(
+                c.rank,
+                c.size,
+                1,
+                c.all_gather_object,
+                20.0,
+                "192.0.2.1" if c.rank else "127.0.0.1",
+                secret=c._sealed().secret,
+            )
 
     run_ranks(2, fn)
 
@@ -249,7 +320,7 @@ def test_listener_is_gone_afterwards() -> None:
     offers: list[Any] = []
 
     def fn(c: Communicator) -> None:
-        links = mesh.connect(c.rank, c.size, 1, gatherer(c, offers.extend), 5.0, "127.0.0.1")
+        links = mesh.connect(c.rank, c.size, 1, gatherer(c, offers.extend), 5.0, "127.0.0.1", secret=c._sealed().secret)
         c.barrier().wait()
         shut(links)
 
