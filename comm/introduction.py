@@ -47,7 +47,7 @@ class Introduction:
         secret: a key that the same holds of.
 
     Raises:
-        CommunicationError: from the first call on, on all ranks, if they do not share the secret.
+        CommunicationError: on all ranks, if they do not share the secret.
     """
 
     def __init__(self, group: dist.ProcessGroup, secret: Secret) -> None:
@@ -62,6 +62,7 @@ class Introduction:
         nonces = self._gather(secrets.token_bytes(Secret.NBYTES))
         self.name = hashlib.sha256(b"".join(nonces)).hexdigest()[:32]
         self.secret = secret.derive("introduction", *nonces)
+        self(None)
 
     def __call__(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order, as JSON leaves them: tuples have become lists.

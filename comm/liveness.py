@@ -58,6 +58,9 @@ class Liveness:
         clock: seconds of a clock that never goes back.
         background: False leaves calling `beat` to the caller, for tests.
         process: the rank's process; by default this one.
+
+    Attributes:
+        release: called by `stop` at its end, to free the store; a call of the store that is under way then ends.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Liveness:
         self.rank = rank
         self.size = size
         self.heartbeat = knobs.HEARTBEAT.get() if heartbeat is None else heartbeat
+        self.release: Callable[[], object] | None = None
         self._store = store
         self._clock = clock
         self._beats = 0
@@ -231,6 +235,8 @@ class Liveness:
         self._thread.join((_LINGER + 2) * self.heartbeat)
         if self._thread.is_alive():
             _log.debug("the liveness store did not answer while rank %d left", self.rank)
+        if self.release is not None:
+            self.release()
 
     def beat(self) -> None:
         """One round with the store: own sign of life, own report, others' reports and, while observing, others' signs.

@@ -104,7 +104,9 @@ class NcclCommunicator(Communicator):
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
-        liveness = liveness_store.connect(rank, size, exchange) if watch and size > 1 else None
+        liveness = None
+        if watch and size > 1:
+            liveness = liveness_store.connect(rank, size, exchange, exchange.secret, timeout=min(20.0, timeout / 2))
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
         try:
             self._assemble(session, exchange.name, _get_default_store(), device, runtime, exchange.secret)

@@ -92,7 +92,9 @@ class TorchCommunicator(Communicator):
         exchange = Introduction(group, job_secret(_get_default_store()))
         name = exchange.name
         opened = open_group(group, _get_default_store(), name, rank, size, timeout, device, host)
-        liveness = liveness_store.connect(rank, size, exchange) if watch and size > 1 else None
+        liveness = None
+        if watch and size > 1:
+            liveness = liveness_store.connect(rank, size, exchange, exchange.secret, host, min(20.0, timeout / 2))
         session = Session("world", opened.timeout, rank, tuple(range(size)), liveness)
         self._assemble(opened, session, name, exchange.secret.derive("communicator"))
         self._owned_liveness = liveness

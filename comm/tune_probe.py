@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels.comm import rendezvous, tuning_measure
+from bagua_kernels.comm.introduction import Introduction, job_secret
 
 SIZES = (64 << 10, 1 << 20, 25 << 20)  # bytes: a bias, a layer, DDP's bucket
 _IN_FLIGHT = 4  # all-reduces under way at once, as DDP has them; where sizes are worth it
@@ -155,6 +157,7 @@ def measure(cases: Sequence[Case], seconds: float, device: torch.device) -> tupl
     Returns:
         What was timed, and the seconds.
     """
+    gather = _introduction()
     memory = torch.zeros(
         max(case.nbytes * case.in_flight for case in cases) // 4 or 1, dtype=torch.float32, device=device
     )
@@ -163,14 +166,14 @@ def measure(cases: Sequence[Case], seconds: float, device: torch.device) -> tupl
     found: list[float] = []
     for number, case in enumerate(cases):
         # The first one opens connections, the second one tells how long a round takes.
-        cost = [_slowest([_round(case, memory)])[0] for _ in range(2)][-1]
-        left, rounds = seconds - _slowest([time.perf_counter() - started])[0], case.rounds
+        cost = [_slowest(gather, [_round(case, memory)])[0] for _ in range(2)][-1]
+        left, rounds = seconds - _slowest(gather, [time.perf_counter() - started])[0], case.rounds
         if not rounds:
             if number and cost * _FEWEST > left:
                 break
             rounds = int(min(_MOST, max(_FEWEST, left / (len(cases) - number) / max(cost, 1e-6))))
         done.append(Case(case.nbytes, case.in_flight, rounds))
-        found.append(statistics.median(_slowest([_round(case, memory) for _ in range(rounds)])))
+        found.append(statistics.median(_slowest(gather, [_round(case, memory) for _ in range(rounds)])))
     return tuple(done), tuple(found)
 
 
@@ -191,15 +194,14 @@ def _settle(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _slowest(seconds: list[float]) -> list[float]:
+def _slowest(gather: Introduction, seconds: list[float]) -> list[float]:
     """Returns the longest that any rank took, for each."""
-    return list(map(max, zip(*_gather(seconds), strict=True)))
+    return list(map(max, zip(*gather(seconds), strict=True)))
 
 
-def _gather(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+def _introduction() -> Introduction:
+    """Returns what gathers values of all ranks; torch's own way would unpickle what anybody has sent."""
+    return Introduction(dist.distributed_c10d._get_default_group(), job_secret(_get_default_store()))
 
 
 def _own(budget: float, limit: float) -> str:
@@ -238,11 +240,12 @@ def main(*words: str) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=order.limit))
     if order.cases:
         cases, seconds = measure(order.cases, order.seconds, device)
-    facts = _gather((launch.local_rank, order.node, order.spent))
+    gather = _introduction()
+    facts = gather((launch.local_rank, asdict(order.node), order.spent))
     result = Result(
         backend,
         launch.world_size,
-        tuple(node for local_rank, node, _ in facts if local_rank == 0),
+        tuple(_node(node) for local_rank, node, _ in facts if local_rank == 0),
         cases,
         seconds,
         min(spent for _, _, spent in facts),  # the others have waited for it
@@ -253,7 +256,7 @@ def main(*words: str) -> None:
         unfinished.write_text(json.dumps(asdict(result)))
         unfinished.replace(order.result)
     # A host that fails before here takes the others' probes with it, so that all launchers see the same.
-    _gather(None)
+    gather(None)
     if order.own:
         rendezvous.shutdown()
     else:

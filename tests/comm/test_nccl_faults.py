@@ -18,6 +18,7 @@ from bagua_kernels.comm import ReduceOp, liveness_store, nccl, nccl_binding, ncc
 from bagua_kernels.comm.nccl import NcclCommunicator
 from bagua_kernels.comm.nccl_binding import Endpoint, Runtime
 from bagua_kernels.comm.nccl_work import Ticket
+from bagua_kernels.comm.secret import Secret
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 from tests.comm.fake_nccl import World, run_ranks
 
@@ -232,6 +233,7 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
 
     meeting = threading.Barrier(2, action=turn, timeout=20)
     made: list[Any] = [None, None]
+    secret = Secret.random()
 
     def run(rank: int) -> None:
         def exchange(obj: Any) -> list[Any]:
@@ -241,7 +243,7 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
             meeting.wait()
             return found
 
-        made[rank] = liveness_store.connect(rank, 2, exchange)
+        made[rank] = liveness_store.connect(rank, 2, exchange, secret)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
