@@ -126,6 +126,9 @@ class MeetingWork(Pending):
                 if left <= 0:
                     raise self._late(self._missing())
                 self._world.changed.wait(left)
+
+    def _conclude(self) -> None:
+        with self._world.changed:
             result = self._take()
         if self._output is None:
             return

@@ -101,6 +101,7 @@ class NcclWork(Pending):
         self._tensors = tensors
         self._finish = finish
         self._issue = issue
+        self._first_stream: Any = None
 
     def is_completed(self) -> bool:
         """Returns whether the operation has finished on the GPU; true of one in a CUDA graph, which runs later."""
@@ -121,7 +122,10 @@ class NcclWork(Pending):
         finished = not session.ended or ticket.captured or ticket.event.query()
         if ticket.lost or not finished:
             raise _told(session, ticket)
-        stream = self._current_stream()
+
+    def _conclude(self) -> None:
+        ticket = self._ticket
+        stream = self._first_stream = self._current_stream()
         stream.wait_event(ticket.event)
         if self._finish is not None:
             self._finish()
@@ -130,6 +134,13 @@ class NcclWork(Pending):
             for tensor in self._tensors:
                 self._record_stream(tensor, stream)
         self._tensors = []
+
+    def _follow(self) -> None:
+        stream = self._current_stream()
+        if stream == self._first_stream:
+            return
+        # `finish` ran on the stream of the first wait.
+        stream.wait_event(self._ticket.event if self._finish is None else self._first_stream.record_event())
 
     def wait_on_host(self) -> None:
         """Blocks the caller until the operation has finished on the GPU; errors as of `wait`."""

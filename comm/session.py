@@ -9,6 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
+
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.verdict import Verdict
 from bagua_kernels.comm.work import Pending
@@ -198,6 +200,7 @@ class SessionWork(Pending):
         self._peer = peer
         self._finish = finish
         self._on_stream = on_stream
+        self._first_stream: torch.cuda.Stream | None = None
 
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
@@ -208,9 +211,22 @@ class SessionWork(Pending):
             self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
         else:
             self._wait_on_host()
+
+    def _conclude(self) -> None:
         if self._finish is not None:
+            if self._on_stream:
+                self._first_stream = torch.cuda.current_stream()
             self._finish()
         self._session.finished(self._number)
+
+    def _follow(self) -> None:
+        if not self._on_stream:
+            return
+        if self._first_stream is None:
+            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
+        elif self._first_stream != torch.cuda.current_stream():
+            # `finish` ran on the stream of the first wait.
+            torch.cuda.current_stream().wait_stream(self._first_stream)
 
     def _wait_on_host(self) -> None:
         if self._peer is None:

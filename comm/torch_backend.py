@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ class TorchCommunicator(Communicator):
         call: Callable[[], Any],
         sent: int,
         finish: Callable[[], None] | None = None,
-        peer: int | None = None,
+        peers: Sequence[int] | None = None,
     ) -> Work:
         """Issues one operation.
 
@@ -177,9 +177,10 @@ class TorchCommunicator(Communicator):
             call: starts it, and returns torch's work.
             sent: bytes that it puts on the wire.
             finish: completes the outputs once it is done.
-            peer: the only other rank that takes part; None for a collective.
+            peers: the other ranks that take part; None for a collective.
         """
-        number = None if peer is not None else next(self._numbers)
+        number = next(self._numbers) if peers is None else None
+        peer = peers[0] if peers is not None and len(peers) == 1 else None
         if number is not None:
             self._session.entered(number, operation)
         self.bytes_sent += sent
@@ -259,11 +260,20 @@ class TorchCommunicator(Communicator):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         data = _bytes(tensor)
-        return self._start("send", lambda: self._group.backend.send([data], dst, tag), tensor.nbytes, peer=dst)
+        return self._start("send", lambda: self._group.send(data, dst, tag), tensor.nbytes, peers=[dst])
 
     def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         data = _bytes(tensor)
-        return self._start("recv", lambda: self._group.backend.recv([data], src, tag), 0, peer=src)
+        return self._start("recv", lambda: self._group.recv(data, src, tag), 0, peers=[src])
+
+    def _neighbour_exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], tag: int) -> Work:
+        if self._group.kind != "nccl":
+            return super()._neighbour_exchange(outputs, inputs, tag)
+        parts = {peer: _bytes(tensor) for peer, tensor in outputs.items()}
+        mine = {peer: _bytes(tensor) for peer, tensor in inputs.items()}
+        sent = sum(tensor.nbytes for tensor in inputs.values())
+        call = lambda: self._group.exchange(parts, mine, tag)  # noqa: E731
+        return self._start("neighbour_exchange", call, sent, peers=sorted({*parts, *mine}))
 
     def _barrier(self) -> Work:
         if self.device.type == "cuda":

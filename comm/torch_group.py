@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.gloo_message import GlooMessages
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 
@@ -28,6 +30,7 @@ class Group:
         timeout: seconds.
         device: where tensors are.
         host: the address whose interface Gloo uses; empty for torch's choice.
+        messages: sends and receives of Gloo under way; None for other backends.
     """
 
     backend: Any
@@ -38,6 +41,12 @@ class Group:
     timeout: float
     device: torch.device
     host: str
+    messages: GlooMessages | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Prepares for messages."""
+        if self.kind == "gloo" and self.size > 1:
+            self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
 
     def child(self, key: str, ranks: tuple[int, ...]) -> Group:
         """Connects some of the ranks.
@@ -54,6 +63,34 @@ class Group:
         rank, size = ranks.index(self.rank), len(ranks)
         backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
         return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host)
+
+    def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
+        """Starts to send bytes; returns torch's work, or what has its methods."""
+        return self._message(self.backend.send([data], dst, tag), data)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int) -> Any:
+        """Starts to receive bytes; returns torch's work, or what has its methods."""
+        return self._message(self.backend.recv([data], src, tag), data)
+
+    def _message(self, handle: Any, data: torch.Tensor) -> Any:
+        return handle if self.messages is None else self.messages.start(handle, data)
+
+    def exchange(self, outputs: Mapping[int, torch.Tensor], inputs: Mapping[int, torch.Tensor], tag: int) -> Any:
+        """Sends bytes to some ranks and receives some, as one operation of NCCL; returns torch's work.
+
+        NCCL puts messages that are not grouped on one stream for each peer, one behind the other: two ranks that both
+        receive first would wait for one another for ever.
+        """
+        backend = self.backend
+        backend._start_coalescing()
+        try:
+            for peer, tensor in outputs.items():
+                backend.recv([tensor], peer, tag)
+            for peer, tensor in inputs.items():
+                backend.send([tensor], peer, tag)
+        finally:
+            work = backend._end_coalescing()
+        return work
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         """Returns whether the backend has this reduction."""
@@ -73,16 +110,22 @@ class Group:
 
     def close(self) -> None:
         """Frees the connections, once all ranks are done with them."""
-        self.backend = None
+        self._sever()
+        self.backend = self.messages = None
 
     def abandon(self) -> None:
         """Gives the connections up while operations may be under way, without waiting for those.
 
         Gloo's destructor waits for its operations, even when the process exits, so it must never run.
         """
+        self._sever()
         if self.kind == "nccl" and self.backend is not None:
             self.backend.abort()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
+    def _sever(self) -> None:
+        if self.messages is not None:
+            self.messages.sever()
 
 
 def open_group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Sequence
 
 from bagua_kernels.errors import CommunicationError
@@ -31,28 +32,54 @@ class Work(abc.ABC):
 
 
 class Pending(Work):
-    """A communication that is completed once, by the first `wait`; later ones return, or raise, the same."""
+    """A communication that the first thread which waits for it completes; the other threads wait for that thread.
+
+    `_conclude` runs once, however many threads wait and however often. All of them return, or raise the same error.
+    """
 
     def __init__(self) -> None:
         self._done = False
-        self._error: CommunicationError | None = None
+        self._error: Exception | None = None
+        self._completing = threading.Lock()
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        if self._done:
-            return
-        if self._error is not None:
-            raise self._error
+        if not self._done:
+            with self._completing:
+                if not self._done and self._error is None:
+                    self._complete_once()
+                    return
+            if self._error is not None:
+                raise self._error
+        self._follow()
+
+    def _complete_once(self) -> None:
+        # An interruption (Ctrl-C) of this wait leaves the communication as it is: the next call waits again.
         try:
             self._complete()
-        except CommunicationError as error:
+        except Exception as error:
             self._error = error
             raise
-        self._done = True
+        try:
+            self._conclude()
+            self._done = True
+        except Exception as error:
+            self._error = error
+            raise
+        except BaseException as error:
+            # Half of the outputs may be written: to write them again could divide a second time.
+            self._error = CommunicationError(f"the outputs were not written, for {error!r} came in between")
+            raise
 
     @abc.abstractmethod
     def _complete(self) -> None:
-        """Waits for the communication and writes its outputs; errors as of `Work.wait`."""
+        """Waits for the communication; errors as of `Work.wait`. Called again if it was interrupted."""
+
+    def _conclude(self) -> None:
+        """Writes the outputs, right after `_complete` on the same thread; called once."""
+
+    def _follow(self) -> None:
+        """Makes the caller of a later `wait` see the outputs, where that takes more than to return."""
 
 
 class Together(Work):

@@ -235,6 +235,38 @@ def case_many_at_once(c: Communicator) -> None:
         torch.testing.assert_close(t, torch.full((100,), float(i)))
 
 
+def case_many_threads_wait_for_one_work(c: Communicator) -> None:
+    """What follows an operation, such as the division of AVG, happens once; every thread sees the result."""
+    everyone, size = 6, 64 * c.size
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "neighbour_exchange"):
+        x, wide, y = torch.full((size,), 8.0), torch.empty(c.size * size), torch.empty(64)
+        right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+        if kind == "all_reduce":
+            work, output, expected = c.all_reduce(x, ReduceOp.AVG), x, 8.0
+        elif kind == "reduce_scatter":
+            work, output, expected = c.reduce_scatter(y, x, ReduceOp.AVG), y, 8.0
+        elif kind == "all_gather":
+            work, output, expected = c.all_gather(wide, x), wide, 8.0
+        elif c.size > 1:
+            work, output, expected = c.neighbour_exchange({left: y}, {right: x[:64]}), y, 8.0
+        together, seen = threading.Barrier(everyone, timeout=30), []
+
+        def wait() -> None:
+            try:
+                together.wait()  # noqa: B023
+                work.wait()  # noqa: B023
+                seen.append(output.tolist())  # noqa: B023
+            except BaseException as error:
+                seen.append(error)  # noqa: B023
+
+        threads = [threading.Thread(target=wait) for _ in range(everyone)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert seen == [[expected] * output.numel()] * everyone, (kind, seen)
+
+
 def case_shapes_and_autograd(c: Communicator) -> None:
     """Tensors of any shape, and parameters."""
     p = torch.nn.Parameter(torch.full((3, 1, 2), float(c.rank)))
@@ -357,6 +389,68 @@ def abort_of_a_duplicate(c: Communicator) -> None:
             pair.recv(torch.ones(1), 0).wait()
         assert caught.value.ranks == (0,)
     assert time.monotonic() - started < 10
+    c.barrier().wait()
+
+
+def late_neighbour(c: Communicator, seconds: float = 2.0) -> None:
+    """Rank 1 comes late to each kind of operation; nobody minds, and the communicator goes on working."""
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    for kind in ("recv", "polled recv", "neighbour_exchange", "all_reduce"):
+        mine, got = torch.full((5,), float(c.rank)), torch.full((5,), -1.0)
+        if c.rank == 1:
+            time.sleep(seconds)
+        started = time.monotonic()
+        if kind == "all_reduce":
+            got.copy_(mine)
+            c.all_reduce(got).wait()
+            expected = sum(range(c.size))
+        elif kind == "neighbour_exchange":
+            c.neighbour_exchange({left: got}, {right: mine}).wait()
+            expected = left
+        elif c.rank == 1:
+            c.send(mine, right).wait()
+            continue
+        elif c.rank == 2 % c.size:
+            work = c.recv(got, 1)
+            while kind == "polled recv" and not work.is_completed():
+                assert time.monotonic() - started < seconds + 10
+                time.sleep(0.001)
+            work.wait()
+            expected = 1
+        else:
+            continue
+        assert got.tolist() == [float(expected)] * 5, (kind, got)
+    for _ in range(3):
+        case_point_to_point(c)
+        case_neighbour_exchange(c)
+        c.barrier().wait()
+
+
+def failure_reaches_all_threads(c: Communicator) -> None:
+    """Threads that wait for one work all raise when a rank gives up."""
+    pair = c.duplicate()
+    pair.barrier().wait()
+    if c.rank == 0:
+        pair.abort()
+        c.barrier().wait()
+        return
+    works = [pair.all_reduce(torch.ones(8)), pair.recv(torch.ones(8), 0)]
+    seen: list[BaseException | None] = []
+
+    def wait(work: comm.Work) -> None:
+        try:
+            work.wait()
+            seen.append(None)
+        except BaseException as error:
+            seen.append(error)
+
+    threads = [threading.Thread(target=wait, args=(work,)) for work in works for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(seen) == 8
+    assert all(isinstance(error, CommunicationError) for error in seen), seen
     c.barrier().wait()
 
 

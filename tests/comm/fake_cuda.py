@@ -170,6 +170,11 @@ class Stream:
                 self.cuda.machine.fail("a captured stream was made to wait for an event from outside the capture")
             self.put(Wait(event))
 
+    def record_event(self) -> Event:
+        event = Event(self.cuda)
+        event.record(self)
+        return event
+
     def put(self, item: Any) -> None:
         self.log.append(item.name)
         if isinstance(item, Record):

@@ -12,7 +12,15 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
-from tests.comm.contract import CASES, abort_of_a_duplicate, battery, same, values
+from tests.comm.contract import (
+    CASES,
+    abort_of_a_duplicate,
+    battery,
+    failure_reaches_all_threads,
+    late_neighbour,
+    same,
+    values,
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -51,6 +59,28 @@ def test_gloo_abort() -> None:
     """Only the communicator that was aborted is lost, and the processes end without waiting for its work."""
     for result in run_processes(aborting, 2, timeout=50):
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+def late() -> None:
+    """One rank of two or three."""
+    c = comm.init(timeout=60)
+    late_neighbour(c)
+    failure_reaches_all_threads(c)
+    print("FINE", flush=True)
+
+
+@pytest.mark.parametrize(("size", "sockets"), [(2, "0"), (3, "0"), (3, "2")])
+def test_late_neighbour_between_processes(size: int, sockets: str) -> None:
+    """Gloo closes its connections when a wait for a message runs out of time: nothing of it may show."""
+    for result in run_processes(late, size, timeout=90, env={"BAGUA_KERNELS_SOCKETS": sockets}):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_late_neighbour_among_threads(size: int) -> None:
+    """A message may be late, whatever carries it."""
+    run_ranks(size, late_neighbour)
+    run_ranks(size, failure_reaches_all_threads)
 
 
 def test_results_have_the_same_bits_in_any_order_of_arrival() -> None:

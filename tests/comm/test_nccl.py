@@ -18,6 +18,7 @@ from bagua_kernels.errors import (
     CommunicationError,
     RankLostError,
 )
+from tests.comm.contract import late_neighbour
 from tests.comm.fake_cuda import MisuseError
 from tests.comm.fake_nccl import World, run_ranks
 from tests.comm.test_communicator import CASES
@@ -35,6 +36,11 @@ def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_contract(case: Callable[[Communicator], None], size: int) -> None:
     run_ranks(size, case)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_late_neighbour(size: int) -> None:
+    run_ranks(size, late_neighbour)
 
 
 def test_operations_run_on_a_stream_of_high_priority_between_events() -> None:

@@ -72,6 +72,13 @@ def test_abort(thread: bool) -> None:
     striped(3, fn)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_late_neighbour(size: int) -> None:
+    """A message may be late."""
+    striped(size, contract.late_neighbour)
+    striped(size, contract.failure_reaches_all_threads)
+
+
 def test_different_operations() -> None:
     """Every rank gets an error, and who can see it says what was called."""
     told: list[str] = []
