@@ -69,7 +69,7 @@ format: $(INSTALLED)
 	$(PYTHON) -m ruff format .
 
 bench: $(INSTALLED)
-	$(PYTHON) -m pytest bench --benchmark-enable --benchmark-only --override-ini "python_files=bench_*.py" --timeout 0
+	$(PYTHON) -m pytest bench --full
 
 gpu-check: $(INSTALLED)
 	$(PYTHON) -m bench.gpu_check

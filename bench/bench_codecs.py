@@ -8,10 +8,10 @@ from bench import workloads
 
 
 def pytest_generate_tests(metafunc):
-    groups = workloads.codec_groups(torch.device("cpu"), metafunc.config.getoption("--codec-elements"))
+    groups = workloads.codec_groups(torch.device("cpu"), metafunc.config.option.codec_elements)
     rows = [row for rows in groups for row in rows]
     metafunc.parametrize("row", rows, ids=lambda row: f"{row.group}-{row.answer}")
 
 
-def test_codec(benchmark, row):
-    workloads.run_benchmark(benchmark, row)
+def test_codec(benchmark, row, request):
+    workloads.run_benchmark(benchmark, row, request.config.option.codec_elements, request.config.option.rounds)

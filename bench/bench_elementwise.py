@@ -8,9 +8,9 @@ from bench import workloads
 
 
 def pytest_generate_tests(metafunc):
-    groups = workloads.elementwise_groups(torch.device("cpu"), metafunc.config.getoption("--adamw-elements"))
+    groups = workloads.elementwise_groups(torch.device("cpu"), metafunc.config.option.adamw_elements)
     metafunc.parametrize("row", [row for rows in groups for row in rows], ids=lambda row: row.answer)
 
 
-def test_elementwise(benchmark, row):
-    workloads.run_benchmark(benchmark, row)
+def test_elementwise(benchmark, row, request):
+    workloads.run_benchmark(benchmark, row, request.config.option.adamw_elements, request.config.option.rounds)

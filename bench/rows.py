@@ -130,12 +130,14 @@ def encode_rows(group: str, subject: str, codec: Codec, n: int, device: torch.de
     return backend_rows(group, subject, 4 * n + size, prepare, device, info=info)
 
 
-def run_benchmark(benchmark: Any, row: Workload) -> None:
+def run_benchmark(benchmark: Any, row: Workload, elements: int, rounds: int) -> None:
     """Times a row with pytest-benchmark's fixture."""
     run = row.prepare()
     benchmark.group = row.group
-    benchmark.pedantic(run, rounds=15, warmup_rounds=2)
-    benchmark.extra_info.update(row.info(), subject=row.subject, answer=row.name, unfused=row.unfused)
+    benchmark.pedantic(run, rounds=rounds, warmup_rounds=2)
+    benchmark.extra_info.update(
+        row.info(), subject=row.subject, answer=row.name, unfused=row.unfused, elements=elements
+    )
     # There are no statistics under --benchmark-disable.
     if benchmark.stats is not None:
         benchmark.extra_info["gb_per_s"] = row.bytes / benchmark.stats.stats.median / 1e9
