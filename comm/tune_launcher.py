@@ -81,6 +81,9 @@ class Probes:
             ProbeError: it failed or took too long; the message holds the end of its output.
         """
         number, several = self._number, self.command.nodes > 1
+        what = "this package's own ways, with " if own else ""
+        what += text(tuple(variables.items())) if variables else "the defaults"
+        print(f"tune: measuring {what} (job {number + 1}, {self.budget:g} s for all)", file=sys.stderr, flush=True)
         spent = time.monotonic() - self._began
         self._number += 1
         limit = _LIMIT + 5 * (self.seconds + own) + (_MEETING if several and not number else 0.0)

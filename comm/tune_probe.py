@@ -208,7 +208,7 @@ def _own(budget: float, limit: float) -> str:
     communicator = rendezvous.init(timeout=limit, device="cpu")
     if communicator.size == 1:
         return ""
-    return tuning_measure.tune(communicator, budget=budget, apply=False).to_json()
+    return tuning_measure.tune(communicator, budget=budget, apply=False, progress=False).to_json()
 
 
 def main(*words: str) -> None:

@@ -87,8 +87,11 @@ class Tuning:
         return next(way for limit, way in choice if nbytes <= limit)
 
     def to_json(self) -> str:
-        """Returns it as text."""
-        return json.dumps(asdict(self))
+        """Returns it as JSON, in which null stands for the last size's limit, infinity."""
+        fields = asdict(self)
+        for name in WAYS:
+            fields[name] = [(None if limit == EVER else limit, way) for limit, way in fields[name]]
+        return json.dumps(fields, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
@@ -108,7 +111,7 @@ class Tuning:
                         for operation, rows in value.items()
                     }
                 elif name in WAYS:
-                    fields[name] = tuple((float(limit), str(way)) for limit, way in value)
+                    fields[name] = tuple((EVER if limit is None else float(limit), str(way)) for limit, way in value)
             return cls(**fields)
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no tuning: {error}: {text[:200]!r}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +40,9 @@ _PROCESSOR, _SLOWER = {"all_reduce": 2.0, "broadcast": 2.0}, 1.25
 _EASE, _EASE_BASE = {"all_gather": ("direct", 1.12)}, 1.03
 
 
-def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, apply: bool = True) -> Tuning:
+def tune(
+    communicator: Communicator | None = _WORLD, *, budget: float = 8.0, apply: bool = True, progress: bool = True
+) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the best from now on; collective.
 
     1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
@@ -55,6 +58,7 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
         communicator: by default that of all ranks. A rank to which `split` gave None does not call this.
         budget: seconds to spend, about; a slow network takes more.
         apply: whether `communicator` follows the result.
+        progress: whether rank 0 writes what is being measured to the standard error.
 
     Returns:
         The table, with what was measured; the same on all ranks.
@@ -74,7 +78,7 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
         return communicator.tuning
     before = communicator.tuning
     try:
-        tuning = _measure(communicator, budget)
+        tuning = _measure(communicator, budget, progress and communicator.rank == 0)
     finally:
         communicator.retune(before)
     if apply:
@@ -82,11 +86,13 @@ def tune(communicator: Communicator | None = _WORLD, *, budget: float = 8.0, app
     return tuning
 
 
-def _measure(communicator: StripedCommunicator, budget: float) -> Tuning:
+def _measure(communicator: StripedCommunicator, budget: float, progress: bool = False) -> Tuning:
     tuning = replace(communicator.tuning, stripes=1, measured={})
     long = _barrier_time(communicator) > _LONG
     measured: dict[str, list[tuple[int, dict[str, Cost]]]] = {}
     for operation, share in _SHARES.items():
+        if progress:
+            print(f"tune: measuring {operation}, for about {budget * share:.1f} s", file=sys.stderr, flush=True)
         rows = _sizes(communicator, operation, WAYS[operation], budget * share, long)
         measured[operation] = rows
         chosen: dict[str, Any] = {

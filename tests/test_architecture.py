@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
 # From the ground up: a floor imports from itself and from those before it.
 FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
-# Commands: they may import from all floors, and nothing imports them.
-DOORS = ("bagua_kernels/warmup.py",)
+# A command, which nothing imports, and the package itself, which imports its parts when they are first used.
+DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
 
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
 MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/nccl_binding.py")

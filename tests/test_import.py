@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import bagua_kernels
+
 ROOT = Path(__file__).parents[1]
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda", "matplotlib")
 
@@ -38,3 +40,16 @@ def test_import_is_fast() -> None:
         "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"
     )
     assert min(float(run(program)) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("name", ["algorithms.ByteGrad", "comm.init", "compression.MinMaxUInt8", "optim.AdamW"])
+def test_parts_are_there_after_importing_the_package_alone(name: str) -> None:
+    output = run(
+        f"import bagua_kernels\nassert {name.split('.')[0]!r} in dir(bagua_kernels)\nprint(bagua_kernels.{name})"
+    )
+    assert name.split(".")[1] in output
+
+
+def test_unknown_part_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'optimizers'; its parts are algorithms, comm"):
+        _ = bagua_kernels.optimizers

@@ -1,8 +1,10 @@
 """The repository as people get it: cloned, and as the zip archive that hosting sites offer."""
 
 import io
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -49,3 +51,10 @@ def test_build_refuses_sources_without_a_floor(archive: Path, tmp_path: Path) ->
     result = build(archive, tmp_path / "wheels")
     assert result.returncode != 0
     assert "the sources are incomplete" in result.stdout + result.stderr
+
+
+def test_page_of_package_indexes_has_no_links_into_the_repository() -> None:
+    fields = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / fields["readme"]).read_text()
+    assert page.startswith("# Bagua Kernels")
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", page) if not link.startswith("https://")] == []

@@ -73,6 +73,17 @@ def test_text_and_back() -> None:
     assert Tuning.from_json("{}") == Tuning()
 
 
+def test_text_is_json_for_other_programs_too() -> None:
+    """Python's own reader takes Infinity, which is no JSON."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is no JSON")
+
+    fields = json.loads(Tuning().to_json(), parse_constant=refuse)
+    assert fields["all_to_all"] == [[None, "direct"]]
+    assert Tuning.from_json('{"all_to_all": [[Infinity, "base"]]}').all_to_all == ((EVER, "base"),)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -226,7 +237,9 @@ def tuned(size: int, fn: Callable[[StripedCommunicator], Any], stripes: int = 1,
 
 
 @pytest.mark.parametrize("apply", [True, False])
-def test_ranks_agree_and_results_stay_right(apply: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_and_results_stay_right(
+    apply: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same table on all ranks, followed if wanted."""
     monkeypatch.setattr(tuning_measure, "_SIZES", (1 << 10, 1 << 14, 1 << 20))
     monkeypatch.setattr(tuning_measure, "_AT_LEAST", 1 << 20)
@@ -253,12 +266,16 @@ def test_ranks_agree_and_results_stay_right(apply: bool, monkeypatch: pytest.Mon
     tables = tuned(3, fn, stripes=2, piece=7777)
     assert len(set(tables)) == 1
     assert set(json.loads(tables[0])) >= {"all_reduce", "measured", "stripes"}
+    # Rank 0 alone has said what it was doing.
+    lines = capsys.readouterr().err.splitlines()
+    assert {line.split(",")[0] for line in lines} == {f"tune: measuring {operation}" for operation in WAYS}
+    assert len(lines) == len(WAYS)
 
 
 def test_table_is_kept_where_measuring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error leaves the table as it was."""
 
-    def fail(communicator: Communicator, budget: float) -> Tuning:
+    def fail(communicator: Communicator, budget: float, progress: bool) -> Tuning:
         communicator.retune(Tuning(piece=1))  # type: ignore[attr-defined]
         raise ZeroDivisionError("boom")
 
