@@ -36,6 +36,8 @@ class Gates:
         """Waits for nothing yet."""
         self.pending: Updates | None = None
         self._positions: dict[int, int] = {}
+        # Kept, so that no other tensor gets the `id` of one of them.
+        self._parameters: list[nn.Parameter] = []
         self._replaced: list[tuple[nn.Module, dict[str, Any]]] = []
         self._handles: list[Any] = []
 
@@ -47,6 +49,7 @@ class Gates:
             optimizer: whose states are updated too; they are waited for where they are saved or loaded.
             parameters: positions count in this list.
         """
+        self._parameters = list(parameters)
         self._positions = {id(p): position for position, p in enumerate(parameters)}
         for each in module.modules():
             if any(id(p) in self._positions for p in each._parameters.values()):

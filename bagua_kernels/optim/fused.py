@@ -143,8 +143,7 @@ class Fused(Optimizer):
             launch.store()
             launch.count(counted)
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
-        whole = all(launch.missing is None for launch in plan.launches)
-        torch.autograd.graph.increment_version(plan.params if whole else [p for p in plan.params if p.grad is not None])
+        torch.autograd.graph.increment_version(plan.updated())
         return True
 
     def _scalars(self, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> Scalars:

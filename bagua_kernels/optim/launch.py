@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import call, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -70,7 +73,9 @@ class Entry:
 class Launch:
     """The tensors of one kernel launch.
 
-    Tensors other than parameters are not kept: gradients and states are the user's to free between steps.
+    Gradients and states are the user's to free between steps, so the launch keeps none of them alive, but for the 0-dim views
+    of its counters. A state is recognised as the same object: a counter by the view that is kept, any other by a weak
+    reference, which a new tensor at a freed address does not satisfy.
 
     Attributes:
         params: the parameters.
@@ -109,7 +114,7 @@ class Launch:
     def _share_counters(self, entries: Sequence[Entry]) -> None:
         """Moves all values of a counter into one tensor, so that one operation advances them."""
         self.counters: dict[str, Tensor] = {}
-        self._ids: dict[str, list[int]] = {}
+        self._views: dict[str, list[Tensor]] = {}
         for name in entries[0].counters:
             if name.startswith("_"):
                 device = entries[0].kind_of(name)[1]
@@ -122,6 +127,7 @@ class Launch:
                 for e, view in zip(entries, flat.unbind(), strict=True):
                     e.state[name] = view
             self.counters[name] = flat
+            self._views[name] = [e.state[name] for e in entries]
 
     def _lay_out(self, entries: Sequence[Entry], by_address: bool) -> None:
         """Makes the table, and notes which tensors' elements do not lie as the parameter's, so that copies are needed."""
@@ -144,13 +150,12 @@ class Launch:
         self._watch: Watch | None = None
         self._gradients: list[Any] = [e.tensors[GRADIENT] for e in entries]
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for name in (*filter(None, self.names), *(n for n in self.counters if not n.startswith("_"))):
-            self._ids[name] = [id(state[name]) for state in self.states]
+        self._known = {n: [weakref.ref(state[n]) for state in self.states] for n in filter(None, self.names)}
 
     @property
     def precision(self) -> torch.dtype:
         """The dtype of the counters that the states have."""
-        return next((flat.dtype for name, flat in self.counters.items() if name in self._ids), torch.float32)
+        return next((views[0].dtype for views in self._views.values()), torch.float32)
 
     @property
     def on_device(self) -> bool:
@@ -169,7 +174,7 @@ class Launch:
     def take(self) -> bool:
         """Takes up this step's gradients. False if anything but these has changed."""
         try:
-            if not all([id(s[n]) for s in self.states] == ids for n, ids in self._ids.items()):
+            if not self._recognised():
                 return False
             if self._watch is not None:
                 addresses = np.empty(len(self.params), np.int64)
@@ -184,9 +189,18 @@ class Launch:
             # A state is gone; a gradient is sparse and without an address.
             return False
         if taken and self._watchable and self.missing is None:
-            self._watch = watch(self.params, [s[n] for n in filter(None, self.names) for s in self.states])
+            states = [s[n] for n in filter(None, self.names) for s in self.states]
+            self._watch = watch(self.params, [*states, *itertools.chain(*self._views.values())])
             self._watchable = self._watch is not None
         return taken
+
+    def _recognised(self) -> bool:
+        """Whether the states still have the tensors that they had when the launch was made: the same objects."""
+        return all(
+            all(map(is_, map(itemgetter(name), self.states), views)) for name, views in self._views.items()
+        ) and all(
+            all(map(is_, map(itemgetter(name), self.states), map(call, known))) for name, known in self._known.items()
+        )
 
     def _hold(self, addresses: np.ndarray[Any, Any]) -> bool:
         """Keeps the gradients alive until the kernel has read them, where another thread could free them meanwhile."""
@@ -207,6 +221,8 @@ class Launch:
                 gradients[i] = shard_of_gradient(p, g)
         if self._complex or any(g is not None and g.is_neg() for g in gradients):
             gradients = [None if g is None else resolved(g) for g in gradients]
+        if not all(_joins(views, self.counters[name]) for name, views in self._views.items()):
+            return False
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
         for column, name in enumerate(self.names):
             forms = self._forms[column]
@@ -284,10 +300,17 @@ def joined(values: Sequence[Any]) -> Tensor | None:
     first = values[0]
     if not isinstance(first, Tensor) or first.untyped_storage().nbytes() != len(values) * first.element_size():
         return None
-    storage = first.untyped_storage()
-    for index, value in enumerate(values):
-        same = isinstance(value, Tensor) and value.dtype == first.dtype and value.dim() == 0
-        if not same or value.storage_offset() != index or value.untyped_storage()._cdata != storage._cdata:
-            return None
+    if not all(isinstance(v, Tensor) and v.dtype == first.dtype and v.dim() == 0 for v in values):
+        return None
     whole: Tensor = torch.empty(0, dtype=first.dtype, device=first.device)
-    return whole.set_(storage, 0, (len(values),), (1,))
+    whole.set_(first.untyped_storage(), 0, (len(values),), (1,))
+    return whole if _joins(values, whole) else None
+
+
+def _joins(views: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether the views of dtype and shape of an element are all elements of a vector, in order.
+
+    Addresses tell this, since the vector is alive: nothing else can be in its memory.
+    """
+    begin, step = whole.data_ptr(), whole.element_size()
+    return list(map(Tensor.data_ptr, views)) == list(range(begin, begin + step * len(views), step))

@@ -50,8 +50,9 @@ class Part:
             RuntimeError: only PyTorch's own step could update them, and that takes all parameters at a time.
         """
         with self._planned() as plan:
-            # Before the first write: backward must not use a parameter unnoticed that is half updated.
-            torch.autograd.graph.increment_version(plan.params)
+            # Before the first write: backward must not use a parameter unnoticed that is half updated. It may go on with those
+            # that have no gradient, which a forward pass under way may have used.
+            torch.autograd.graph.increment_version(plan.updated())
             self._optimizer._run(plan, None, None)
 
     @contextmanager
@@ -101,7 +102,7 @@ class Part:
                 self._forget_plan()
                 yield None
                 return
-            torch.autograd.graph.increment_version(plan.params)  # as in `step`
+            torch.autograd.graph.increment_version(plan.updated())  # as in `step`
             prepared = {launch: self._optimizer._scalars().rows(launch) for launch in plan.launches}
             yield {launch: rows for launch, (rows, _, _) in prepared.items()}
             for launch, (_, _, counted) in prepared.items():

@@ -36,12 +36,13 @@ class Plan:
 
     Attributes:
         launches: in the order in which they must run.
-        params: the parameters that they update, but those that autograd does not watch.
+        params: the parameters that they can update, but those that autograd does not watch.
     """
 
     def __init__(self, optimizer: Fused, params: Sequence[Tensor] | None = None) -> None:
         self._groups = list(optimizer.param_groups)
-        self._chosen = None if params is None else {id(p) for p in params}
+        # The tensors are kept beside their ids, which would be given to others if they were freed.
+        self._chosen = None if params is None else {id(p): p for p in params}
         self._all = [p for group in self._groups for p in self._of(group)]
         if len({id(p) for p in self._all}) != len(self._all):
             raise CannotFuseError("a parameter is listed twice")
@@ -97,6 +98,12 @@ class Plan:
             and identical(self._states_of(optimizer), self._states)
             and all(launch.take() for launch in self.launches)
         )
+
+    def updated(self) -> list[Tensor]:
+        """The parameters that this step updates, but those that autograd does not watch."""
+        if all(launch.missing is None for launch in self.launches):
+            return self.params
+        return [p for p in self.params if p.grad is not None]
 
     def end(self) -> None:
         """Lets go of gradients and states."""

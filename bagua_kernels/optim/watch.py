@@ -137,7 +137,7 @@ class Watch:
         params: parameters, each with a gradient, of at most `MOST_DIMENSIONS` dimensions.
         others: further tensors, that must not change either.
 
-    The tensors are not kept alive: before each look the caller makes sure that all of these objects, by `id`, are in use.
+    The tensors are not kept alive: before each look the caller makes sure that all of these very objects still are.
     """
 
     def __init__(self, fields: Fields, params: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt8
 from bagua_kernels.optim.fused import Fused
+from bagua_kernels.optim.part import Part
 from bagua_kernels.optim.watch import FEWEST
 
 MANY = FEWEST + 6
@@ -72,6 +74,88 @@ def test_gradients_that_come_and_go(name: str, count: int) -> None:
         assert ours.state[p].get("step") == optimizer.state[q].get("step")
     if name != "LARS":
         assert len(plans) == 1
+
+
+def reset(state: dict[str, torch.Tensor]) -> None:
+    """Replaces the counter by a new tensor, with the same `id` if that was given back."""
+    old = id(state.pop("step"))
+    made = [torch.tensor(0.0)]
+    while id(made[-1]) != old and len(made) < 100:
+        made.append(torch.tensor(0.0))
+    state["step"] = made[-1]
+
+
+def move(state: dict[str, torch.Tensor]) -> None:
+    """Gives the same tensor other memory."""
+    state["step"].data = torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("count", [1, 3, MANY])
+@pytest.mark.parametrize("change", [reset, move])
+def test_counter_that_is_replaced(count: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    mine, other = parameters(count), parameters(count)
+    ours, theirs = optim.AdamW(mine, lr=0.1), torch.optim.AdamW(other, lr=0.1)
+    for step in range(12):
+        give(mine, step)
+        give(other, step)
+        ours.step()
+        theirs.step()
+        if step % 2:
+            for optimizer, params in ((ours, mine), (theirs, other)):
+                change(optimizer.state[params[step % count]])
+        alike(mine, other)
+    assert [float(ours.state[p]["step"]) for p in mine] == [float(theirs.state[p]["step"]) for p in other]
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("count", [3, MANY])
+def test_state_that_is_replaced(name: str, count: int) -> None:
+    mine, other = parameters(count), parameters(count)
+    ours, theirs = optim.AdamW(mine, lr=0.1), torch.optim.AdamW(other, lr=0.1)
+    for step in range(12):
+        give(mine, step)
+        give(other, step)
+        ours.step()
+        theirs.step()
+        for optimizer, params in ((ours, mine), (theirs, other)):
+            state = optimizer.state[params[step % count]]
+            del state[name]
+            state[name] = torch.full((40,), 0.5)
+        alike(mine, other)
+
+
+def test_two_plans_of_the_same_parameters() -> None:
+    """A part's plan moves all counters into a tensor of its own; the other's must notice, whatever was freed meanwhile."""
+    params, twins = parameters(12, 3), parameters(12, 3)
+    ours, theirs = optim.AdamW(params, lr=0.1), torch.optim.AdamW(twins, lr=0.1)
+    members = [range(6), range(6, 12), range(12)]
+    parts = [Part(ours, [params[i] for i in chosen]) for chosen in members]
+    chooser = random.Random(0)
+    for step in range(100):
+        give(params, step)
+        give(twins, step)
+        which = chooser.randrange(3)
+        for i, (p, q) in enumerate(zip(params, twins, strict=True)):
+            if i not in members[which] or chooser.random() < 0.3:
+                p.grad = q.grad = None
+        parts[which].step()
+        theirs.step()
+        counts = [[float(o.state[p].get("step", 0)) for p in ps] for o, ps in ((ours, params), (theirs, twins))]
+        assert counts[0] == counts[1]
+    alike(params, twins)
+
+
+def test_a_part_marks_what_it_updates_only() -> None:
+    """Autograd may have saved the others for a backward pass to come."""
+    used, unused = parameters(2)
+    part = Part(optim.AdamW([used, unused]), [used, unused])
+    give([used, unused])
+    part.step()
+    versions = used._version, unused._version
+    unused.grad = None
+    part.step()
+    assert used._version > versions[0]
+    assert unused._version == versions[1]
 
 
 def test_no_gradient_is_freed_while_a_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

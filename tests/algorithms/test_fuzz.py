@@ -1,0 +1,50 @@
+"""Random trainings in which layers are unused by rank and step: no difference between ranks, nor from plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.algorithms.fuzz import by_processes, by_threads, by_turns, compared, draw, main
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny, and ranks are threads already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_draws_cover_what_matters() -> None:
+    drawn = [draw(seed) for seed in range(200)]
+    assert {t.optimizer for t in drawn} == {"AdamW", "Adam", "RMSprop", "SGD"}
+    assert {(t.ranks, t.early) for t in drawn} == {(2, False), (2, True), (3, False), (3, True)}
+    assert sum(any(len(set(ranks)) > 1 for ranks in t.used) for t in drawn) > 150
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_ranks_use_by_turns(seed: int, name: str) -> None:
+    assert compared(by_turns(seed, name)) == []
+
+
+def test_threads() -> None:
+    assert by_threads(range(20)) == {}
+
+
+def test_processes() -> None:
+    assert by_processes(0, 5, 2, timeout=120) == {}
+
+
+@pytest.mark.slow
+def test_two_thousand_by_threads() -> None:
+    assert main(["--threads", "2000", "--first", "1000"]) == 0
+
+
+@pytest.mark.slow
+def test_three_hundred_by_processes() -> None:
+    assert main(["--processes", "300", "--first", "1000"]) == 0
