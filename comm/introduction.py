@@ -35,8 +35,8 @@ def job_secret(store: Store) -> Secret:
 class Introduction:
     """Gathers values of all ranks of a torch process group as JSON, signed; all ranks call it in one order.
 
-    A pickle is a program, and anybody who reaches a rank's port may have written what torch's groups receive: nothing is
-    unpickled here, and nothing is read before its signature.
+    A pickle is a program, and a stranger may have written what torch's groups receive. Nothing is unpickled here, and no
+    value is read before its signature has been checked.
 
     Args:
         group: the ranks; making this is collective over it.

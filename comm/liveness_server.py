@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bagua_kernels.comm.hello import Gate
+from bagua_kernels.comm.gate import Gate
 from bagua_kernels.comm.secret import Secret
 
 LENGTH = 4  # bytes of the number before each message, which is JSON

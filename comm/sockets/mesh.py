@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from bagua_kernels import knobs
 from bagua_kernels.comm import hello
+from bagua_kernels.comm.gate import Gate, listen
 from bagua_kernels.comm.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
@@ -61,7 +62,7 @@ def connect(
         with contextlib.ExitStack() as stack:
             listener = None
             try:
-                listener = stack.enter_context(hello.listen(host or own_address(), size * stripes))
+                listener = stack.enter_context(listen(host or own_address(), size * stripes))
             except (OSError, ValueError) as error:
                 problem = str(error)
             offers = exchange((listener.getsockname()[:2] if listener else problem, token))
@@ -118,7 +119,7 @@ def _meet(
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         patience = max(1.0, deadline - time.monotonic())
-        gate = hello.Gate(selector, listener, key, rank, expected, admit, patience)
+        gate = Gate(selector, listener, key, rank, expected, admit, patience)
         stack.callback(gate.close)
         calls: dict[tuple[int, int], hello.Call] = {}
         for peer, number in sorted(wanted):
@@ -143,7 +144,7 @@ def _close(found: dict[tuple[int, int], socket.socket]) -> None:
         sock.close()
 
 
-def _missing(missing: Collection[tuple[int, int]], calls: dict[tuple[int, int], hello.Call], gate: hello.Gate) -> str:
+def _missing(missing: Collection[tuple[int, int]], calls: dict[tuple[int, int], hello.Call], gate: Gate) -> str:
     callers = sorted({peer for peer, number in missing if (peer, number) not in calls})
     told = [f"ranks {callers} did not connect in time"] if callers else []
     for peer in sorted({peer for peer, _ in missing} - set(callers)):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bagua_kernels.comm import hello
+from bagua_kernels.comm import gate, hello
 from bagua_kernels.comm.secret import Secret
 
 MAGIC = b"bagua\x00\x01\n"
@@ -26,13 +26,13 @@ class Host:
 
     def __init__(self, key: Secret, wanted: Callable[[int, int], bool] = lambda rank, number: True) -> None:
         """Listens on loopback, for connections that are `wanted`."""
-        self.listener = hello.listen("127.0.0.1", 128)
+        self.listener = gate.listen("127.0.0.1", 128)
         self.address = self.listener.getsockname()[:2]
         self.admitted: list[tuple[socket.socket, int, int]] = []
         self.turns = 0
         self._stop = threading.Event()
         self._selector = selectors.DefaultSelector()
-        self.gate = hello.Gate(self._selector, self.listener, key, 0, wanted, lambda *one: self.admitted.append(one))
+        self.gate = gate.Gate(self._selector, self.listener, key, 0, wanted, lambda *one: self.admitted.append(one))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -219,7 +219,7 @@ def test_many_strangers_keep_nobody_out() -> None:
 
 def test_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that trickle in buy no time."""
-    monkeypatch.setattr(hello, "_PATIENCE", 0.3)
+    monkeypatch.setattr(gate, "_PATIENCE", 0.3)
     with hosting(Secret.random()) as host, socket.create_connection(host.address) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for byte in MAGIC + bytes(72):

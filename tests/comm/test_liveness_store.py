@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from bagua_kernels.comm import hello, liveness_store
-from bagua_kernels.comm.liveness_store import Client, Host, StoreError
+from bagua_kernels.comm import hello, liveness_client, liveness_store
+from bagua_kernels.comm.liveness_client import Client, StoreError
+from bagua_kernels.comm.liveness_store import Host
 from bagua_kernels.comm.secret import Secret
 
 KEY = Secret.random()
@@ -60,7 +61,7 @@ def hung_up(sock: socket.socket) -> bool:
     """Whether the other side ends a connection, with no word but that the secret is another."""
     sock.settimeout(30)
     try:
-        return sock.recv(100) in (b"", hello._REFUSAL)
+        return sock.recv(100) in (b"", hello.REFUSAL)
     except ConnectionResetError:
         return True
 
@@ -179,7 +180,7 @@ def test_close_ends_a_call_under_way(host: Host, monkeypatch: pytest.MonkeyPatch
 
 def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose answer trickles in."""
-    monkeypatch.setattr(liveness_store, "_LONGEST_CALL", 0.2)
+    monkeypatch.setattr(liveness_client, "_LONGEST_CALL", 0.2)
     ours, theirs = socket.socketpair()
     with theirs:
         store = Client(ours)
@@ -213,7 +214,7 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
         "import sys, time\n"
         "from bagua_kernels.comm import hello\n"
         "from bagua_kernels.comm.secret import Secret\n"
-        "from bagua_kernels.comm.liveness_store import Client\n"
+        "from bagua_kernels.comm.liveness_client import Client\n"
         f"store = Client(hello.call({host.address!r}, Secret(bytes.fromhex({KEY.export()!r})), 1, 0, 0, 30.0))\n"
         "print('here', flush=True)\n"
         "sys.stdin.readline()\n"
