@@ -84,12 +84,12 @@ def links(lab: netlab.Lab) -> Iterator[str]:
         yield f"{folder}/links"
 
 
-def run(hosts: int, part: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Runs a part on one rank a host; rank 0 says what links carry."""
+def run(hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT) -> dict[str, Any]:
+    """Runs a part of the checkout in `root` on one rank a host; rank 0 says what links carry."""
     with netlab.Lab(hosts) as lab, links(lab) as address:
         told = json.dumps({"part": part, "links": address, "budget": _TUNING, **settings})
         command = [sys.executable, "-m", "bench.training_rank", told]
-        results = lab.run(command, env={"PYTHONPATH": str(_ROOT)}, timeout=3600)
+        results = lab.run(command, env={"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}, timeout=3600)
     bad = [result for result in results if result.returncode]
     if bad:
         # The first to end with an error is seldom rank 0; all of them may tell something.
