@@ -300,7 +300,7 @@ class Algorithm(WrappedModule):
             self._trial.ended(self._communicator, compressed, step, seconds)
 
     def decisions(self) -> list[Any]:
-        """What was decided in training and is no vector, as pairs of a name and a plain value (text, numbers, lists): equal on all ranks."""
+        """What was decided in training, vectors aside: pairs of a name and a plain value, equal on all ranks."""
         return [] if self._trial is None or not self._trial.decided else [("trial", self._trial.outcome)]
 
     def take_decisions(self, decisions: list[Any]) -> None:
