@@ -28,9 +28,6 @@ from bagua_kernels.compression.codec import to_spec
 LARGE_MATRICES: dict[str, Any] = {"exact": "1d", "min_numel": 512}
 
 
-_UNDECIDED = object()
-
-
 @register
 class CompressedAllReduce(Algorithm):
     """Synchronous data parallelism with gradients that travel as a codec's payloads.
@@ -255,10 +252,9 @@ class CompressedAllReduce(Algorithm):
     def decisions(self) -> list[Any]:
         """The specs of the codecs that the guard decided on, by `Plan.schedules`, too; see `Algorithm.decisions`."""
         decided = [
-            (pattern, None if codec is None else to_spec(codec))
+            (pattern, None if (codec := self._instead[schedule]) is None else to_spec(codec))
             for pattern, schedule in self.plan.schedules.items()
-            for codec in [self._instead.get(schedule, _UNDECIDED)]
-            if codec is not _UNDECIDED
+            if schedule in self._instead
         ]
         return [*super().decisions(), *([("guard", decided)] if decided else [])]
 

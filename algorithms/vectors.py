@@ -65,13 +65,14 @@ def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
         # There a number is at hand, and most gradients need no units: their norm has the same bits without.
         norm = torch.linalg.vector_norm(x, dtype=torch.float32)
         if 2.0**-40 < float(norm) < 2.0**60:
-            return norm.double()
+            return torch.Tensor.double(norm)
     low, high = torch.aminmax(x)
     _, exponent = torch.frexp(torch.maximum(low.abs(), high.abs()).float())
     # The power and its inverse are both to be normal numbers.
     unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent.clamp(-125, 126))
     scaled = x.float() * unit.reciprocal().float()
-    return torch.linalg.vector_norm(scaled, dtype=torch.float32).double() * unit
+    norm = torch.linalg.vector_norm(scaled, dtype=torch.float32)
+    return torch.Tensor.double(norm) * unit
 
 
 def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch.Tensor]]:

@@ -148,8 +148,9 @@ def to_spec(codec: Codec) -> str:
         ValueError: the codec is another, so that no text makes its equal.
     """
     name = next((name for name, make in _codecs.items() if make is type(codec)), None)
-    if name is not None and is_dataclass(codec) and not isinstance(codec, type):
-        options = ",".join(f"{field.name}={getattr(codec, field.name)}" for field in fields(codec) if field.init)
+    described: Any = codec  # a dataclass is no protocol to type checkers
+    if name is not None and is_dataclass(described):
+        options = ",".join(f"{field.name}={getattr(codec, field.name)}" for field in fields(described) if field.init)
         spec = f"{name}:{options}" if options else name
         with contextlib.suppress(ValueError):
             if from_spec(spec) == codec:

@@ -213,7 +213,7 @@ class RandomK(SparseCodec):
 
 def _all_finite(x: torch.Tensor) -> torch.Tensor:
     """Whether all elements are finite, a scalar tensor: one pass without memory in between."""
-    return torch.linalg.vector_norm(x.detach(), torch.inf).isfinite()
+    return torch.isfinite(torch.linalg.vector_norm(x.detach(), torch.inf))
 
 
 def _rest(values: torch.Tensor) -> torch.Tensor:
