@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class BackendUnavailableError(RuntimeError):
@@ -13,25 +14,43 @@ class CommunicationError(RuntimeError):
     """A collective failed; the message names the operation and, where it is known, the rank at fault."""
 
 
-class RankLostError(CommunicationError):
+class _WithRanks(CommunicationError):
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(ranks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets an error be copied, and sent to another process."""
+        return type(self), (*self.args, self.ranks), self.__dict__
+
+
+class RankLostError(_WithRanks):
     """One or more ranks died or stopped answering.
 
     Attributes:
         ranks: the lost ranks, in ascending order, numbered in the communicator that raised the error.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(sorted(ranks))
+
+class MismatchError(_WithRanks):
+    """Ranks called operations that do not fit together, or with different sizes; nobody is lost.
+
+    Attributes:
+        ranks: the ranks whose calls differ, in ascending order; empty where that is not known.
+    """
 
 
-class CollectiveTimeoutError(CommunicationError):
+class LinkError(_WithRanks):
+    """The connection between two ranks broke, although both still run.
+
+    Attributes:
+        ranks: the two ranks, in ascending order.
+    """
+
+
+class CollectiveTimeoutError(_WithRanks):
     """A collective did not finish within its timeout although every rank still answers.
 
     Attributes:
         ranks: the ranks that had not entered the collective, in ascending order; empty where that is not known.
     """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(sorted(ranks))

@@ -142,6 +142,10 @@ class _Judge:
             return self._end_of_chain()
         if case.number is None:
             return self._unknown("every rank still answers; which of several peers is missing is not known")
+        called = {rank: self._other_call(rank) for rank in self._others}
+        if any(called.values()):
+            told = {rank: call for rank, call in called.items() if call}
+            return self._told("mismatch", {view.rank: f"rank {view.rank} called {case.operation}", **told})
         late = {
             rank: f"rank {rank} answers but is not in it: it is {describe(self._doing(rank))}"
             for rank in self._others
@@ -214,7 +218,14 @@ class _Judge:
 
     def _is_late(self, rank: int, number: int) -> bool:
         doing = self._doing(rank)
-        return doing is None or doing[0] < number or (doing[0] == number and doing[1] != self._case.operation)
+        return doing is None or doing[0] < number
+
+    def _other_call(self, rank: int) -> str:
+        """Returns what a rank called instead of this operation; empty if it has not called anything else."""
+        doing = self._doing(rank)
+        if doing is None or doing[0] != self._case.number or doing[1] == self._case.operation:
+            return ""
+        return f"rank {rank} called {doing[1]}"
 
     def _doing(self, rank: int) -> tuple[int, str, bool] | None:
         seen = self._view.seen.get(rank)

@@ -198,13 +198,22 @@ class Liveness:
                 self._changed.wait(self.heartbeat / 2)
         if verdict.kind == "unknown" or verdict in self._reports:
             return verdict
-        if self._store_trouble(case.since) is not None:
+        return self.report(verdict, members)
+
+    def report(self, verdict: Verdict, members: Sequence[int]) -> Verdict:
+        """Tells the other ranks what this rank has found out; returns what was reported before, if anything was.
+
+        Args:
+            verdict: on a failure.
+            members: of its communicator, as numbers of the world.
+        """
+        if self._store_trouble(self._clock()) is not None:
             return verdict
         self._outgoing.append(verdict)
         self._wake.set()
         with self._changed:
             self._changed.wait_for(lambda: verdict not in self._outgoing, timeout=_LINGER * self.heartbeat)
-        return self.reported(communicator, members) or verdict
+        return self.reported(verdict.communicator, members) or verdict
 
     def judge(self, case: Case) -> Verdict | None:
         """Returns the verdict on an operation that failed, or None while the signs do not suffice."""

@@ -14,7 +14,7 @@ from bagua_kernels.comm.meeting import Combine, Group, LocalWorld, Meeting, Meet
 from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import FINISHED, Work
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from bagua_kernels.errors import CollectiveTimeoutError, MismatchError
 
 T = TypeVar("T")
 
@@ -179,7 +179,7 @@ class LocalCommunicator(Communicator):
 
         def missing() -> list[int]:
             if meeting.mismatch:
-                raise CommunicationError(f"{signature[0]} #{number} failed: {meeting.mismatch}")
+                raise MismatchError(f"{signature[0]} #{number} failed: {meeting.mismatch}")
             absent = [rank for rank in range(self.size) if rank not in meeting.brought]
             # Where all are here but nothing is announced yet, the last to arrive is still computing.
             return absent if absent or meeting.results is not None else [meeting.last]

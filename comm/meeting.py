@@ -11,7 +11,7 @@ import torch
 
 from bagua_kernels.comm.secret import Secret
 from bagua_kernels.comm.work import Pending
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 
 Parts = list[torch.Tensor]
 Combine = Callable[[list[Any]], Parts]
@@ -133,7 +133,7 @@ class MeetingWork(Pending):
         if self._output is None:
             return
         if self._output.numel() != result.numel():
-            raise CommunicationError(
+            raise MismatchError(
                 f"{self._name} expects {self._output.numel()} elements where {result.numel()} were sent"
             )
         self._output.view(-1).copy_(result)

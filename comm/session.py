@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from bagua_kernels.comm.liveness import Liveness
+from bagua_kernels.comm.sockets.channel import MismatchPeerError
+from bagua_kernels.comm.sockets.transfer import MATCH
 from bagua_kernels.comm.verdict import Verdict
 from bagua_kernels.comm.work import Pending
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
 
 T = TypeVar("T")
 
@@ -126,9 +128,10 @@ class Session:
                 return _with_ranks(kind, text, getattr(self._failure, "ranks", ()))
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
             # A transport may know at which rank it went wrong.
-            broken_at = getattr(error.__cause__ if error else None, "peer", None)
-            verdict = None
-            if self.liveness is not None:
+            cause = error.__cause__ if error else None
+            broken_at = getattr(cause, "peer", None)
+            verdict = self._mismatch(what, cause) if isinstance(cause, MismatchPeerError) else None
+            if verdict is None and self.liveness is not None:
                 beyond = [rank for rank in self.members if rank not in others]
                 verdict = self.liveness.diagnose(
                     self.name,
@@ -139,6 +142,8 @@ class Session:
                     beyond=beyond,
                     broken=() if broken_at is None else (self.members[broken_at],),
                 )
+                if verdict.kind == "unknown" and broken_at is not None and not timed_out:
+                    verdict = self._broken_link(what, broken_at, verdict)
             said = "" if error is None else f" [cause: {_told(error)}]"
             at = peer if broken_at is None and timed_out else broken_at
             self._failure = self._describe(what, verdict, at, timed_out, said)
@@ -146,6 +151,25 @@ class Session:
             if self.abandon is not None:
                 self.abandon()
             return self._failure
+
+    def _mismatch(self, what: str, cause: MismatchPeerError) -> Verdict:
+        ranks = sorted((self.rank, cause.peer))
+        text = f"in {what} rank {cause.peer} {cause.theirs} where rank {self.rank} {cause.ours}"
+        return self._report(Verdict("mismatch", tuple(self.members[r] for r in ranks), text, self.name, self._me))
+
+    def _broken_link(self, what: str, peer: int, unknown: Verdict) -> Verdict:
+        if self.liveness is None or "still answers" not in unknown.text:
+            return unknown
+        ranks = sorted((self.rank, peer))
+        text = f"the connection between ranks {ranks[0]} and {ranks[1]} broke in {what}, though both still run"
+        return self._report(Verdict("link", tuple(self.members[r] for r in ranks), text, self.name, self._me))
+
+    @property
+    def _me(self) -> int:
+        return self.members[self.rank]
+
+    def _report(self, verdict: Verdict) -> Verdict:
+        return verdict if self.liveness is None else self.liveness.report(verdict, self.members)
 
     def _describe(
         self, what: str, verdict: Verdict | None, peer: int | None, timed_out: bool, said: str
@@ -165,6 +189,12 @@ class Session:
                 return RankLostError(f"{where} failed at rank {peer}: {detail}{said}", [peer])
             return CommunicationError(f"{where} failed: {detail}{said}")
         reporter = f" (reported by world rank {verdict.by})" if verdict.by != self.members[self.rank] else ""
+        if verdict.kind == "mismatch":
+            return MismatchError(f"{where} failed{reporter}: {verdict.text}: {MATCH}", ranks)
+        if verdict.kind == "link":
+            return LinkError(
+                f"{where} failed{reporter}: {verdict.text}; look at the network between their hosts{said}", ranks
+            )
         if self.members[self.rank] in verdict.ranks:
             text = f"{where} failed, for the others have given up this rank{reporter}: {verdict.text}{said}"
             return _with_ranks(CollectiveTimeoutError if verdict.kind == "late" else RankLostError, text, ranks)
@@ -287,6 +317,6 @@ def _told(error: Exception) -> str:
 
 
 def _with_ranks(kind: type[CommunicationError], text: str, ranks: Any) -> CommunicationError:
-    if issubclass(kind, (RankLostError, CollectiveTimeoutError)):
+    if issubclass(kind, (RankLostError, CollectiveTimeoutError, MismatchError, LinkError)):
         return kind(text, ranks)
     return kind(text)

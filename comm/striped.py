@@ -192,14 +192,14 @@ class StripedCommunicator(Communicator):
         size = self.tuning.link * self.size if way == "ring" else self.tuning.piece
         lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
         return self._start(
-            "all_reduce", signature("all_reduce", tensor.dtype, tensor.numel(), op, way), lanes, tensor.nbytes
+            "all_reduce", signature("all_reduce", tensor.dtype, op, way, nbytes=tensor.nbytes), lanes, tensor.nbytes
         )
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         way = self.tuning.way("all_gather", input.nbytes)
         if way == "base":
             return self._beneath(lambda: self.base._all_gather(output, input))
-        code = signature("all_gather", input.dtype, input.numel(), way)
+        code = signature("all_gather", input.dtype, way, nbytes=input.nbytes)
         size = self.tuning.link if way == "ring" else self.tuning.piece
         pieces = self._pieces(size, input, *output.view(self.size, -1).unbind(0))
         if way == "ring":
@@ -212,7 +212,7 @@ class StripedCommunicator(Communicator):
         way = self.tuning.way("reduce_scatter", output.nbytes)
         if way == "base":
             return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
-        code = signature("reduce_scatter", input.dtype, input.numel(), op, way)
+        code = signature("reduce_scatter", input.dtype, op, way, nbytes=input.nbytes)
         make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
         size = self.tuning.link if way == "ring" else self.tuning.piece
         pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
@@ -239,7 +239,7 @@ class StripedCommunicator(Communicator):
         way = self.tuning.way("broadcast", tensor.nbytes)
         if way == "base":
             return self._beneath(lambda: self.base._broadcast(tensor, src))
-        code = signature("broadcast", tensor.dtype, tensor.numel(), src, way)
+        code = signature("broadcast", tensor.dtype, src, way, nbytes=tensor.nbytes)
         if way == "star":
             flat = tensor.view(-1)
             star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
@@ -251,10 +251,12 @@ class StripedCommunicator(Communicator):
         lanes = (
             schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(self.tuning.piece, tensor)
         )
-        return self._start("reduce", signature("reduce", tensor.dtype, tensor.numel(), dst, op), lanes, tensor.nbytes)
+        return self._start(
+            "reduce", signature("reduce", tensor.dtype, dst, op, nbytes=tensor.nbytes), lanes, tensor.nbytes
+        )
 
     def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
-        code = signature("gather", input.dtype, input.numel(), dst)
+        code = signature("gather", input.dtype, dst, nbytes=input.nbytes)
         outputs: list[torch.Tensor] = []
         if output is not None:
             outputs = list(output.view(self.size, -1).unbind(0))
@@ -264,7 +266,7 @@ class StripedCommunicator(Communicator):
         return self._start("gather", code, [star], input.nbytes * self.size)
 
     def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
-        code = signature("scatter", output.dtype, output.numel(), src)
+        code = signature("scatter", output.dtype, src, nbytes=output.nbytes)
         inputs: list[torch.Tensor] = []
         if input is not None:
             inputs = list(input.view(self.size, -1).unbind(0))

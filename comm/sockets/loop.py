@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, Part, PeerError
+from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, MismatchPeerError, Part, PeerError
 from bagua_kernels.comm.sockets.scratch import Scratch
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
 
@@ -230,6 +230,8 @@ class Loop:
 
     def _start(self, operation: Operation) -> None:
         self._running[operation] = set()
+        for peer, number, code in [(*key[:2], arrival.code) for key, arrival in self._arrivals.items()]:
+            self._compare(peer, number, code)
         self._refill(operation)
 
     def _refill(self, operation: Operation) -> None:
@@ -394,8 +396,15 @@ class Loop:
         else:
             arrival = Arrival(key, code, None, self._scratch.take(total, torch.uint8))
             self._ahead[peer] += total
+            self._compare(peer, key[1], code)
         self._arrivals[key] = arrival
         return arrival
+
+    def _compare(self, peer: int, number: int, code: int) -> None:
+        """Ends an operation of this number that is another one than a rank's: its messages may never be asked for."""
+        for operation in list(self._running):
+            if operation.number == number and operation.code != code:
+                self._fail(operation, MismatchPeerError(peer, *mismatch(code, operation.code)))
 
     def _arrived(self, arrival: Arrival) -> None:
         """Hands over a complete message, if it has been asked for."""
@@ -426,6 +435,6 @@ class Loop:
     def _check(self, code: int, total: int, transfer: Transfer) -> None:
         operation, expected = transfer.lane.operation, transfer.left
         if code != operation.code:
-            raise PeerError(transfer.peer, mismatch(transfer.peer, code, operation.code))
+            raise MismatchPeerError(transfer.peer, *mismatch(code, operation.code))
         if total != expected:
-            raise PeerError(transfer.peer, wrong_size(transfer.peer, total, expected, operation.name))
+            raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))

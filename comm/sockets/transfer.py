@@ -176,28 +176,39 @@ NAMES = (
 )
 
 
-def signature(name: str, *arguments: object) -> int:
-    """Returns 32 bits that tell calls apart: which operation it is, and a digest of what all ranks must agree on."""
-    digest = zlib.crc32("/".join(map(str, arguments)).encode()) & 0xFFFFFF
-    return NAMES.index(name) << 24 | digest
+MATCH = (
+    "all ranks must issue the same operations with the same sizes in the same order (if ranks have different numbers of "
+    "batches, use `model.join()`)"
+)
+_SIZE = 40  # bits of a signature that hold the bytes of the call
 
 
-def mismatch(peer: int, theirs: int, ours: int) -> str:
-    """Returns what to say of two signatures that differ."""
-    names = [NAMES[code >> 24] if code >> 24 < len(NAMES) else "something unknown" for code in (theirs, ours)]
-    detail = " with other sizes, dtypes or options" if names[0] == names[1] else ""
-    return (
-        f"rank {peer} called {names[0]}{detail} where this rank called {names[1]}: all ranks must issue the same "
-        "operations in the same order"
-    )
+def signature(name: str, *arguments: object, nbytes: int = 0) -> int:
+    """Returns 64 bits that tell calls apart: which operation it is, a digest of what all ranks must agree on, its size.
+
+    Args:
+        name: of the operation.
+        arguments: on which all ranks must agree.
+        nbytes: of the tensor; 0 where ranks may have different ones.
+    """
+    digest = zlib.crc32("/".join(map(str, arguments)).encode()) & 0xFFFF
+    return (NAMES.index(name) << 16 | digest) << _SIZE | nbytes & (1 << _SIZE) - 1
 
 
-def wrong_size(peer: int, theirs: int, ours: int, name: str) -> str:
-    """Returns what to say of a message that is not as long as expected."""
-    return (
-        f"rank {peer} sent {theirs} bytes where this rank expected {ours}: call {name} with the same sizes and dtypes on "
-        "all ranks"
-    )
+def mismatch(theirs: int, ours: int) -> tuple[str, str]:
+    """Returns what to say of two signatures that differ: what the other rank called, and what this one did."""
+    numbers = [code >> _SIZE + 16 for code in (theirs, ours)]
+    names = [NAMES[number] if number < len(NAMES) else "something unknown" for number in numbers]
+    sizes = [code & (1 << _SIZE) - 1 for code in (theirs, ours)]
+    said = [f"called {name}" + f" of {size} bytes" * bool(size) for name, size in zip(names, sizes, strict=True)]
+    if said[0] == said[1]:
+        said[0] += " with another dtype, option, root or tuning"
+    return said[0], said[1]
+
+
+def wrong_size(theirs: int, ours: int, name: str) -> tuple[str, str]:
+    """Returns what to say of a message that is not as long as expected, for each of the two ranks."""
+    return f"sent {theirs} bytes", f"expected {ours} in its {name}"
 
 
 def memory(tensor: torch.Tensor) -> memoryview:

@@ -73,17 +73,28 @@ def test_silent_rank_is_lost() -> None:
 
 
 def test_rank_that_has_not_entered_is_late() -> None:
-    """A live rank that is behind, or in another operation of the same number, is named."""
+    """A live rank that is behind is named."""
     ranks = Ranks(3)
     ranks.enter(7, "all_reduce", 0)
-    ranks.enter(7, "broadcast", 1)
+    ranks.enter(6, "broadcast", 1)
     ranks.enter(6, "all_gather", 2)
     ranks.ranks[2].finished("world", 6)
     ranks.beat(3)
     verdict = ranks.judge(0, 7, ranks.now, timed_out=True)
     assert (verdict.kind, verdict.ranks) == ("late", (1, 2))
-    assert "in broadcast #7" in verdict.text
+    assert "in broadcast #6" in verdict.text
     assert "after all_gather #6" in verdict.text
+
+
+def test_another_operation_of_the_same_number_is_a_mismatch() -> None:
+    """Neither rank is late, and both calls are named."""
+    ranks = Ranks(3)
+    ranks.enter(7, "all_reduce", 0, 2)
+    ranks.enter(7, "broadcast", 1)
+    ranks.beat(3)
+    verdict = ranks.judge(0, 7, ranks.now, timed_out=True)
+    assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
+    assert verdict.text == "rank 0 called all_reduce; rank 1 called broadcast"
 
 
 def test_nobody_is_blamed_where_all_have_entered() -> None:

@@ -25,7 +25,7 @@ from bagua_kernels.comm.tuning import EVER, Tuning
 from tests.comm import contract
 
 SEND = signature("send")
-HEADER = struct.Struct("<QIIQQQ")
+HEADER = struct.Struct("<QQIQQQ")
 Lanes = Sequence[Callable[[Lane], Steps]]
 
 # Cases that cost little and still use most of the protocol.

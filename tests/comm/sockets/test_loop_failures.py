@@ -98,10 +98,12 @@ def test_call_of_another_operation(first: str) -> None:
         with pytest.raises(RuntimeError, match="rank 1 called broadcast where this rank called all_reduce"):
             wait(work)
         assert not got.any()
-        other = operation(6, [lane], name="all_reduce", code=signature("all_reduce", 4))
+        other = operation(6, [lane], name="all_reduce", code=signature("all_reduce", nbytes=4))
         loop.submit(other)
-        peer.sendall(part(6, b"1234", code=signature("all_reduce", 5)))
-        with pytest.raises(RuntimeError, match="called all_reduce with other sizes, dtypes or options where"):
+        peer.sendall(part(6, b"1234", code=signature("all_reduce", nbytes=5)))
+        with pytest.raises(
+            RuntimeError, match="called all_reduce of 5 bytes where this rank called all_reduce of 4 bytes"
+        ):
             wait(other)
         work = receiving(7, got)
         loop.submit(work)
@@ -123,7 +125,7 @@ def test_message_of_another_size(first: str) -> None:
         if first == "sent":
             until(lambda: bool(loop._arrivals))
             loop.submit(work)
-        with pytest.raises(RuntimeError, match="rank 1 sent 9 bytes where this rank expected 8: call send"):
+        with pytest.raises(RuntimeError, match="rank 1 sent 9 bytes where this rank expected 8 in its send"):
             wait(work)
         assert not got.any()
         peer.sendall(part(1, b"y" * 8))
