@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bagua_kernels.comm import interfaces, rendezvous
 from bagua_kernels.comm.attempt import agree
+from bagua_kernels.comm.bounded import BoundedStore
 from bagua_kernels.comm.doctor_findings import diagnose
 from bagua_kernels.comm.doctor_measure import collect, measure
 from bagua_kernels.comm.doctor_report import Finding, RankFacts, Report, show
@@ -70,7 +71,7 @@ def _examine(launch: rendezvous.Launch, facts: RankFacts, options: argparse.Name
     )
     store.set(f"{_ROOT}/facts/{rank}", facts.to_json())
     try:
-        session = agree(PrefixStore(_ROOT, store), rank, size, timeout)
+        session = agree(BoundedStore(PrefixStore(_ROOT, store), time.monotonic() + timeout), rank, size, timeout).name
     except CollectiveTimeoutError as error:
         if rank == 0:
             present = [r for r in range(size) if r not in error.ranks]

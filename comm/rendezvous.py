@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,18 +20,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.attempt import agree
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.local import LocalCommunicator
 from bagua_kernels.comm.meeting import LocalWorld
 from bagua_kernels.comm.nccl import NcclCommunicator
+from bagua_kernels.comm.start import Start, open_store
 from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.comm.torch_backend import TorchCommunicator
 from bagua_kernels.comm.tuning import Tuning
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
@@ -47,6 +47,7 @@ class Launch:
         local_rank: LOCAL_RANK, the number of this process on its host; RANK where it is not set.
         master_addr: MASTER_ADDR, the host of the key-value store.
         master_port: MASTER_PORT, its port.
+        agent_store: True if the launcher holds that store, and not rank 0 (TORCHELASTIC_USE_AGENT_STORE).
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Launch:
     local_rank: int
     master_addr: str
     master_port: int
+    agent_store: bool = False
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -81,7 +83,8 @@ class Launch:
         if not 0 <= rank < world_size:
             raise ValueError(f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}")
         local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
-        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], number("MASTER_PORT"))
+        agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], number("MASTER_PORT"), agent_store)
 
 
 @dataclass
@@ -110,8 +113,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     `BAGUA_KERNELS_NCCL` says cupy. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
 
     Args:
-        timeout: seconds after which an operation that does not finish raises an error; by default
-            `BAGUA_KERNELS_TIMEOUT`.
+        timeout: seconds after which an operation that does not finish raises an error, and within which all ranks
+            have to join; by default `BAGUA_KERNELS_TIMEOUT`.
         device: where tensors will be; by default the GPU of this rank if there is one, else the CPU.
 
     Returns:
@@ -120,7 +123,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     Raises:
         ValueError: if the environment is incomplete, or the arguments contradict an earlier call.
         CollectiveTimeoutError: if not all ranks arrived in time; it names those that are missing.
-        CommunicationError: if the store at MASTER_ADDR cannot be reached.
+        RankLostError: if a rank died on the way.
+        CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another.
     """
     global _current
     wanted = None if device is None else _indexed(torch.device(device))
@@ -139,7 +143,15 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     if not 0 < seconds < math.inf:
         raise ValueError(f"expected a finite number of seconds above zero, got {timeout=}")
     if dist.is_initialized():
-        _current = _World(_over_torch(seconds, wanted, ""), made_group=False)
+        try:
+            _current = _World(_over_torch(seconds, wanted, ""), made_group=False)
+        except (CommunicationError, BackendUnavailableError):
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the ranks of torch.distributed's default group could not join: {error}; see that all of them called init "
+                "and still run"
+            ) from error
     else:
         launch = Launch.read()
         if launch is None:
@@ -204,31 +216,49 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
     if place.type == "cuda":
         torch.cuda.set_device(place)
     host = _loopback(launch.master_addr)
-    try:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout)))
-    except RuntimeError as error:
-        where = f"{launch.master_addr}:{launch.master_port}"
-        raise CommunicationError(
-            f"rank {launch.rank} could not reach the store at MASTER_ADDR:MASTER_PORT={where}: see that rank 0 (or the "
-            f"launcher) runs there and that no other job uses the port [torch: {str(error).splitlines()[0]}]"
-        ) from error
+    since = time.monotonic()
+    store = open_store(launch.master_addr, launch.master_port, launch.rank, timeout, launch.agent_store)
     store.set_timeout(timedelta(seconds=timeout))
     # A launcher that restarts dead ranks hands out the same store again, with the dead ranks' addresses still in it.
-    session = agree(store, launch.rank, launch.world_size, timeout)
-    with _interface(host):
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-            store=PrefixStore(f"bagua_kernels/{session}", store),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-    try:
-        return _over_torch(timeout, place, host)
-    except BaseException:
-        # Nothing of a failed start may be left for the next one to find.
-        dist.destroy_process_group()
-        raise
+    start = Start(store, launch.rank, launch.world_size, timeout, since, launch.agent_store)
+    with start.told():
+        try:
+            store.set_timeout(timedelta(seconds=start.left()))
+            with _interface(host):
+                dist.init_process_group(
+                    backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+                    store=PrefixStore(f"bagua_kernels/{start.name}", store),
+                    rank=launch.rank,
+                    world_size=launch.world_size,
+                    timeout=timedelta(seconds=start.left()),
+                )
+            made = _over_torch(start.left(), place, host)
+        except BaseException:
+            # Nothing of a failed start may be left for the next one to find.
+            _give_up_group()
+            raise
+    store.set_timeout(timedelta(seconds=timeout))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    _set_timeout(made, timeout)
+    return made
+
+
+def _set_timeout(communicator: Communicator, seconds: float) -> None:
+    """Gives the operations of a communicator the time that was asked for, after a start that had less left."""
+    for one in (communicator, getattr(communicator, "base", None)):
+        if isinstance(one, TorchCommunicator | StripedCommunicator | NcclCommunicator):
+            one.timeout = one._session.timeout = seconds
+        if isinstance(one, TorchCommunicator):
+            one._group.set_timeout(seconds)
+
+
+def _give_up_group() -> None:
+    """Makes torch.distributed forget its groups, whose operations may never finish."""
+    if not dist.is_initialized():
+        return
+    # The destructor would wait for those operations.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    dist.destroy_process_group()
 
 
 def _over_torch(timeout: float, place: torch.device | None, host: str) -> Communicator:
@@ -340,8 +370,7 @@ def _shutdown(limit: float | None, failure: str) -> None:
     if healthy:
         dist.destroy_process_group()
     else:
-        # Its destructor would wait for operations that cannot finish.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+        _give_up_group()
 
 
 def _forget() -> None:

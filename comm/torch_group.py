@@ -108,6 +108,12 @@ class Group:
         steps = (1 << i for i in range(lowest.bit_length() - 1))
         return sum(position + step < self.size for step in steps)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the time that operations may take from now on, and that new groups have to connect."""
+        self.timeout = seconds
+        if self.kind in ("gloo", "nccl") and self.backend is not None:
+            self.backend._set_default_timeout(timedelta(seconds=seconds))
+
     def close(self) -> None:
         """Frees the connections, once all ranks are done with them."""
         self._sever()

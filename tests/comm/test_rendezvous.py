@@ -19,6 +19,7 @@ from torch.distributed import HashStore
 
 from bagua_kernels import comm
 from bagua_kernels.comm.attempt import agree
+from bagua_kernels.comm.bounded import BoundedStore
 from bagua_kernels.comm.rendezvous import Launch
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
@@ -103,7 +104,7 @@ def test_agree_ignores_what_dead_ranks_left() -> None:
 
     def start(c: comm.Communicator) -> str:
         time.sleep(0.05 * ((c.rank * 7) % 3))
-        return agree(store, c.rank, c.size, timeout=10)
+        return agree(BoundedStore(store, time.monotonic() + 10), c.rank, c.size, timeout=10).name
 
     names = [set(comm.run_ranks(3, start)) for _ in range(4)]
     assert all(len(name) == 1 for name in names)
@@ -116,7 +117,7 @@ def test_agree_names_who_is_missing() -> None:
     def start(c: comm.Communicator) -> None:
         if c.rank < 2:
             with pytest.raises(CollectiveTimeoutError) as caught:
-                agree(store, c.rank, c.size, timeout=0.3)
+                agree(BoundedStore(store, time.monotonic() + 10), c.rank, c.size, timeout=0.3)
             assert caught.value.ranks == (2,)
 
     store = HashStore()
