@@ -41,6 +41,14 @@ class BoundedStore:
         """Returns whether a key is there."""
         return bool(self._ask(lambda: self._store.check([key])))
 
+    def __enter__(self) -> BoundedStore:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the thread."""
+        self.close()
+
     def close(self) -> None:
         """Ends the thread."""
         self._calls.put(None)

@@ -71,7 +71,8 @@ def _examine(launch: rendezvous.Launch, facts: RankFacts, options: argparse.Name
     )
     store.set(f"{_ROOT}/facts/{rank}", facts.to_json())
     try:
-        session = agree(BoundedStore(PrefixStore(_ROOT, store), time.monotonic() + timeout), rank, size, timeout).name
+        with BoundedStore(PrefixStore(_ROOT, store), time.monotonic() + timeout) as bounded:
+            session = agree(bounded, rank, size, timeout).name
     except CollectiveTimeoutError as error:
         if rank == 0:
             present = [r for r in range(size) if r not in error.ranks]

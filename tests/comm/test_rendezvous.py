@@ -104,7 +104,8 @@ def test_agree_ignores_what_dead_ranks_left() -> None:
 
     def start(c: comm.Communicator) -> str:
         time.sleep(0.05 * ((c.rank * 7) % 3))
-        return agree(BoundedStore(store, time.monotonic() + 10), c.rank, c.size, timeout=10).name
+        with BoundedStore(store, time.monotonic() + 10) as bounded:
+            return agree(bounded, c.rank, c.size, timeout=10).name
 
     names = [set(comm.run_ranks(3, start)) for _ in range(4)]
     assert all(len(name) == 1 for name in names)
@@ -116,8 +117,9 @@ def test_agree_names_who_is_missing() -> None:
 
     def start(c: comm.Communicator) -> None:
         if c.rank < 2:
-            with pytest.raises(CollectiveTimeoutError) as caught:
-                agree(BoundedStore(store, time.monotonic() + 10), c.rank, c.size, timeout=0.3)
+            bounded = BoundedStore(store, time.monotonic() + 10)
+            with bounded, pytest.raises(CollectiveTimeoutError) as caught:
+                agree(bounded, c.rank, c.size, timeout=0.3)
             assert caught.value.ranks == (2,)
 
     store = HashStore()
