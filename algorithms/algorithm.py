@@ -12,10 +12,14 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
+from bagua_kernels.algorithms.buffers import Buffers
+from bagua_kernels.algorithms.claims import Claim, taken
+from bagua_kernels.algorithms.ddp import exchanging, is_inside_ddp, refusal
 from bagua_kernels.algorithms.engine import Engine
 from bagua_kernels.algorithms.gates import Gates, check_waits
 from bagua_kernels.algorithms.member import Counters, Member
-from bagua_kernels.algorithms.replicas import check_equal, check_module, sparse_parameters, synchronize
+from bagua_kernels.algorithms.options import Options, recorded
+from bagua_kernels.algorithms.replicas import check_replicas, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.trial import Trial
@@ -39,16 +43,29 @@ class Algorithm(WrappedModule):
     At construction, rank 0's parameters (frozen ones too) and buffers are given to all ranks. On one rank everything is left
     to the module, bit for bit. A subclass says how a bucket is exchanged, and what it remembers.
 
+    The class and the arguments of all its constructors, a subclass's own too, are compared between ranks.
+
     Attributes:
         name: what `from_spec` knows the algorithm by.
+        may_differ: names of this class's own constructor arguments that need not be equal on all ranks. Those of its bases
+            count too.
         late: whether the mean of a parameter may be other than zero though no rank has a gradient for it, because something
             of earlier steps is still to come.
     """
 
     name: ClassVar[str]
+    may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
     late = True
     _trial: Trial | None = None
+    _claim: Claim | None = None
+    _closed = False
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
+
+    @recorded
     def __init__(
         self,
         module: torch.nn.Module,
@@ -67,8 +84,8 @@ class Algorithm(WrappedModule):
         Args:
             module: on the communicator's device, with equal parameters' names, shapes and dtypes on all ranks.
             optimizer: if given, its state is set to rank 0's.
-            communicator: the ranks that train together; those of `comm.init()` if None. The algorithm talks on a duplicate of
-                its own, so its messages never meet the caller's.
+            communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
+                algorithm talks on a duplicate of its own, so its messages never meet the caller's.
             bucket_bytes: gradients are exchanged in buckets of about this size; the first ones may be smaller.
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
@@ -85,16 +102,22 @@ class Algorithm(WrappedModule):
                 by references of his own calls `wait` before.
 
         Raises:
-            TypeError: a trainable parameter is complex, or `apply_in_backward` has no optimizer of this package.
-            ValueError: the modules differ between ranks, a parameter is on another device than the communicator, or
-                `bucket_bytes` or `lanes` is below 1 or differs between ranks; or with `wait_in_forward` a gradient is not
-                for `apply_in_backward`.
+            TypeError: a trainable parameter is complex, `apply_in_backward` has no optimizer of this package, or what should be
+                an optimizer is none.
+            ValueError: the modules or any options differ between ranks, a parameter is on another device than the
+                communicator, or `bucket_bytes` or `lanes` is below 1; another algorithm or `DistributedDataParallel` exchanges
+                gradients of the module already; or with `wait_in_forward` a gradient is not for `apply_in_backward`.
         """
         super().__init__()
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
         if lanes is not None and lanes < 1:
             raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
+        if optimizer is not None and not hasattr(optimizer, "load_state_dict"):
+            raise TypeError(
+                f"the second argument is an optimizer, or None, got {optimizer!r}: leave out device_ids; move the module to its "
+                "device first"
+            )
         self.module = module
         self.broadcast_buffers = broadcast_buffers or average_buffers
         self.average_buffers = average_buffers
@@ -103,20 +126,24 @@ class Algorithm(WrappedModule):
         self._joining = False
         self._announced: int | None = None
         self._steps_alone = 0
-        self._world = comm.world() if communicator is None else communicator
+        self._world = _world(module) if communicator is None else communicator
         self._communicator = self._world.duplicate()
         self._lanes = [self._communicator]
         self._setup_bytes = 0
-        if self._communicator.size == 1:
-            return
+        options: Options = self.__dict__.pop("_options")
         try:
-            self._start(module, optimizer, bucket_bytes, lanes, apply_in_backward, wait_in_forward)
+            if self._communicator.size > 1:
+                self._start(module, optimizer, options, bucket_bytes, lanes, apply_in_backward, wait_in_forward)
+            elif problem := exchanging(module, Algorithm):
+                raise ValueError(problem)
         except Exception as error:
             self._give_up(error)
             raise
 
     def _give_up(self, error: Exception) -> None:
         """Leaves nothing open after a constructor that failed."""
+        if self._claim is not None:
+            self._claim.release()
         if self._engine is not None:
             self._engine.close()
         for lane in self._communicators():
@@ -129,25 +156,24 @@ class Algorithm(WrappedModule):
         self,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        options: Options,
         bucket_bytes: int,
         lanes: int | None,
         apply_in_backward: bool,
         wait_in_forward: bool,
     ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
-        check_module(module, self._communicator)
-        options = {"bucket_bytes": bucket_bytes, "lanes": lanes, "apply_in_backward": apply_in_backward}
-        check_equal({**options, "wait_in_forward": wait_in_forward}, self._communicator)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        problem = exchanging(module, Algorithm) or taken(trained)
+        check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
         self._setup_bytes = self._communicator.bytes_sent
+        self._claim = Claim(self, trained)
+        self._buffers_of_ranks = Buffers(module)
         rows = sparse_parameters(module)
-        members = [
-            Member(name, p, *self.place(name, p), sparse=p in rows)
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
+        members = [Member(name, p, *self.place(name, p), sparse=p in rows) for name, p in trained.items()]
         if apply_in_backward:
             self._steps = BackwardSteps(optimizer, {m.name: m.parameter for m in members if not m.sparse})
         if wait_in_forward:
@@ -321,7 +347,14 @@ class Algorithm(WrappedModule):
             The new wrapper; this one cannot be used any more.
         """
         steps = self.stats().steps
-        other = algorithm(self.module, communicator=self._world, **arguments)
+        if self._claim is not None:
+            self._claim.release()
+        try:
+            other = algorithm(self.module, communicator=self._world, **arguments)
+        except Exception:
+            if self._claim is not None:
+                self._claim.renew()
+            raise
         self.close()
         other.train(self.training)
         other._steps_alone = steps
@@ -330,15 +363,46 @@ class Algorithm(WrappedModule):
         return other
 
     def close(self) -> None:
-        """Stops exchanging gradients and frees the connections; collective over all ranks."""
+        """Stops exchanging gradients and frees the connections; collective over all ranks.
+
+        The module goes on as it is, by itself. This wrapper evaluates; a forward pass for training raises, since its gradients
+        would be this rank's only.
+        """
         try:
             self.wait()
         finally:
+            self._closed = True
+            if self._claim is not None:
+                self._claim.release()
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
             for lane in self._communicators():
                 lane.close()
+
+    def _check_call(self) -> None:
+        """See `WrappedModule.forward`."""
+        if self._closed and self.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"this {type(self).__name__} was closed and exchanges nothing any more: call its .module, wrap that anew, or "
+                "evaluate with eval() or under torch.no_grad()"
+            )
+        if is_inside_ddp(self):
+            raise RuntimeError(refusal(type(self)))
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Refuses `DistributedDataParallel`, whose constructor reads this attribute of its module."""
+        raise RuntimeError(refusal(type(self)))
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """False; FSDP sets this attribute on every module around which it is put, and is refused."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _: bool) -> None:
+        raise RuntimeError(refusal(type(self), "FSDP"))
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
@@ -437,3 +501,15 @@ class Algorithm(WrappedModule):
         if not isinstance(algorithm, cls):
             raise ValueError(f"{spec!r} is a {type(algorithm).__name__}, expected a {cls.__name__}")
         return algorithm
+
+
+def _world(module: torch.nn.Module) -> Communicator:
+    """The ranks of this job, which it joins if nobody has: with the device of the module's first parameter."""
+    if comm.is_initialized():
+        return comm.world()
+    first = next(module.parameters(), None)
+    return comm.init(device=None if first is None else first.device)
+
+
+def _may_differ(kind: type) -> frozenset[str]:
+    return frozenset().union(*(vars(each).get("may_differ", ()) for each in kind.__mro__))

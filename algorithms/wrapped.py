@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.backward_steps import BackwardSteps
+from bagua_kernels.algorithms.buffers import Buffers
 from bagua_kernels.algorithms.engine import Engine
-from bagua_kernels.algorithms.replicas import average, synchronize
+from bagua_kernels.algorithms.replicas import synchronize
 from bagua_kernels.comm import Communicator
+
+# What every module has; the rest of an algorithm's attributes are not its copies'.
+_OF_MODULES = frozenset(torch.nn.Module().__dict__)
 
 
 class WrappedModule(torch.nn.Module):
     """What may be called in a training loop beside `backward`; `Algorithm` makes the attributes.
+
+    Copies, by `copy.deepcopy` or pickle, are `LocalCopy`s, which exchange nothing.
 
     Attributes:
         module: the wrapped module.
@@ -27,17 +33,23 @@ class WrappedModule(torch.nn.Module):
 
     weighable = True
     module: torch.nn.Module
-    broadcast_buffers: bool
-    average_buffers: bool
-    _engine: Engine | None
-    _steps: BackwardSteps | None
+    broadcast_buffers: bool = False
+    average_buffers: bool = False
+    _engine: Engine | None = None
+    _steps: BackwardSteps | None = None
     _communicator: Communicator
     _lanes: list[Communicator]
-    _joining: bool
-    _announced: int | None
+    _buffers_of_ranks: Buffers
+    _joining: bool = False
+    _announced: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module.
+
+        Raises:
+            RuntimeError: a `DistributedDataParallel` around it is active; or it was closed, and this is a pass of training.
+        """
+        self._check_call()
         if self._engine is not None:
             self._engine.check_idle()
             if self._engine.enabled and self.training:
@@ -48,10 +60,25 @@ class WrappedModule(torch.nn.Module):
                 if self.broadcast_buffers and self._communicator in self._lanes:
                     self._engine.complete()
                 if self.average_buffers and not self._joining:
-                    average(list(self.module.buffers()), self._communicator)
+                    self._buffers_of_ranks.average(self._communicator)
                 elif self.broadcast_buffers:
-                    synchronize(list(self.module.buffers()), self._communicator, source)
+                    self._buffers_of_ranks.synchronize(self._communicator, source)
         return self.module(*args, **kwargs)
+
+    def _check_call(self) -> None:
+        """Raises if a forward pass would be in vain, or do harm."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles are made of: the module, and what every module has, such as hooks."""
+        self.wait()
+        state = {name: value for name, value in self.__dict__.items() if name in _OF_MODULES}
+        return LocalCopy, (), state
+
+    def _replicate_for_data_parallel(self) -> WrappedModule:
+        raise RuntimeError(
+            f"{type(self).__name__} exchanges the gradients of one replica a process: leave out torch.nn.DataParallel, and "
+            "start a process for each GPU, such as with torchrun"
+        )
 
     def wait(self) -> None:
         """Waits until no update of parameters is under way, with `wait_in_forward`; else there never is when backward has ended.
@@ -112,7 +139,7 @@ class WrappedModule(torch.nn.Module):
             while self._engine is not None and (source := self._announce(0.0)) >= 0:
                 last = source
                 if self.broadcast_buffers and self.training:
-                    synchronize(list(self.module.buffers()), self._communicator, source)
+                    self._buffers_of_ranks.synchronize(self._communicator, source)
                 self._engine.take_part()
             if self._engine is not None:
                 last = max(self._communicator.all_gather_object(last))
@@ -123,6 +150,7 @@ class WrappedModule(torch.nn.Module):
             self._joining = False
 
     def _check_weighable(self) -> None:
+        self._check_call()
         if not self.weighable:
             raise ValueError(
                 f"{type(self).__name__} as it was made knows no weights, and so neither weigh() nor join()"
@@ -157,6 +185,14 @@ class WrappedModule(torch.nn.Module):
                 "clipped by their norm; leave it out"
             )
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+
+class LocalCopy(WrappedModule):
+    """A copy of a wrapped module, which exchanges nothing: it has no communicator, and gradients stay this rank's.
+
+    That is what `copy.deepcopy` and pickle make, for running means of parameters, teachers, and files. It has the names of the
+    state that it is a copy of, and may be trained by itself, or its `module` be wrapped anew.
+    """
 
 
 def _check_weights(weights: Sequence[float]) -> None:

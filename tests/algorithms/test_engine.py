@@ -118,6 +118,7 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
         paired = Paired(module, both=threading.Barrier(2), **options)
         paired(batch(communicator.rank, 0)).square().mean().backward()
         found = gradients(module)
+        paired.close()
         one = GradientAllReduce(nn.Sequential(*module), lanes=1, **options)
         one.zero_grad()
         one(batch(communicator.rank, 0)).square().mean().backward()

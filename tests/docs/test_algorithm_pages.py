@@ -54,7 +54,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Makes `comm.init` and the like those of the thread that calls them."""
     here = threading.local()
-    monkeypatch.setattr(comm, "init", lambda: here.communicator)
+    monkeypatch.setattr(comm, "init", lambda **_: here.communicator)
     monkeypatch.setattr(comm, "world", lambda: here.communicator)
     monkeypatch.setattr(comm, "device", lambda: here.communicator.device)
     return here
