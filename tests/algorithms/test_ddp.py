@@ -46,7 +46,7 @@ def test_every_argument_has_an_answer(name: str) -> None:
 
 
 def test_the_page_has_these_answers() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms" / "from-ddp.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "from-ddp.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
     assert {name: rows.get(name) for name in ARGUMENTS} == ARGUMENTS
     ours = inspect.signature(Algorithm).parameters
