@@ -92,7 +92,10 @@ def _difference(
 ) -> str | None:
     """What differs between stepping tensors as they are and flattened, if anything does."""
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) * scale for shape, scale in zip(shapes, _SCALES, strict=True)]
+    start = [
+        torch.randn(shape, generator=generator, dtype=torch.float32) * scale
+        for shape, scale in zip(shapes, _SCALES, strict=True)
+    ]
     try:
         plain, flat = (_twin(base, optimizer, group, start, device) for _ in range(2))
     except Exception as error:
@@ -102,7 +105,11 @@ def _difference(
 
     def backward(step: int) -> None:
         for i, (left, right) in enumerate(zip(_params(plain), _params(flat), strict=True)):
-            gradient = torch.randn(shapes[i], generator=generator) * _SCALES[-1 - i] * 10.0 ** (step % 3 - 1)
+            gradient = (
+                torch.randn(shapes[i], generator=generator, dtype=torch.float32)
+                * _SCALES[-1 - i]
+                * 10.0 ** (step % 3 - 1)
+            )
             # One tensor is left out once, so that its count of steps differs from then on.
             skipped = i == 2 and step == _STEPS // 2
             left.grad, right.grad = (None if skipped else gradient.to(device).clone() for _ in range(2))
@@ -161,7 +168,7 @@ def _check_closure(base: type[Optimizer], optimizer: Optimizer, plain: Optimizer
     def closure() -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
 
     try:
         raw_step(base)(plain, closure)
@@ -177,7 +184,9 @@ def _twin(
     """An optimizer like the given one, for copies of other tensors."""
     params = [torch.nn.Parameter(p.to(device, copy=True)) for p in start]
     # Whatever of the optimizer refers to its parameters, or to itself, must not lead back to them.
-    memo: dict[int, Any] = {id(p): torch.zeros(()) for g in optimizer.param_groups for p in g["params"]}
+    memo: dict[int, Any] = {
+        id(p): torch.zeros((), dtype=torch.float32) for g in optimizer.param_groups for p in g["params"]
+    }
     options = {k: copy.deepcopy(v, memo) for k, v in group.items() if k not in ("params", "param_names")}
     if "lr" in options:
         # Schedulers begin with rates of almost nothing, with which no difference would show.

@@ -20,7 +20,7 @@ from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.launch import DRAWS, Launch
 from bagua_kernels.optim.plan import Plan
 from bagua_kernels.optim.scalars import Counters, Scalars
-from bagua_kernels.optim.update import CannotFuseError, Group, Update
+from bagua_kernels.optim.update import CannotFuseError, Group, Update, counter_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +169,13 @@ class Fused(Optimizer):
                     self._make(p, name, torch.zeros_like, p, memory_format=torch.preserve_format)
                 for name in update.counters:
                     if not name.startswith("_"):
-                        self._make(p, name, torch.zeros, (), dtype=torch.get_default_dtype())
+                        self._make(p, name, torch.zeros, (), dtype=counter_dtype())
             extras, stochastic = self._extra_columns(p)
             for name in extras:
                 self._make(p, name, extra_state, name, p)
             if stochastic:
                 device = p.device if group.get("fused") or group.get("capturable") else "cpu"
-                self._make(p, DRAWS, torch.zeros, (), device=device)
+                self._make(p, DRAWS, torch.zeros, (), dtype=torch.float32, device=device)
         return fresh
 
     def _make(self, parameter: Tensor, name: str, make: Callable[..., Tensor], *given: Any, **options: Any) -> None:

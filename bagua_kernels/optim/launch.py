@@ -17,7 +17,7 @@ from torch import Tensor
 from bagua_kernels.bucket import dense_strides
 from bagua_kernels.launchers.multitensor import GRADIENT, REAL, Table, Variant, needs_tensors
 from bagua_kernels.optim.layout import local, resolved, shard_of_gradient, steps
-from bagua_kernels.optim.update import Group, Update
+from bagua_kernels.optim.update import Group, Update, counter_dtype
 from bagua_kernels.optim.watch import Watch, watch
 
 # A counter of every parameter that is rounded at random: how often it was.
@@ -60,7 +60,7 @@ class Entry:
         """The dtype and device of a counter."""
         if not counter.startswith("_"):
             value = self.state[counter]
-            return (value.dtype, value.device) if isinstance(value, Tensor) else (torch.float32, torch.device("cpu"))
+            return (value.dtype, value.device) if isinstance(value, Tensor) else (counter_dtype(), torch.device("cpu"))
         resident = self.group.get("fused") or self.group.get("capturable")
         return torch.float32, self.tensors[0].device if resident else torch.device("cpu")
 
@@ -118,12 +118,15 @@ class Launch:
         for name in entries[0].counters:
             if name.startswith("_"):
                 device = entries[0].kind_of(name)[1]
-                self.counters[name] = torch.tensor([float(e.fresh) for e in entries], device=device)
+                self.counters[name] = torch.tensor(
+                    [float(e.fresh) for e in entries], dtype=torch.float32, device=device
+                )
                 continue
             values = [e.state[name] for e in entries]
             flat = joined(values)
             if flat is None:
-                flat = torch.stack([torch.as_tensor(v).detach().reshape(()) for v in values])
+                dtype = entries[0].kind_of(name)[0]
+                flat = torch.stack([torch.as_tensor(v, dtype=dtype).detach().reshape(()) for v in values])
                 for e, view in zip(entries, flat.unbind(), strict=True):
                     e.state[name] = view
             self.counters[name] = flat

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 Group = dict[str, Any]
+
+
+def counter_dtype() -> torch.dtype:
+    """The dtype of counters that `torch.optim` would make now: float64 if that is the default, else float32.
+
+    Half precision would count to 256 or 2048 only.
+    """
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 class CannotFuseError(Exception):

@@ -29,6 +29,8 @@ OBJECT_WORDS, TENSOR_WORDS, STORAGE_WORDS, AUTOGRAD_WORDS = 5, 22, 7, 8
 # A tensor's sizes and strides lie in the object itself up to this many dimensions.
 MOST_DIMENSIONS = 5
 FEWEST = 64
+# Of the tensors that fields are measured on, whatever torch's default is.
+F32 = torch.float32
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,18 @@ def find_fields() -> Fields:
         LookupError: one is not where it can be told from others.
         AttributeError: PyTorch does not tell the values to look for.
     """
-    base = torch.zeros(20_000)
+    base = torch.zeros(20_000, dtype=F32)
     tensor = base[1237 : 1237 + 7 * 11 * 13].view(7, 11, 13)
     found = words(tensor._cdata, TENSOR_WORDS)
     storage = tensor.untyped_storage()
     geometry = only([i for i in range(TENSOR_WORDS - 8) if found[i : i + 3] == [7, 11, 13]])
     if found[geometry - 1] != 3 or found[geometry + 5 : geometry + 8] != [143, 13, 1]:
         raise LookupError("sizes and strides are not side by side")
-    leaves = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    leaves = [torch.nn.Parameter(torch.zeros(3, dtype=F32)) for _ in range(3)]
     for leaf in leaves:
-        leaf.grad = torch.zeros(3)
+        leaf.grad = torch.zeros(3, dtype=F32)
     insides = [words(leaf._cdata, TENSOR_WORDS) for leaf in leaves]
-    plain = [torch.zeros(3) for _ in range(3)]
+    plain = [torch.zeros(3, dtype=F32) for _ in range(3)]
     others = [words(t._cdata, TENSOR_WORDS) for t in plain]
     autograd = only([
         i for i in range(geometry) if all(o[i] == 0 for o in others) and all(w[i] and w[i] % WORD == 0 for w in insides)
@@ -114,7 +116,7 @@ def find_fields() -> Fields:
     ]
     if any(g != gradients[0] for g in gradients):
         raise LookupError(f"gradients were found at {gradients}")
-    without = torch.nn.Parameter(torch.zeros(3))
+    without = torch.nn.Parameter(torch.zeros(3, dtype=F32))
     keys = signed(torch._C._dispatch_keys(tensor).raw_repr())
     return Fields(
         tensor=only(where(words(id(tensor), OBJECT_WORDS), tensor._cdata)),
@@ -190,7 +192,7 @@ def changes() -> list[Callable[[torch.nn.Parameter, Tensor], Any]]:
         return lambda p, other: setattr(p, "data", make(p.data))
 
     def gradient(make: Callable[[Tensor], Any]) -> Callable[[torch.nn.Parameter, Tensor], Any]:
-        return lambda p, other: setattr(p, "grad", make(torch.ones(4, 4)))
+        return lambda p, other: setattr(p, "grad", make(torch.ones(4, 4, dtype=F32)))
 
     return [
         data(Tensor.clone),
@@ -200,17 +202,17 @@ def changes() -> list[Callable[[torch.nn.Parameter, Tensor], Any]]:
         data(lambda t: t.view(torch.int32).view(torch.float32)[:, :3]),
         data(lambda t: t.half()),
         gradient(Tensor.t),
-        gradient(lambda g: torch.ones(4, 8)[:, ::2]),
+        gradient(lambda g: torch.ones(4, 8, dtype=F32)[:, ::2]),
         gradient(lambda g: g.to_sparse()),
         gradient(torch._neg_view),
-        gradient(lambda g: torch._efficientzerotensor((4, 4))),
+        gradient(lambda g: torch._efficientzerotensor((4, 4), dtype=F32)),
         lambda p, other: other.t_(),
         lambda p, other: other.resize_(2, 4),
-        lambda p, other: other.set_(torch.ones(4, 4)),
-        lambda p, other: setattr(other, "data", torch.ones(4, 4)),
+        lambda p, other: other.set_(torch.ones(4, 4, dtype=F32)),
+        lambda p, other: setattr(other, "data", torch.ones(4, 4, dtype=F32)),
         lambda p, other: other.untyped_storage().resize_(128),
         lambda p, other: torch._lazy_clone(other),
-        lambda p, other: torch.utils.swap_tensors(other, torch.ones(4, 4)),
+        lambda p, other: torch.utils.swap_tensors(other, torch.ones(4, 4, dtype=F32)),
     ]
 
 
@@ -222,14 +224,14 @@ def fields() -> Fields | None:
     try:
         found = find_fields()
         for number, change in enumerate([None, *changes()]):
-            parameter, other = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
-            parameter.grad = torch.ones(4, 4)
+            parameter, other = torch.nn.Parameter(torch.ones(4, 4, dtype=F32)), torch.ones(4, 4, dtype=F32)
+            parameter.grad = torch.ones(4, 4, dtype=F32)
             watch = Watch(found, [parameter], [other])
             addresses, missing = np.zeros(1, np.int64), np.zeros(1, bool)
             parameter.grad = None
             if not watch.look(addresses, missing) or not missing[0]:
                 raise LookupError("the lack of a gradient was not noticed")
-            parameter.grad = torch.ones(20)[4:].view(4, 4)
+            parameter.grad = torch.ones(20, dtype=F32)[4:].view(4, 4)
             if not watch.look(addresses, missing) or missing[0] or addresses[0] != parameter.grad.data_ptr():
                 raise LookupError("a new gradient was not found")
             if change is not None:

@@ -35,6 +35,8 @@ SAMPLES = 3
 EPS = 1e-2
 # Between float32 and float64, relative to the distance that a parameter has gone and to 1. Measured: at most a tenth of it.
 TOLERANCE = 1e-4
+# Seconds that ranks wait for one that compiles kernels on a busy machine.
+PATIENCE = 300
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,7 @@ def by_turns(seed: int, name: str) -> Training:
 
 def compared(training: Training) -> list[str]:
     """Runs a training with threads as ranks; returns what differs."""
-    outcomes = run_ranks(training.ranks, train, training)
+    outcomes = run_ranks(training.ranks, train, training, timeout=PATIENCE)
     return list(differences(training, outcomes[0], [o.digest() for o in outcomes]))
 
 
@@ -335,7 +337,7 @@ def by_threads(seeds: Sequence[int]) -> dict[int, list[str]]:
 def rank_of_processes(first: int, count: int, path: str) -> None:
     """One process's part of `count` trainings over one process group; rank 0 writes what differs to a file."""
     torch.set_num_threads(1)
-    communicator = comm.init(timeout=60)
+    communicator = comm.init(timeout=PATIENCE)
     found = {}
     for seed in range(first, first + count):
         training = draw(seed, communicator.size)
