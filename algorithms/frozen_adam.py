@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from bagua_kernels.optim.update import Group, Update
 from bagua_kernels.optim.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import ADAM
 
+Correction = Literal["continued", "none", "frozen"]
 UPDATE = Update(ADAM, ("exp_avg", "exp_avg_sq"), ("step",))
 
 # From this ratio on two norms of v, a time constant apart, count as equal.
@@ -25,12 +26,18 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     """AdamW in one pass, whose second moment v stops changing after a number of steps.
 
     1. Up to the freeze: AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2); without weight decay that is Adam.
-    2. After step number `freeze_step`, each v is divided by its bias correction, once, and not changed any more. Thus
-       its correction stops with it, and the effective learning rate does not drift. "auto" freezes v when it has become
-       stable (after 1-bit Adam, Tang et al., ICML 2021): when its L1 norm, bias-corrected, is within 4 % of what
-       it was 1 / (1 - beta2) steps before, and by then has seen as many again.
-    3. From then on: p = p - lr weight_decay p; m = beta1 m + (1 - beta1) g; p = p - lr m / (1 - beta1^t) / (sqrt(v) +
-       eps).
+    2. After step number `freeze_step`, v is not changed any more. "auto" freezes v when it has become stable (after 1-bit
+       Adam, Tang et al., ICML 2021): when its L1 norm, bias-corrected, is within 4 % of what it was 1 / (1 - beta2)
+       steps before, and by then has seen as many again.
+    3. From then on: p = p - lr weight_decay p; m = beta1 m + (1 - beta1) g; p = p - lr m / (1 - beta1^t) /
+       (sqrt(v / c) + eps).
+
+    `v_correction` says what becomes of v's bias correction c = 1 - beta2^t at the freeze:
+
+    - "continued": t goes on, so that c approaches 1 and steps grow slowly, by 1 / sqrt(1 - beta2^freeze_step) in the end.
+      That makes up for gradients which get smaller in training while v does not.
+    - "none": c is 1 from then on, as in 1-bit Adam's paper: steps grow as much at once.
+    - "frozen": c stays as it is, by dividing v once: steps keep their length, while Adam's own would grow.
 
     Steps that are not taken, such as those in which a `GradScaler` finds infinities, do not count. The freeze is part
     of the state, in the parameter groups.
@@ -43,6 +50,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
 
     # Copies have these, and ask no other ranks.
     freeze_step: int | Literal["auto"] | None = None
+    v_correction: Correction = "continued"
     agree: Callable[[bool], bool] = bool
     knows_scale: bool = True
 
@@ -55,6 +63,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         freeze_step: int | Literal["auto"] | None = None,
+        v_correction: Correction = "continued",
     ) -> None:
         """As `torch.optim.AdamW`, except for the weight decay's default and what is not there.
 
@@ -65,21 +74,26 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             eps: added to the root of v.
             weight_decay: decoupled, before and after the freeze.
             freeze_step: see above, 1 or more.
+            v_correction: see above.
 
         Raises:
             ValueError: a number is out of its range.
         """
         if freeze_step not in (None, "auto") and not (isinstance(freeze_step, int) and freeze_step >= 1):
             raise ValueError(f'freeze_step must be an integer of at least 1, or "auto", or None, got {freeze_step!r}')
+        if v_correction not in get_args(Correction):
+            raise ValueError(f"v_correction must be one of {get_args(Correction)}, got {v_correction!r}")
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
         self.freeze_step = freeze_step
+        self.v_correction = v_correction
         options: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "frozen": False,
+            "v_correction": v_correction,
             "norms": [],
         }
         super().__init__(params, options)
@@ -97,7 +111,8 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
-        still, root = (1.0, 1.0) if group["frozen"] else (beta2, (1 - beta2**step) ** 0.5)
+        corrects = not group["frozen"] or group["v_correction"] == "continued"
+        still, root = 1.0 if group["frozen"] else beta2, (1 - beta2**step) ** 0.5 if corrects else 1.0
         decay = 1 - group["lr"] * group["weight_decay"]
         return 0.0, decay, 1 - beta1, still, 1 - still, group["eps"], group["lr"] / (1 - beta1**step), root
 
@@ -133,6 +148,8 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             return
         for group in self.param_groups:
             group["frozen"] = True
+            if group["v_correction"] != "frozen":
+                continue
             for state in self._states(group):
                 state["exp_avg_sq"].div_(1 - float(group["betas"][1]) ** float(state["step"]))
 
@@ -171,13 +188,15 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         return norm
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "freeze_step": self.freeze_step}
+        own = {"freeze_step": self.freeze_step, "v_correction": self.v_correction}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # States of `torch.optim.Adam` know of no freeze.
+        # States of `torch.optim.Adam` know of no freeze, and in those without `v_correction` a frozen v is corrected.
         for group in self.param_groups:
-            group.setdefault("frozen", False)
+            frozen = group.setdefault("frozen", False)
+            group.setdefault("v_correction", "frozen" if frozen else self.v_correction)
             group.setdefault("norms", [])
 
     def _states(self, group: Group) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.algorithms.compressed import CompressedAllReduce
-from bagua_kernels.algorithms.frozen_adam import FrozenAdam
+from bagua_kernels.algorithms.frozen_adam import Correction, FrozenAdam
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.compression import Codec
 
@@ -63,6 +63,7 @@ class MomentumAllReduce(CompressedAllReduce):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        v_correction: Correction = "continued",
         mask: bool | Mapping[str, Tensor] = True,
         limit: float = 100.0,
         scaler: torch.amp.GradScaler | None = None,
@@ -80,6 +81,7 @@ class MomentumAllReduce(CompressedAllReduce):
             betas: as for `FrozenAdam`; those of a parameter's group are its own.
             eps: as for `FrozenAdam`.
             weight_decay: as for `FrozenAdam`.
+            v_correction: what becomes of v's bias correction when v freezes; see `FrozenAdam`.
             mask: True stops momentum where v is 0 at the freeze: codecs do not keep zeros, and there any update is
                 divided by eps. Or masks of parameters by name, of their shapes, for more. False refuses to go on if v
                 is 0 anywhere.
@@ -112,6 +114,7 @@ class MomentumAllReduce(CompressedAllReduce):
             eps,
             weight_decay,
             freeze_step=freeze_step,
+            v_correction=v_correction,
         )
         # Groups by number: loading a state replaces the groups.
         numbers = {p: number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
@@ -138,6 +141,11 @@ class MomentumAllReduce(CompressedAllReduce):
         self.optimizer.knows_scale = scaler is not None
         # Sums of the same numbers may differ in their last bits between machines.
         self.optimizer.agree = lambda stable: bool(communicator.broadcast_object(stable))
+
+    @property
+    def holds_back(self) -> str:
+        """Nothing: what payloads lack is momentum, which is not squared; see `Algorithm.holds_back`."""
+        return ""
 
     def codec_at(self, bucket: Bucket, step: int) -> Codec | None:
         """What encodes a bucket in a step; None if nothing does."""

@@ -19,14 +19,13 @@ class QAdam(MomentumAllReduce):
     2. From then on each rank adds to the common momentum its own gradient: m_i = beta1 m + (1 - beta1) g_i.
     3. Ranks average m_i as `ByteGrad` averages gradients; m becomes that, but 0 where v is 0, since a byte hardly ever
        says zero.
-    4. p = p - lr m / (sqrt(v) + eps), with m's bias correction and v's as of the freeze, and decoupled weight decay.
+    4. p = p - lr m / (sqrt(v) + eps), with m's bias correction, v's as `v_correction` says, and decoupled weight decay.
 
     `model = QAdam(module, lr=1e-3, freeze_step=100)`, and `model.optimizer.step()` after backward. `MomentumAllReduce`
     says how both stay together. Under `torch.amp.GradScaler` pass that as `scaler`.
 
-    Where BAGUA's differs: it throws the gradient of the last step before the freeze away; it lets v's bias correction
-    go on, so that the learning rate grows up to 3 times; it forgets weight decay at the freeze; and it has one pair of
-    betas for all groups.
+    Where BAGUA's differs: it throws the gradient of the last step before the freeze away; it forgets weight decay at the
+    freeze; and it has one pair of betas for all groups.
     """
 
     name = "qadam"

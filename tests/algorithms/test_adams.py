@@ -27,7 +27,12 @@ Kind = Callable[..., MomentumAllReduce]
 OneBit = partial(OneBitAdam, exact=(), min_numel=0)  # the models here are small
 KINDS: dict[str, Kind] = {"qadam": QAdam, "onebit_adam": OneBit}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_correction = pytest.mark.parametrize(
+    "corrected", [{}, *({"v_correction": one} for one in ("none", "frozen"))], ids=["default", "none", "frozen"]
+)
 F64 = np.ndarray[Any, np.dtype[np.float64]]
+# With v's usual decay, five steps would leave next to nothing of it without correction, and steps grow by `limit`.
+BETAS = (0.9, 0.9)
 
 
 # -------------------------------------------------------------------------------------------- given gradients
@@ -128,8 +133,13 @@ def simulate(
     eps: float = 1e-8,
     decay: float = 0.0,
     exact: bool = False,
+    v_correction: str = "continued",
 ) -> list[F64]:
-    """1-bit Adam for given gradients (steps, ranks, elements): the parameters after each step."""
+    """1-bit Adam for given gradients (steps, ranks, elements): the parameters after each step.
+
+    Up to the freeze Adam of Kingma and Ba. After it v is no longer corrected in the paper ("none"), as at the freeze
+    ("frozen"), or as Adam's would be ("continued").
+    """
     x, m, v, found = start.astype(np.float64), np.zeros(start.size), np.zeros(start.size), []
     correction = 1.0
     for t, local in enumerate(gradients.astype(np.float64), 1):
@@ -141,6 +151,7 @@ def simulate(
         else:
             moved = betas[0] * m + (1 - betas[0]) * local
             m = (moved.mean(0) if exact else code.mean(moved)) * (v > 0)
+            correction = {"none": 1.0, "frozen": 1 - betas[1] ** freeze, "continued": 1 - betas[1] ** t}[v_correction]
         x = x * (1 - lr * decay)
         x = x - lr * m / (1 - betas[0] ** t) / (np.sqrt(v / correction) + eps)
         found.append(x)
@@ -161,17 +172,20 @@ def assert_close(ours: torch.Tensor, expected: F64, what: object) -> None:
 @both
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_both_phases_are_those_of_the_paper(kind: Kind, size: int, decay: float) -> None:
+@every_correction
+def test_both_phases_are_those_of_the_paper(kind: Kind, size: int, decay: float, corrected: dict[str, str]) -> None:
     """Every step, so that none is lost at the freeze either; and with the bits of rank 0 on all ranks."""
     shapes, steps, freeze = {"w": (32, 40), "bias": (70,), "other": (256, 3)}, 14, 5
     arguments = {"freeze_step": freeze, "lr": 0.01, "weight_decay": decay, "exact": "1d", "bucket_bytes": 2000}
+    arguments |= {"betas": BETAS, **corrected}
     everyone = run_ranks(size, partial(run, kind=kind, steps=steps, shapes=shapes, **arguments))
     start = parameters(Given(**shapes))
     for name, shape in shapes.items():
         first = start[name].numpy().reshape(-1)
         code, exact = CODES[kind](size, first.size), len(shape) == 1
         local = drawn(steps, size, shape, name)
-        expected = simulate(code, local, first, freeze, lr=0.01, decay=decay, exact=exact)
+        settings = {"lr": 0.01, "betas": BETAS, "decay": decay, "exact": exact, **corrected}
+        expected = simulate(code, local, first, freeze, **settings)
         for step in range(steps):
             assert_close(everyone[0][step][name], expected[step], (name, step))
             assert all(torch.equal(ranks[step][name], everyone[0][step][name]) for ranks in everyone)
@@ -203,7 +217,7 @@ def test_before_the_freeze_it_is_adam_on_mean_gradients(kind: Kind, size: int) -
 @both
 def test_groups_have_betas_of_their_own(kind: Kind) -> None:
     shapes, steps, freeze, ranks = {"a": (16, 16), "b": (16, 32)}, 10, 4, 2
-    options = {"a": {"betas": (0.8, 0.99), "lr": 0.02}, "b": {"betas": (0.95, 0.9), "eps": 1e-3}}
+    options = {"a": {"betas": (0.8, 0.95), "lr": 0.02}, "b": {"betas": (0.95, 0.9), "eps": 1e-3}}
 
     def rank(communicator: Communicator) -> list[dict[str, torch.Tensor]]:
         def wrap(module: nn.Module, **arguments: Any) -> MomentumAllReduce:
@@ -261,9 +275,10 @@ def test_optimizer_takes_adams_state() -> None:
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_optimizer_can_be_copied() -> None:
+@every_correction
+def test_optimizer_can_be_copied(corrected: dict[str, Any]) -> None:
     model = Given(w=(4, 4))
-    optimizer = FrozenAdam(model.parameters(), freeze_step=2)
+    optimizer = FrozenAdam(model.parameters(), freeze_step=2, **corrected)
     model(w=torch.ones(4, 4)).backward()
     optimizer.step()
     optimizer.agree = lambda _: pytest.fail("a copy asks nobody")
@@ -273,11 +288,15 @@ def test_optimizer_can_be_copied() -> None:
     other.step()
     assert other.frozen
     assert not optimizer.frozen
+    v = other.state[p]["exp_avg_sq"]
+    # The squares of two gradients, of 1 each.
+    assert torch.allclose(v, torch.tensor(1.0 if corrected == {"v_correction": "frozen"} else 0.001999))
 
 
-def test_frozen_v_keeps_its_bits() -> None:
+@every_correction
+def test_frozen_v_keeps_its_bits(corrected: dict[str, Any]) -> None:
     model = Given(w=(8, 8))
-    optimizer = FrozenAdam(model.parameters(), freeze_step=3)
+    optimizer = FrozenAdam(model.parameters(), freeze_step=3, **corrected)
     seen = []
     for step in range(8):
         optimizer.zero_grad()
@@ -287,7 +306,8 @@ def test_frozen_v_keeps_its_bits() -> None:
     assert all(torch.equal(seen[2], later) for later in seen[3:])
     gradients = torch.stack([draw(step, 0, (8, 8)).double() for step in range(3)])
     weights = torch.tensor([0.999**2, 0.999, 1.0], dtype=torch.float64)
-    expected = (gradients.square() * (weights / weights.sum()).view(-1, 1, 1)).sum(0)
+    weights *= 1 / weights.sum() if corrected == {"v_correction": "frozen"} else 0.001
+    expected = (gradients.square() * weights.view(-1, 1, 1)).sum(0)
     assert torch.allclose(seen[-1].double(), expected, rtol=1e-5)
 
 
@@ -296,11 +316,23 @@ def test_frozen_v_keeps_its_bits() -> None:
 
 @both
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_effective_learning_rate_is_constant(kind: Kind, size: int) -> None:
-    """A constant gradient, of one magnitude, which codecs keep: each step moves every element by the learning rate."""
+@every_correction
+def test_effective_learning_rate(kind: Kind, size: int, corrected: dict[str, str]) -> None:
+    """A constant gradient, of one magnitude, which codecs keep: Adam moves every element by the learning rate.
+
+    After the freeze, the bias correction says by how much more; one rank never freezes.
+    """
 
     def rank(communicator: Communicator) -> None:
-        model = kind(Given(w=(16, 16)), communicator=communicator, lr=0.01, freeze_step=10, eps=1e-12)
+        model = kind(
+            Given(w=(16, 16)),
+            communicator=communicator,
+            lr=0.01,
+            freeze_step=10,
+            eps=1e-12,
+            betas=(0.9, 0.99),
+            **corrected,
+        )
         signs = draw(0, 0, (16, 16)).sign()
         for step in range(60):
             before = parameters(model.module)["w"]
@@ -308,7 +340,11 @@ def test_effective_learning_rate_is_constant(kind: Kind, size: int) -> None:
             model(w=0.3 * signs).backward()
             model.optimizer.step()
             moved = before - parameters(model.module)["w"]
-            assert torch.allclose(moved, 0.01 * signs, rtol=0, atol=2e-6), (step, moved)
+            now = {"none": 1.0, "frozen": 1 - 0.99**10, "continued": 1 - 0.99 ** (step + 1)}
+            longer = 1.0
+            if step >= 10 and size > 1:
+                longer = (now[corrected.get("v_correction", "continued")] / now["frozen"]) ** 0.5
+            assert torch.allclose(moved, 0.01 * longer * signs, rtol=0, atol=6e-6), (step, moved)
         assert model.optimizer.frozen is (size > 1)
 
     run_ranks(size, rank)
@@ -407,7 +443,7 @@ def test_accumulated_gradients(kind: Kind, synchronous: bool) -> None:
         return draw(3 * step + micro, rank, shape)
 
     def rank(communicator: Communicator) -> torch.Tensor:
-        model = kind(Given(w=shape), communicator=communicator, lr=0.01, freeze_step=freeze)
+        model = kind(Given(w=shape), communicator=communicator, lr=0.01, freeze_step=freeze, betas=BETAS)
         for step in range(steps):
             model.optimizer.zero_grad()
             for micro in range(3):
@@ -426,7 +462,7 @@ def test_accumulated_gradients(kind: Kind, synchronous: bool) -> None:
             for s in range(steps)
         ]
     )
-    expected = simulate(CODES[kind](ranks, start.size), sums, start, freeze, lr=0.01)
+    expected = simulate(CODES[kind](ranks, start.size), sums, start, freeze, lr=0.01, betas=BETAS)
     assert_close(first, expected[-1], "end")
 
 
@@ -438,7 +474,7 @@ def test_skipped_steps_under_a_scaler_do_not_count(kind: Kind, infinite: set[int
 
     def rank(communicator: Communicator, scaled: bool) -> tuple[torch.Tensor, set[float]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=scaled)
-        model = kind(Given(w=shape), communicator=communicator, lr=0.01, freeze_step=freeze, scaler=scaler)
+        model = kind(Given(w=shape), communicator=communicator, lr=0.01, freeze_step=freeze, betas=BETAS, scaler=scaler)
         taken, scales = 0, set()
         for step in range(11):
             if step in infinite and not scaled:
@@ -678,8 +714,12 @@ def test_pieces_and_memory_formats_change_nothing(kind: Kind, monkeypatch: pytes
 @both
 @pytest.mark.parametrize("at", [2, 9])
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 10 << 20])
-def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: int) -> None:
-    """Checkpoints before and after the freeze, in other objects; and buckets are laid out anew after the first pass."""
+@every_correction
+def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: int, corrected: dict[str, Any]) -> None:
+    """Checkpoints before and after the freeze, in other objects; and buckets are laid out anew after the first pass.
+
+    What becomes of the bias correction is part of the optimizer's state.
+    """
     shapes = {"a": (16, 32), "b": (256,), "c": (13, 31), "d": (5,)}
 
     def go_on(model: MomentumAllReduce, rank: int, first: int, last: int) -> None:
@@ -690,7 +730,8 @@ def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: i
 
     def rank(communicator: Communicator) -> None:
         whole, begun, resumed = (
-            kind(Given(**shapes), communicator=communicator, freeze_step=5, bucket_bytes=bucket_bytes) for _ in range(3)
+            kind(Given(**shapes), communicator=communicator, freeze_step=5, bucket_bytes=bucket_bytes, **options)
+            for options in (corrected, corrected, {})
         )
         go_on(whole, communicator.rank, 0, 14)
         go_on(begun, communicator.rank, 0, at)
@@ -705,6 +746,27 @@ def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: i
             assert torch.equal(value, parameters(resumed.module)[name])
 
     run_ranks(3, rank)
+
+
+def test_states_of_before_v_correction_was_an_option_go_on() -> None:
+    """Their frozen v is corrected; one that is not frozen yet follows the constructor."""
+    for frozen in (False, True):
+        model = Given(w=(4, 4))
+        optimizer = FrozenAdam(model.parameters(), freeze_step=2 if frozen else 5, v_correction="frozen")
+        for step in range(3):
+            model.w.grad = draw(step, 0, (4, 4))
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        del state["param_groups"][0]["v_correction"]
+        other = Given(w=(4, 4))
+        other.load_state_dict(model.state_dict())
+        resumed = FrozenAdam(other.parameters(), freeze_step=5)
+        resumed.load_state_dict(state)
+        assert resumed.param_groups[0]["v_correction"] == ("frozen" if frozen else "continued")
+        for one, net in ((optimizer, model), (resumed, other)):
+            net.w.grad = draw(3, 0, (4, 4))
+            one.step()
+        assert torch.equal(model.w, other.w)
 
 
 @both
@@ -838,6 +900,8 @@ def test_refusals() -> None:
             OneBitAdam(module, mask={"frozen": torch.ones(5)}, communicator=communicator)
         with pytest.raises(ValueError, match="limit must be above 0"):
             QAdam(module, limit=0.0, communicator=communicator)
+        with pytest.raises(ValueError, match="v_correction must be one of"):
+            QAdam(module, v_correction="yes", communicator=communicator)
         with pytest.raises(ValueError, match="freeze_step must be"):
             QAdam(module, freeze_step=0, communicator=communicator)
         with pytest.raises(ValueError, match="Invalid beta parameter at index 1"):
