@@ -12,6 +12,7 @@ from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSquee
 from bagua_kernels.algorithms.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.guard import Guard as Guard
 from bagua_kernels.algorithms.onebit_adam import OneBitAdam as OneBitAdam
+from bagua_kernels.algorithms.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
 from bagua_kernels.algorithms.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.quantized import QSGD as QSGD
@@ -41,6 +42,7 @@ __all__ = [
     "NaturalCompression",
     "OneBitAdam",
     "OneBitSGD",
+    "OptimizerFitWarning",
     "PowerSGD",
     "QAdam",
     "RandomK",

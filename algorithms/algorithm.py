@@ -18,6 +18,7 @@ from bagua_kernels.algorithms.ddp import exchanging, is_inside_ddp, refusal
 from bagua_kernels.algorithms.engine import Engine
 from bagua_kernels.algorithms.gates import Gates, check_waits
 from bagua_kernels.algorithms.member import Counters, Member
+from bagua_kernels.algorithms.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.options import Options, recorded
 from bagua_kernels.algorithms.replicas import check_replicas, sparse_parameters, synchronize
 from bagua_kernels.algorithms.rows import Rows
@@ -163,6 +164,8 @@ class Algorithm(WrappedModule):
         wait_in_forward: bool,
     ) -> None:
         """Agrees with the other ranks, and begins to exchange."""
+        if self._communicator.rank == 0:
+            warn_of_adam(self, optimizer)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         problem = exchanging(module, Algorithm) or taken(trained)
         check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
@@ -210,6 +213,11 @@ class Algorithm(WrappedModule):
                     # Buffers are synchronized while buckets may be under way.
                     self._lanes = [self._world.duplicate()]
             self._lanes += [self._world.duplicate() for _ in range(self._engine.lanes - 1)]
+
+    @property
+    def holds_back(self) -> str:
+        """The payloads that lack most of a gradient, for `OptimizerFitWarning`; empty if none do."""
+        return ""
 
     @property
     def alignment(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.guard import Guard, Sample, answer
+from bagua_kernels.algorithms.optimizer_fit import holds_back
 from bagua_kernels.algorithms.plan import Encoding, Plan, Schedule
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.trial import Trial
@@ -104,6 +105,12 @@ class CompressedAllReduce(Algorithm):
         self._all_reduces: dict[int, AllReduce] = {}
         self._recalled: dict[int, Mapping[str, torch.Tensor]] = {}
         super().__init__(module, optimizer, **arguments)
+
+    @property
+    def holds_back(self) -> str:
+        """See `Algorithm.holds_back`."""
+        coarse = [codec for codec in self.plan.codecs if holds_back(codec)]
+        return f"payloads of {coarse[0]!r}" if coarse else ""
 
     @property
     def alignment(self) -> int:

@@ -118,11 +118,15 @@ class Plan:
         return {"": self.default, **dict(self.groups)}
 
     @property
+    def codecs(self) -> list[Codec]:
+        """All that are used at some step; those of most parameters first."""
+        return [codec for s in self.schedules.values() for codec in s.codecs]
+
+    @property
     def last_start(self) -> int:
         """The step from which on no codec changes any more."""
         return max(start for s in (self.default, *(s for _, s in self.groups)) for start, _ in s.starts)
 
     def alignment(self) -> int:
         """The least number of elements that whole blocks of all its codecs make up; blocks are powers of two."""
-        schedules = [self.default, *(s for _, s in self.groups)]
-        return max((codec.block for s in schedules for codec in s.codecs), default=1)
+        return max((codec.block for codec in self.codecs), default=1)

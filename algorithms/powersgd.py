@@ -102,6 +102,11 @@ class PowerSGD(Algorithm):
         return None, parameter.dim() < 2 or not parameter.numel() or parameter.dtype in EXACT_DTYPES
 
     @property
+    def holds_back(self) -> str:
+        """See `Algorithm.holds_back`."""
+        return f"factors of rank {self.config.rank}"
+
+    @property
     def small_first(self) -> bool:
         """See `Algorithm.small_first`."""
         return self._trial is not None

@@ -47,6 +47,8 @@ ALGORITHMS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "powersgd in turn": (PowerSGD, {"rank": 2, "alternate": True, "min_compression": 0.0}),
     "powersgd after others": (PowerSGD, {"rank": 2, "start_step": 2, "min_compression": 0.0}),
 }
+# Adam is given to all algorithms here, whether they go together or not.
+pytestmark = pytest.mark.filterwarnings("ignore::bagua_kernels.algorithms.OptimizerFitWarning")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
     "sgd momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -24,6 +24,8 @@ from tests.algorithms.ranks import batch, fill
 from tests.algorithms.test_backward_steps import ALGORITHMS, OPTIMIZERS, Parts
 
 PATIENCE = 20.0  # seconds
+# Adam is given to all algorithms here, whether they go together or not.
+pytestmark = pytest.mark.filterwarnings("ignore::bagua_kernels.algorithms.OptimizerFitWarning")
 WAITS: dict[str, Any] = {"apply_in_backward": True, "wait_in_forward": True}
 
 
