@@ -1,7 +1,8 @@
 """Trains with every algorithm and compares what is reached: `python -m bench.convergence [--output …/convergence.json]`.
 
-    digits     1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples a step, SGD
-    fashion    Fashion-MNIST, the network of the example, 4 x 16 examples a step, SGD
+    digits      1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples a step, SGD or Adam
+    fashion     Fashion-MNIST, the network of the example, 4 x 16 examples a step, SGD
+    characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 16 x 64 characters a step, AdamW
 
 Ranks are threads. Each run of a seed begins with the same parameters and sees the same examples in the same order, so that only
 the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
@@ -11,8 +12,13 @@ Bars: on digits, error feedback brings signs, the largest 0.1 %, rank 1 and Doub
 all-reduce, and without it they are a fifth or more above; on fashion, each algorithm as it is by default, and what is near on
 digits, reaches the test accuracy of all-reduce to within half a point.
 
-Neither task has momentum in its optimizer: with it, error feedback by signs does not bear the learning rate of fashion, as the
-last row there shows. `DGC`, whose momentum is its own, is compared with all-reduce that has it in the optimizer.
+Digits and fashion have no momentum in their optimizer: with it, error feedback by signs does not bear the learning rate of
+fashion, as the last row there shows. `DGC`, whose momentum is its own, is compared with all-reduce that has it in the optimizer.
+The rows of digits with "Adam" are compared with all-reduce and Adam.
+
+Characters have no bars: they show what goes with AdamW, and what helps where something does not. `loss_difference` is in nats a
+character. Warm-ups, and freezes of Adam's second moment, end after a fifth of the steps, when the learning rate has risen, or
+after half of them.
 """
 
 from __future__ import annotations
@@ -23,8 +29,9 @@ import json
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,108 +41,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bagua_kernels import algorithms
-from bagua_kernels.algorithms import Algorithm, Stats
-from bagua_kernels.bucket import Bucket
+from bagua_kernels.algorithms import Algorithm, OptimizerFitWarning, Stats
+from bagua_kernels.algorithms.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bench import speed
+from bench.convergence_rows import BASELINE, ROWS, Row
 from bench.convergence_tasks import TASKS, Data, Task
 
-RANKS = 4
 NEAR, WORSE, POINTS = 1.08, 1.2, 0.005
-MOMENTUM = 0.9
-BASELINE, WITH_MOMENTUM = "all-reduce", "all-reduce, momentum"
-
-
-class ForgetfulPowerSGD(algorithms.PowerSGD):
-    """PowerSGD whose residuals are dropped, to see what they are good for."""
-
-    name = "forgetful_powersgd"
-
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        """See `Algorithm.exchange`."""
-        super().exchange(bucket, step)
-        state = self._state(bucket)
-        kept = state.state_dict()
-        for residual in kept["residuals"].values():
-            residual.zero_()
-        state.load_state_dict(kept)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train.
-
-    Attributes:
-        label: unique.
-        kind: the algorithm.
-        options: of its constructor; with none it counts as the algorithm's default.
-        bar: what is expected on digits: "near" the training loss of the baseline, "worse" than it, or nothing; "none": nor on
-            fashion.
-        rate: learning rate instead of the task's.
-        momentum: of the optimizer instead of the task's; `DGC` has its own.
-        baseline: label of the row it is compared with.
-        tasks: those it is trained on.
-    """
-
-    label: str
-    kind: type[Algorithm]
-    options: dict[str, Any] = field(default_factory=dict)
-    bar: str = ""
-    rate: float | None = None
-    momentum: float | None = None
-    baseline: str = BASELINE
-    tasks: tuple[str, ...] = ("digits", "fashion")
-
-
-DIGITS = ("digits",)
-FORGET = {"error_feedback": False}
-ROWS = [
-    Row(BASELINE, algorithms.GradientAllReduce),
-    Row(WITH_MOMENTUM, algorithms.GradientAllReduce, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
-    Row("sign", algorithms.SignSGD, bar="near"),
-    Row("sign, no feedback", algorithms.SignSGD, FORGET, bar="worse", tasks=DIGITS),
-    Row("sign, majority vote", algorithms.SignSGD, {"majority_vote": True}, rate=1e-3, tasks=DIGITS),
-    Row("1-bit", algorithms.OneBitSGD),
-    Row("double squeeze", algorithms.DoubleSqueeze, bar="near"),
-    Row(
-        "double squeeze, owners forget",
-        algorithms.CompressedAllReduce,
-        {"codec": "sign", "error_feedback": True, "owner_feedback": False},
-        bar="worse",
-        tasks=DIGITS,
-    ),
-    Row("top 1 %", algorithms.TopK),
-    Row("top 1 %, no feedback", algorithms.TopK, FORGET, tasks=DIGITS),
-    Row("top 0.1 %", algorithms.TopK, {"ratio": 0.001}, bar="near", tasks=DIGITS),
-    Row("top 0.1 %, no feedback", algorithms.TopK, {"ratio": 0.001, **FORGET}, bar="worse", tasks=DIGITS),
-    Row("random 5 %", algorithms.RandomK),
-    Row("random 5 %, no feedback", algorithms.RandomK, FORGET, tasks=DIGITS),
-    Row("DGC 1 %", algorithms.DGC, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
-    Row(
-        "DGC 0.1 %, masking",
-        algorithms.DGC,
-        {"ratio": 0.001, "masking": True},
-        momentum=MOMENTUM,
-        baseline=WITH_MOMENTUM,
-    ),
-    Row("PowerSGD rank 1", algorithms.PowerSGD, bar="near"),
-    Row("PowerSGD rank 1, in turn", algorithms.PowerSGD, {"rank": 1, "alternate": True}, bar="near"),
-    *(
-        Row(f"PowerSGD rank {rank}{sides}", algorithms.PowerSGD, {"rank": rank, "alternate": bool(sides)}, bar="near")
-        for rank in (2, 4)
-        for sides in ("", ", in turn")
-    ),
-    Row("PowerSGD rank 1, no feedback", ForgetfulPowerSGD, {"rank": 1}, bar="worse", tasks=DIGITS),
-    Row("ByteGrad", algorithms.ByteGrad),
-    Row("QSGD", algorithms.QSGD),
-    Row("TernGrad", algorithms.TernGrad),
-    Row("natural", algorithms.NaturalCompression),
-    Row("FP8", algorithms.FP8AllReduce),
-    # What the optimizer's momentum makes of error feedback.
-    Row(
-        "sign, momentum", algorithms.SignSGD, bar="none", momentum=MOMENTUM, baseline=WITH_MOMENTUM, tasks=("fashion",)
-    ),
-]
+DECAY = 0.01  # of AdamW
 
 
 @dataclass(frozen=True)
@@ -144,6 +58,26 @@ class Trained:
 
     model: torch.nn.Module
     stats: Stats
+
+
+def wrap(
+    communicator: Communicator, task: Task, row: Row, model: torch.nn.Module, steps: int
+) -> tuple[Algorithm, torch.optim.Optimizer]:
+    """The algorithm and the optimizer of a row."""
+    momentum = task.momentum if row.momentum is None else row.momentum
+    rate = task.rate if row.rate is None else row.rate
+    decay = {"adam": 0.0, "adamw": DECAY}
+    kind, options = row.optimizer or task.optimizer, row.arguments(steps)
+    if issubclass(row.kind, MomentumAllReduce):
+        own = row.kind(model, communicator=communicator, lr=rate, weight_decay=decay[kind], **options)
+        return own, own.optimizer
+    optimizer: torch.optim.Optimizer
+    if kind == "sgd":
+        kept = 0.0 if row.kind is algorithms.DGC else momentum
+        optimizer = torch.optim.SGD(model.parameters(), lr=(1 - momentum) * rate, momentum=kept)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay[kind])
+    return row.kind(model, optimizer, communicator=communicator, **options), optimizer
 
 
 def train(
@@ -160,12 +94,8 @@ def train(
         order: which examples each rank sees at each step, shape (steps, ranks, batch).
     """
     model = copy.deepcopy(start)
-    momentum = task.momentum if row.momentum is None else row.momentum
-    rate = (1 - momentum) * (task.rate if row.rate is None else row.rate)
-    if row.kind is algorithms.DGC:
-        momentum = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
-    algorithm = row.kind(model, optimizer, communicator=communicator, **row.options)
+    algorithm, optimizer = wrap(communicator, task, row, model, len(order))
+    rate = optimizer.param_groups[0]["lr"]
     mine = order[:, communicator.rank]
     for step, batch in enumerate(mine):
         for group in optimizer.param_groups:
@@ -182,10 +112,10 @@ def order_of(examples: int, task: Task, steps: int, seed: int) -> torch.Tensor:
     """Draws the examples of all steps and ranks, shape (steps, ranks, batch): each once before any comes again."""
     # Of its own: PyTorch's global generator is shared by all threads, in whatever order they come.
     generator = torch.Generator().manual_seed(seed)
-    each = RANKS * task.batch
+    each = task.ranks * task.batch
     passes = -(-steps // (examples // each))
     orders = [torch.randperm(examples, generator=generator)[: examples // each * each] for _ in range(passes)]
-    return torch.cat(orders)[: steps * each].view(steps, RANKS, task.batch)
+    return torch.cat(orders)[: steps * each].view(steps, task.ranks, task.batch)
 
 
 @torch.no_grad()
@@ -206,7 +136,7 @@ def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, An
     start = task.model()
     order = order_of(len(data.x), task, steps, seed)
     began = time.perf_counter()
-    trained = run_ranks(RANKS, train, task, row, start, data, order, timeout=120.0)
+    trained = run_ranks(task.ranks, train, task, row, start, data, order, timeout=120.0)
     seconds = time.perf_counter() - began
     first, *others = ([p.detach().view(torch.int32) for p in one.model.parameters()] for one in trained)
     if not all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True)):
@@ -219,11 +149,11 @@ def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, An
 
 def summary(task: Task, row: Row, steps: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The means of a row's runs, and what it takes to repeat them."""
-    options = {"momentum": row.momentum, "rate": row.rate}
+    options = {"momentum": row.momentum, "rate": row.rate, "optimizer": row.optimizer}
     return {
         "label": row.label,
         "algorithm": row.kind.name,
-        "options": row.options,
+        "options": row.arguments(steps),
         **{key: value for key, value in options.items() if value is not None},
         "baseline": row.baseline,
         "steps": steps,
@@ -242,6 +172,7 @@ def judge(task: Task, rows: list[dict[str, Any]]) -> None:
         base, row = found[one["baseline"]], bars[one["label"]]
         one["loss_ratio"] = one["loss"] / base["loss"]
         one["loss_ratios"] = [r["loss"] / b["loss"] for r, b in zip(one["runs"], base["runs"], strict=True)]
+        one["loss_difference"] = one["loss"] - base["loss"]
         one["accuracy_difference"] = one["accuracy"] - base["accuracy"]
         one["bar"], one["met"] = "", None
         if one is base:
@@ -258,7 +189,7 @@ def judge(task: Task, rows: list[dict[str, Any]]) -> None:
 def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
     seeds = len(rows[0]["runs"])
     grid = Table(
-        title=f"{task.name}: {RANKS} ranks, {rows[0]['steps']} steps, means of {seeds} seeds", title_justify="left"
+        title=f"{task.name}: {task.ranks} ranks, {rows[0]['steps']} steps, means of {seeds} seeds", title_justify="left"
     )
     grid.add_column("")
     for heading in ("training loss", "of all-reduce's", "by seed", "test accuracy", "difference", "bytes a step", "s"):
@@ -280,12 +211,14 @@ def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
     return grid
 
 
-def wanted(task: Task, only: str | None) -> list[Row]:
-    """The rows whose labels contain one of the names, and what they are compared with."""
+def wanted(task: Task, only: list[str] | None) -> list[Row]:
+    """The rows with these labels, or whose labels contain one of the names, and what they are compared with."""
     rows = [row for row in ROWS if task.name in row.tasks]
     if only is None:
         return rows
-    chosen = [row for row in rows if any(name in row.label for name in only.split(","))]
+    labels = {row.label for row in rows}
+    names = [name for given in only if given not in labels for name in given.split(",")]
+    chosen = [row for row in rows if row.label in only or any(name in row.label for name in names)]
     needed = {BASELINE, *(row.baseline for row in chosen)}
     return [row for row in rows if row in chosen or row.label in needed]
 
@@ -306,16 +239,24 @@ def unread(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(
-    task: Task, rows: list[Row], steps: int, seeds: int, console: Console, old: dict[str, Any]
+    task: Task, rows: list[Row], steps: int, seeds: int, console: Console, old: dict[str, Any], new: bool
 ) -> Iterator[dict[str, Any]]:
-    """Trains with rows of a task; yields what is known after each, with those rows of `old` that were trained alike."""
+    """Trains with rows of a task; yields what is known after each, with those rows of `old` that were trained alike.
+
+    With `new` only those that `old` lacks.
+    """
     data = task.data()
-    settings: dict[str, Any] = {"batch": task.batch, "rate": task.rate, "momentum": task.momentum, "ranks": RANKS}
+    settings: dict[str, Any] = {"batch": task.batch, "rate": task.rate, "momentum": task.momentum, "ranks": task.ranks}
     settings |= {"steps": steps, "seeds": list(range(seeds))}
+    if task.optimizer != "sgd":
+        settings["optimizer"] = task.optimizer
+    if data.digest:
+        settings["data"] = data.digest
     labels = [row.label for row in ROWS]
     alike = all(old.get(name) == value for name, value in settings.items())
     results = [unread(one) for one in old.get("rows", []) if alike and one["label"] in labels]
-    for row in rows:
+    known = {one["label"] for one in results} if new else set()
+    for row in [row for row in rows if row.label not in known]:
         runs = [run(task, row, data, steps, seed) for seed in range(seeds)]
         last = summary(task, row, steps, runs)
         others = [one for one in results if one["label"] != row.label]
@@ -324,13 +265,22 @@ def compare(
         console.print(f"{task.name}: {row.label}: {last['loss']:.4f}, {last['accuracy']:.2%}, {seconds:.0f} s a run")
         judge(task, [one for one in results if any(base["label"] == one["baseline"] for base in results)])
         yield settings | {"rows": results}
-    console.print(table(task, results))
+    if results:
+        judge(task, results)
+        console.print(table(task, results))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, help="one of them; both by default")
-    parser.add_argument("--only", metavar="NAMES", help="rows whose labels contain one of these, separated by commas")
+    parser.add_argument("--task", choices=TASKS, help="one of them; all by default")
+    parser.add_argument(
+        "--only",
+        "--algorithms",
+        nargs="+",
+        metavar="NAMES",
+        help="whole labels of rows, or parts of labels, separated by commas; all by default",
+    )
+    parser.add_argument("--new", action="store_true", help="only rows that --output does not hold yet")
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each row")
     parser.add_argument(
@@ -339,6 +289,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.seeds < 1 or (options.steps is not None and options.steps < 1):
         parser.error("steps and seeds must be 1 or more")
+    # What does not go together is measured all the same.
+    warnings.simplefilter("ignore", OptimizerFitWarning)
     # Four ranks fill a small machine without further threads.
     torch.set_num_threads(1)
     console = speed.console()
@@ -349,7 +301,7 @@ def main() -> None:
         task = TASKS[name]
         steps = options.steps or task.steps
         rows, old = wanted(task, options.only), report.get(name, {})
-        for known in compare(task, rows, steps, options.seeds, console, old):
+        for known in compare(task, rows, steps, options.seeds, console, old, options.new):
             report |= {name: finite(known), "machine": speed.machine()}
             if options.output:
                 speed.write(options.output, report)
