@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 import threading
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_options_of_all() -> None:
 
 @every_row
 def test_index_says_what_the_codec_says(name: str) -> None:
-    _, (cls, size, sent, bias, feedback, when) = ROWS[name]
+    _, (cls, size, sent, bias, feedback, _, when) = ROWS[name]
     found = registry._algorithms[name]
     assert when
     if not issubclass(found, CompressedAllReduce):
@@ -179,3 +180,32 @@ def test_index_says_what_the_codec_says(name: str) -> None:
     assert bias == ("biased" if biased or name == "terngrad" else "unbiased")
     kept = biased if algorithm.error_feedback is None else algorithm.error_feedback
     assert feedback == ("yes" if kept else "no")
+
+
+@every_row
+def test_index_says_what_goes_with_which_optimizer(name: str) -> None:
+    """Where the constructor warns of Adam, the table says SGD."""
+    found = registry._algorithms[name]
+    (algorithm,) = run_ranks(1, lambda communicator: found(copy.deepcopy(make_net()), communicator=communicator))
+    goes_with = ROWS[name][1][5]
+    if issubclass(found, MomentumAllReduce):
+        assert goes_with == "its own Adam"
+    elif name == "compressed":
+        assert goes_with == "by the codec"
+    else:
+        expected = "SGD" if algorithm.holds_back else "any"
+        assert goes_with.split()[0] == expected
+
+
+def test_figures_with_adam_are_those_measured() -> None:
+    """The table of what goes with Adam has rows of bench/results/convergence.json."""
+    text = INDEX.partition("## What goes with Adam")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| ([+-]\d\.\d\d) \| ([\d,]+) \|", text, re.MULTILINE)
+    measured = json.loads((FOLDER.parents[1] / "bench/results/convergence.json").read_text())["characters"]["rows"]
+    found = {one["label"]: one for one in measured}
+    assert len(rows) > 10
+    for label, difference, sent in rows:
+        assert f"{found[label]['loss_difference']:+.2f}" == difference, label
+        assert f"{found[label]['bytes_per_step'] / 1000:,.0f}" == sent, label
+    exact = found["all-reduce"]["loss"]
+    assert f"{exact:.3f}" in text
