@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -389,6 +390,10 @@ def _by_rank(tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> di
 _order = itertools.count()
 # Garbage is collected on one rank and not on another, and on any thread: what is open stays, and can say goodbye.
 _made: dict[int, NcclCommunicator] = {}
+
+
+# A forked child has no connection to close.
+os.register_at_fork(after_in_child=_made.clear)
 
 
 def _close_all() -> None:

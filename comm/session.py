@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
+from bagua_kernels.comm.forked import FORKED
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.sockets.channel import MismatchPeerError
 from bagua_kernels.comm.sockets.transfer import MATCH
@@ -54,6 +57,7 @@ class Session:
         self.abandon: Callable[[], None] | None = None
         self._failure: CommunicationError | None = None
         self._lock = threading.Lock()
+        _sessions.add(self)
 
     def child(self, label: str, ranks: tuple[int, ...]) -> Session:
         """Returns the session of a communicator of some of the ranks."""
@@ -81,6 +85,12 @@ class Session:
         if not self.ended and self.liveness is not None:
             self.liveness.gave_up(self.name, reason)
         self.ended = self.ended or reason
+
+    def forget(self) -> None:
+        """Ends the session of a forked child, which has neither the threads nor the connections."""
+        self.ended = self.ended or FORKED
+        self.liveness = self.abandon = None
+        self._lock = threading.Lock()
 
     def waits(self, peer: int | None) -> None:
         """Notes that this rank waits for rank `peer`, or that it does no more."""
@@ -207,6 +217,17 @@ class Session:
             )
         how = "left" if verdict.kind == "closed" else "was lost"
         return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {verdict.text}{said}", ranks)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for session in list(_sessions):
+        session.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class SessionWork(Pending):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,11 +16,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.forked import Sockets
 from bagua_kernels.comm.gloo_message import GlooMessages
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Connections among some ranks.
 
@@ -30,6 +34,7 @@ class Group:
         timeout: seconds.
         device: where tensors are.
         host: the address whose interface Gloo uses; empty for torch's choice.
+        sockets: those of Gloo.
         messages: sends and receives of Gloo under way; None for other backends.
     """
 
@@ -41,10 +46,12 @@ class Group:
     timeout: float
     device: torch.device
     host: str
+    sockets: Sockets = field(default_factory=Sockets)
     messages: GlooMessages | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Prepares for messages."""
+        """Prepares for messages and forks."""
+        _groups.add(self)
         if self.kind == "gloo" and self.size > 1:
             self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
 
@@ -61,8 +68,10 @@ class Group:
         if self.kind not in ("gloo", "nccl"):
             raise ValueError(f"a group over torch's backend {self.kind!r} cannot be split; use gloo or nccl")
         rank, size = ranks.index(self.rank), len(ranks)
-        backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
-        return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host)
+        sockets = Sockets()
+        with sockets.gather():
+            backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
+        return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
         """Starts to send bytes; returns torch's work, or what has its methods."""
@@ -172,8 +181,21 @@ def open_group(
             "with backend='cpu:gloo,cuda:nccl'"
         )
     own = kind in ("gloo", "nccl") and size > 1
-    backend = _open(kind, store, name, rank, size, timeout, host) if own else group
-    return Group(backend, kind, store, rank, size, timeout, device, host)
+    sockets = Sockets()
+    with sockets.gather() if own else contextlib.nullcontext():
+        backend = _open(kind, store, name, rank, size, timeout, host) if own else group
+    return Group(backend, kind, store, rank, size, timeout, device, host, sockets)
+
+
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _drop_sockets() -> None:
+    for group in list(_groups):
+        group.sockets.drop()
+
+
+os.register_at_fork(after_in_child=_drop_sockets)
 
 
 def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: float, host: str) -> Any:

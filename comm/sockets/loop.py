@@ -7,12 +7,14 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from bagua_kernels.comm.forked import FORKED
 from bagua_kernels.comm.sockets.channel import HEADER, Arrival, Channel, Key, MismatchPeerError, Part, PeerError
 from bagua_kernels.comm.sockets.scratch import Scratch
 from bagua_kernels.comm.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
@@ -63,6 +65,7 @@ class Loop:
         for channel in self._channels.values():
             channel.sock.setblocking(False)
             self._epoll.register(channel.fd, select.EPOLLIN)
+        _loops.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -91,6 +94,22 @@ class Loop:
         # A signal handler may interrupt `_start_here`, for whose end the thread waits.
         if threading.current_thread() is not self._thread and not self._moving._is_owned():
             self._thread.join(5.0)
+
+    def forget(self) -> None:
+        """Closes the copies of everything that a forked child has; the parent's connections stay."""
+        # Threads that no longer exist may have held the locks.
+        self._lock, self._moving = threading.RLock(), threading.RLock()
+        if self._woken < 0:
+            return
+        self._stopping = self._stopping or FORKED
+        # Not unregistered before: the parent's epoll is the same one.
+        self._epoll.close()
+        for channels in self._links.values():
+            for channel in channels:
+                channel.sock.close()
+        os.close(self._wake)
+        os.close(self._woken)
+        self._woken = -1
 
     def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
         """See `Lane.send`."""
@@ -438,3 +457,14 @@ class Loop:
             raise MismatchPeerError(transfer.peer, *mismatch(code, operation.code))
         if total != expected:
             raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))
+
+
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for loop in list(_loops):
+        loop.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
