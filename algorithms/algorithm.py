@@ -203,6 +203,9 @@ class Algorithm(WrappedModule):
                 adopt=self.adopts and device == "cpu",
                 gates=gates,
                 agree=None if gates is None else self._agree,
+                ranks=self._communicator.size,
+                untrained=[(name, p) for name, p in module.named_parameters() if not p.requires_grad],
+                title=type(self).__name__,
                 clock=time.perf_counter if trial is None else partial(trial.now, self._communicator.device),
                 lanes=1 if shared else count,
                 depth=count if shared else 1,
@@ -251,6 +254,10 @@ class Algorithm(WrappedModule):
     def _communicators(self) -> list[Communicator]:
         """All that are open, each once."""
         return list(dict.fromkeys([self._communicator, *self._lanes]))
+
+    def frozen(self, bucket: Bucket) -> list[int]:
+        """Slots of a bucket whose parameters are frozen now: nothing is remembered of what is sent of them."""
+        return [] if self._engine is None else self._engine.frozen(bucket)
 
     def _agree(self, bucket: Bucket | Rows) -> int:
         lane = self.lane(bucket)
@@ -377,12 +384,17 @@ class Algorithm(WrappedModule):
         would be this rank's only.
         """
         try:
-            self.wait()
+            if self._engine is not None:
+                self._engine.complete()
         finally:
             self._closed = True
             if self._claim is not None:
                 self._claim.release()
             if self._engine is not None:
+                if self._engine.interruption.happened:
+                    # Exchanges that are under way may wait for ranks that will not answer.
+                    for lane in self._communicators():
+                        lane.abort("it was closed after a backward pass that was interrupted")
                 self._engine.close()
                 self._engine = None
             for lane in self._communicators():
@@ -414,7 +426,8 @@ class Algorithm(WrappedModule):
 
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
-        self.wait()
+        if self._engine is not None:
+            self._engine.complete()
         counters = Counters(self._steps_alone) if self._engine is None else self._engine.counters
         sent = sum(lane.bytes_sent for lane in self._communicators()) - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds

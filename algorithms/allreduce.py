@@ -92,7 +92,8 @@ class GradientAllReduce(Algorithm):
     def close(self) -> None:
         """See `Algorithm.close`."""
         try:
-            self.wait()
+            if self._engine is not None:
+                self._engine.complete()
         finally:
             self.forget()
             super().close()

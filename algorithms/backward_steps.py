@@ -74,6 +74,10 @@ class BackwardSteps:
             twins = self._twin.parameters
             self._parameters = {name: twins[p] for name, p in self._originals.items() if p in twins}
 
+    def updated(self) -> list[str]:
+        """The parameters that have had their step in this backward pass, while it is under way."""
+        return sorted(self._taken)
+
     def taken(self, name: str) -> bool:
         """Whether the parameter has had its step in this backward pass."""
         return name in self._taken

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from bagua_kernels.algorithms.interruption import Interruption
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
 
@@ -39,6 +40,7 @@ class Task:
         finished: on a GPU, recorded when the averages are.
         label: what profilers call it.
         before: to be done on its thread before the exchange.
+        follows: True if `error` only tells that an exchange before this one failed.
     """
 
     bucket: Bucket | Rows
@@ -51,6 +53,7 @@ class Task:
     finished: torch.cuda.Event | None = None
     label: str = "bagua_kernels exchange"
     before: Callable[[], None] | None = None
+    follows: bool = False
 
     def check(self) -> None:
         """To be called when it is done: raises what went wrong, and has the current stream wait for the averages."""
@@ -150,6 +153,7 @@ def _work(
             task.began = time.perf_counter()
             try:
                 if shared.failure:
+                    task.follows = True
                     raise RuntimeError(f"an exchange before this one failed: {shared.failure}")
                 if agree is not None:
                     task = _agreed(task, shared.waiting, _alive(agree())(task.bucket))
@@ -213,7 +217,14 @@ def _run(task: Task, exchange: Exchange, stream: torch.cuda.Stream | None, start
         task.finished.record(stream)
 
 
-def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = False, adopt: bool = False) -> None:
+def load(
+    bucket: Bucket,
+    gradients: list[Taken],
+    weight: float,
+    lend: bool = False,
+    adopt: bool = False,
+    interruption: Interruption | None = None,
+) -> None:
     """Brings gradients to their slots of a bucket, multiplied by a weight.
 
     Args:
@@ -223,13 +234,14 @@ def load(bucket: Bucket, gradients: list[Taken], weight: float, lend: bool = Fal
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
         adopt: whether a gradient's memory becomes the bucket's where it can.
+        interruption: sets the `grad` of the parameters that are given; None if none are.
     """
     while gradients:
         slot, gradient, parameter = gradients.pop()
         if adopt and gradient is not None:
             bucket.adopt(gradient)
-        if parameter is not None:
-            parameter.grad = bucket.views[slot]
+        if parameter is not None and interruption is not None:
+            interruption.set_gradient(parameter, bucket.views[slot])
         lendable = lend and weight == 1.0 and bucket.compressed(slot)
         if lendable and gradient is not None and bucket.lend(slot, gradient):
             continue

@@ -142,13 +142,19 @@ class CompressedAllReduce(Algorithm):
         # The guard compares what has been decoded.
         with self._delivery(bucket, codec, sample is None and all_reduce.delivers) as deliver:
             source = bucket.pieces if bucket.lent else None
-            all_reduce(bucket.flat, bucket.exact, seed=seed, source=source, deliver=deliver)
+            with all_reduce.withheld(self.frozen_spans(bucket)):
+                all_reduce(bucket.flat, bucket.exact, seed=seed, source=source, deliver=deliver)
         if self.guard is not None and sample is not None:
             error, errors = sample.errors(bucket)
             self._errors.update(errors)
             then = answer(self.guard, codec, bucket, error, self.alignment)
             if then != codec:
                 self._decided[bucket.index] = (bucket.kind, then)
+
+    def frozen_spans(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """Where the compressed parameters that are frozen now lie in a bucket: begins and ends."""
+        spans = [bucket.spans[slot] for slot in self.frozen(bucket) if bucket.compressed(slot)]
+        return [(span.start, span.stop) for span in spans]
 
     def _samples(self, bucket: Bucket, step: int) -> bool:
         return self.guard is not None and (step + bucket.index) % self.guard.every == 0

@@ -92,7 +92,10 @@ class DGC(CompressedAllReduce):
             for view in bucket.views:
                 view.mul_((most / euclidean_norm(view)).clamp(max=1.0))
         velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
+        frozen = [(bucket.spans[slot], velocity[bucket.spans[slot]].clone()) for slot in self.frozen(bucket)]
         self._move(velocity[:n], bucket.flat)
+        for begin, end in self.frozen_spans(bucket):
+            bucket.flat[begin:end] = 0.0
         before = None if codec is None or not self.masking else self._residual(bucket, codec) + bucket.flat
         super().exchange(bucket, step)
         # These were averaged without memory, so that momentum may as well come afterwards.
@@ -100,6 +103,8 @@ class DGC(CompressedAllReduce):
         if codec is not None and before is not None:
             sent = (before != 0) & (self._residual(bucket, codec) == 0)
             velocity[:n].masked_fill_(sent, 0.0)
+        for span, before_step in frozen:
+            velocity[span] = before_step
 
     def _move(self, u: torch.Tensor, g: torch.Tensor) -> None:
         """Momentum correction: updates the velocity, and replaces the gradient by what it moves parameters by."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from bagua_kernels.algorithms.communication_lane import (
     load,
 )
 from bagua_kernels.algorithms.gates import Gates
+from bagua_kernels.algorithms.interruption import Ending, Interruption
 from bagua_kernels.algorithms.member import Counters, Member
 from bagua_kernels.algorithms.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.rows import Rows
@@ -42,14 +44,15 @@ class Engine:
        while backward goes on. Lanes take buckets in turn. On a GPU backward's stream makes the copy.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
        for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
-       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. With `gates`,
+       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it; so does a frozen
+       one (`requires_grad` is False), which all ranks have to freeze between the same passes. With `gates`,
        nothing is waited for but where a parameter is used, and at the next backward pass's first gradient; and each
        lane takes first, of the buckets that are there on all ranks, the one that forward needs first.
     4. After the first pass, and when gradients come in another order twice running, buckets are laid out in the order in
        which they came on rank 0.
 
-    The last bucket carries, uncompressed, one flag a parameter: whether this rank has a gradient for it. One more says
-    whether gradients came in another order.
+    The last bucket carries, uncompressed, one flag a parameter: 1 if this rank has a gradient for it, 0 if it is frozen
+    here, else a small number. One more says whether gradients came in another order.
 
     Attributes:
         members: the parameters with dense gradients, in the reverse order of registration; positions count in this list.
@@ -60,6 +63,7 @@ class Engine:
         enabled: whether backward passes exchange gradients.
         weight: what the next gradients are multiplied by before they are averaged.
         counters: what happened so far.
+        interruption: `happened` is True once an exchange failed or a pass broke off; nothing goes on then.
     """
 
     def __init__(
@@ -81,6 +85,9 @@ class Engine:
         adopt: bool = False,
         gates: Gates | None = None,
         agree: Agree | None = None,
+        ranks: int = 1,
+        untrained: Sequence[tuple[str, torch.nn.Parameter]] = (),
+        title: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Lays out buckets and installs hooks.
@@ -109,6 +116,9 @@ class Engine:
                 need not be copied either: its memory becomes the bucket's (`Bucket.adopt`). The last bucket holds flags too.
             gates: if given, with `steps` that update all members, what waits for these where they are used.
             agree: the lowest of the numbers of a bucket that ranks give, with `gates`; runs on a communication thread.
+            ranks: the number of ranks.
+            untrained: names and parameters that are frozen now, see `check_untrained`.
+            title: begins the name of the range in which backward waits, for profilers.
             clock: by which passes are timed.
         """
         self._late = late
@@ -127,6 +137,11 @@ class Engine:
         self._adopt = adopt
         self._gates = gates
         self._clock = clock
+        # The flag of a parameter without a gradient that is not frozen: the mean of such flags is below a half of 1 / ranks.
+        self._absent, self._least = 0.25 / ranks, 0.5 / ranks
+        self._waiting = f"{title}.wait"
+        self._untrained = list(untrained)
+        self.interruption = Interruption([member.parameter for member in members])
         self.lay_out(list(range(len(self.members))))
         lanes = min(lanes, len(self.buckets) + len(self.rows))
         device = members[0].parameter.device
@@ -135,9 +150,13 @@ class Engine:
         self._pending = False
         self._unconcluded = False
         self._step = 0
+        self._passes = 0
         self._begun = 0.0
         self._arrived: dict[int, None] = {}
         self._present: set[int] = set()
+        self._frozen: set[int] = set()
+        self._unused: set[int] = set()
+        self._only_takes_part = False
         self._missing: list[int] = []
         self._taken: list[list[Taken]] = []
         self._tasks: list[Task] = []
@@ -187,6 +206,7 @@ class Engine:
             hook.remove()
         for lane in self._lanes:
             lane.close()
+        self.interruption.remove()
 
     def gradient_ready(self, position: int | None) -> None:
         """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
@@ -195,7 +215,7 @@ class Engine:
         if not self._running:
             refuse_reentrant()
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(Ending(self, self._passes))
         if position is None:
             return
         if position in self._arrived:
@@ -212,22 +232,53 @@ class Engine:
 
     def unused(self) -> set[int]:
         """The positions of parameters for which no rank had a gradient in the pass whose exchanges have ended."""
+        return self._unused
+
+    def frozen(self, bucket: Bucket) -> list[int]:
+        """The slots of a bucket whose parameters are frozen in the backward pass that is, or was last, under way."""
+        if not self._frozen:
+            return []
+        return [slot for slot, position in enumerate(self.groups[bucket.index]) if position in self._frozen]
+
+    def is_frozen(self, position: int) -> bool:
+        """True if a parameter is frozen in the backward pass that is, or was last, under way."""
+        return position in self._frozen
+
+    def _read_flags(self) -> None:
+        """Finds out for which parameters no rank had a gradient.
+
+        Raises:
+            RuntimeError: a parameter is frozen here and not on another rank.
+        """
+        self._unused = set()
         if not self.buckets or len(self._present) == len(self.members):
-            return set()
-        # Reading the flags waits for the device, so it is done only where a flag can be 0.
-        return {position for position, flag in enumerate(self.buckets[-1].flags[:-1].tolist()) if flag == 0}
+            return
+        # Reading the flags waits for the device, so it is done only where a flag can be below 1.
+        flags = self.buckets[-1].flags[:-1].tolist()
+        self._unused = {position for position, flag in enumerate(flags) if flag < self._least}
+        for position in () if self._only_takes_part else sorted(self._frozen):
+            if flags[position]:
+                raise RuntimeError(_differs(self.members[position].name))
 
     def take_part(self) -> None:
         """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
         self.conclude()
         self._begin()
-        for position in range(len(self.members)):
-            bucket, slot = self.slots[position]
-            bucket.fill(slot, None)
-        self._start_rest([None] * len(self.rows))
-        self._wait()
-        self.counters.steps += 1
-        self._conclude()
+        self._only_takes_part = True
+        try:
+            for position in range(len(self.members)):
+                bucket, slot = self.slots[position]
+                bucket.fill(slot, None)
+            self._start_rest([None] * len(self.rows))
+            self._wait()
+            self._read_flags()
+            self.counters.steps += 1
+            self._conclude()
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        finally:
+            self._only_takes_part = False
 
     def present(self, bucket: Bucket) -> list[bool]:
         """Which of a bucket's tensors have a gradient on this rank."""
@@ -239,14 +290,20 @@ class Engine:
         Raises:
             Exception: what went wrong in their exchange.
         """
+        positions = [position for position in positions if position not in self._frozen]
         if not self._present.issuperset(positions):
             # Whether other ranks have a gradient for one is known when all has arrived.
             self.complete()
             return
         begin = compiling.clock()
-        for task in [self._tasks[index] for index in {self.slots[position][0].index for position in positions}]:
-            task.done.wait()
-            task.check()
+        with self._range():
+            for task in [self._tasks[index] for index in {self.slots[position][0].index for position in positions}]:
+                task.done.wait()
+                try:
+                    self._check(task)
+                except Exception as error:
+                    self._interrupt(error)
+                    raise
         self.counters.wait_seconds += compiling.clock() - begin
         if all(task.done.is_set() for task in self._tasks):
             self.complete()
@@ -258,18 +315,22 @@ class Engine:
             Exception: what went wrong in an exchange.
         """
         if self._pending:
-            # Without gates `check_idle` notices what is interrupted; with them it is waited for once more.
+            # With gates an interrupt from the keyboard is no failure: it is waited for once more.
             self._pending = self._gates is not None
-            self._wait()
-            self._pending, running, self._running = False, self._running, True
-            # Whoever waits may be in an evaluation; states that are made here are for training.
-            with torch.inference_mode(False), torch.no_grad():
-                self._publish()
+            try:
+                self._wait()
+                self._pending, running, self._running = False, self._running, True
+                # Whoever waits may be in an evaluation; states that are made here are for training.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._publish()
+            except Exception as error:
+                self._interrupt(error)
+                raise
             self.counters.steps += 1
             self._running = running
         else:
             # On a GPU it is streams that wait, and this one may be another.
-            for task in self._tasks if self._gates is not None else ():
+            for task in self._tasks if self._gates is not None and not self.interruption.happened else ():
                 task.check()
         if self._gates is not None and self._tasks and not self._tasks[0].bucket.whole.is_cuda:
             self._gates.pending = None
@@ -293,28 +354,66 @@ class Engine:
         Raises:
             RuntimeError: other ranks may be waiting for this one, and their next collective would meet another of ours.
         """
+        self.interrupted(self._passes)
+        self.interruption.check()
+
+    def check_untrained(self) -> None:
+        """Raises if a parameter is trained that was frozen when the module was wrapped.
+
+        Raises:
+            RuntimeError: its gradients are not exchanged, so that replicas would drift apart.
+        """
+        for name, parameter in self._untrained:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when the module was wrapped, so that its gradients are not exchanged: "
+                    "wrap the module again after requires_grad_(True), or wrap it before you freeze parameters"
+                )
+
+    def interrupted(self, number: int) -> None:
+        """Ends a backward pass that ended in an exception; nothing follows if no exchange had been started by then.
+
+        Args:
+            number: of the pass; PyTorch may forget one when the next has begun.
+        """
+        if number != self._passes:
+            return
         if self._running and self._tasks:
-            raise RuntimeError(
-                "the last backward pass was interrupted while gradients were exchanged; ranks no longer agree: restart "
-                "from a checkpoint"
-            )
+            self._interrupt(None)
         self._running = False
+
+    def _interrupt(self, error: BaseException | None) -> None:
+        self.interruption.happen(error, () if self._steps is None else self._steps.updated())
+        self._pending = self._unconcluded = self._running = False
+        if self._gates is not None:
+            self._gates.pending = None
 
     def _begin(self) -> None:
         self.conclude()
         self._begun = self._clock()
         self._step = self.counters.steps
         self._running = True
+        self._passes += 1
         if self._steps is not None:
             self._steps.start()
         self._arrived = {}
         self._present = set()
+        before, self._frozen = self._frozen, set()
         self._missing = [len(group) for group in self.groups]
         self._taken = [[] for _ in self.groups]
         self._tasks = []
+        for position in sorted(before):
+            # What stays frozen is not waited for.
+            if not self.members[position].parameter.requires_grad:
+                self._take(position)
+                self._missing[self.slots[position][0].index] -= 1
 
     def _take(self, position: int) -> None:
         member = self.members[position]
+        if not member.parameter.requires_grad:
+            # What was accumulated before it was frozen would move it.
+            member.parameter.grad = None
+            self._frozen.add(position)
         gradient = member.parameter.grad
         if gradient is not None:
             if gradient.is_sparse:
@@ -340,13 +439,19 @@ class Engine:
             if self._steps is not None:
                 for position in self.groups[index]:
                     self.members[position].parameter.grad = None
-            self._start(bucket, partial(load, bucket, self._taken[index], self.weight, self._lend, self._adopt))
+            self._start(
+                bucket,
+                partial(load, bucket, self._taken[index], self.weight, self._lend, self._adopt, self.interruption),
+            )
 
     def _start(self, bucket: Bucket | Rows, before: Callable[[], None] | None = None) -> None:
         self._tasks.append(self._lanes[bucket.index % self.lanes].start(bucket, self._step, before))
 
     def _write_flags(self) -> None:
-        present = [float(p in self._present) for p in range(len(self.members))]
+        absent = 0.0 if self._only_takes_part else self._absent
+        present = [1.0 if p in self._present else absent for p in range(len(self.members))]
+        for position in self._frozen:
+            present[position] = 0.0
         self.buckets[-1].flags.copy_(torch.tensor([*present, float(self._another_order())], dtype=torch.float32))
 
     def _another_order(self) -> bool:
@@ -361,18 +466,24 @@ class Engine:
             self._asked = order
         return asks
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Runs when backward has ended; exceptions leave `backward()`."""
-        for position in range(len(self.members)):
-            if position not in self._arrived:
-                self._take(position)
-        self._start_rest([parameter.grad for parameter in self._sparse])
-        self._pending = self._unconcluded = True
-        if self._gates is None:
-            # After an exception `_running` stays, so that `check_idle` notices what is still under way.
-            self.complete()
-            self._conclude()
-            return
+        try:
+            for position in range(len(self.members)):
+                if position not in self._arrived and position not in self._frozen:
+                    self._take(position)
+            for parameter in self._sparse:
+                if not parameter.requires_grad:
+                    parameter.grad = None
+            self._start_rest([parameter.grad for parameter in self._sparse])
+            self._pending = self._unconcluded = True
+            if self._gates is None:
+                self.complete()
+                self._conclude()
+                return
+        except BaseException as error:
+            self._interrupt(error)
+            raise
         self._running = False
         self._gates.pending = self
 
@@ -390,20 +501,37 @@ class Engine:
 
     def _wait(self) -> None:
         begin = compiling.clock()
-        for task in self._tasks:
-            # The exchange itself is bounded by its communicator's timeout.
-            task.done.wait()
+        with self._range():
+            for task in self._tasks:
+                # The exchange itself is bounded by its communicator's timeout.
+                task.done.wait()
         self.counters.wait_seconds += compiling.clock() - begin
         for task in self._tasks:
-            task.check()
+            self._check(task)
         self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
+
+    def _check(self, task: Task) -> None:
+        """As `Task.check`, but raises what went wrong first."""
+        if task.error is not None and task.follows:
+            for other in self._tasks:
+                if other.done.is_set() and not other.follows:
+                    other.check()
+        task.check()
+
+    def _range(self) -> AbstractContextManager[object]:
+        """What profilers see of the wait for communication."""
+        enabled = torch._C._autograd._profiler_enabled()
+        return torch.profiler.record_function(self._waiting) if enabled else nullcontext()
 
     def _publish(self) -> None:
         for rows, parameter in zip(self.rows, self._sparse, strict=True):
+            if rows.gradient is not None and not parameter.requires_grad:
+                raise RuntimeError(_differs(rows.name))
             parameter.grad = rows.gradient
-        unused, late = self.unused(), {}
+        self._read_flags()
+        unused, late = self._unused, dict[str, torch.Tensor]()
         for position, member in enumerate(self.members):
-            if self._steps is not None and self._steps.taken(member.name):
+            if position in self._frozen or (self._steps is not None and self._steps.taken(member.name)):
                 continue
             bucket, slot = self.slots[position]
             if position not in unused or (self._late and bool(bucket.views[slot].any())):
@@ -429,6 +557,13 @@ class Engine:
         flag = self.buckets[-1].flags[-1]
         if (not flag.is_cuda or self._step % _LOOK_EVERY == 0) and float(flag) > 0:
             self._reorder(list(self._arrived) if len(self._arrived) == len(self.members) else self.order)
+
+
+def _differs(name: str) -> str:
+    return (
+        f"parameter {name!r} is frozen on this rank (requires_grad=False), and not on another: replicas would drift apart; "
+        "freeze it on all ranks before the same step"
+    )
 
 
 def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.Tensor], None]:

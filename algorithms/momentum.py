@@ -185,6 +185,8 @@ class MomentumAllReduce(CompressedAllReduce):
         assert self._engine is not None
         unused = self._engine.unused() if self.optimizer.frozen else set()
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        # What is frozen was withheld.
+        unused = {position for position in unused if not self._engine.is_frozen(position)}
         for bucket, slot in (self._engine.slots[position] for position in sorted(unused)):
             span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
             worker = None if found is None else found.residuals().get("worker")

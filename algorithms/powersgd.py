@@ -127,6 +127,11 @@ class PowerSGD(Algorithm):
             self.lane(bucket).all_reduce(bucket.whole, ReduceOp.AVG).wait()
             return
         state = self._state(bucket)
+        frozen = self.frozen(bucket)
+        with state.withheld(frozen) if frozen else contextlib.nullcontext():
+            self._exchange_factors(bucket, state)
+
+    def _exchange_factors(self, bucket: Bucket, state: _State) -> None:
         bucket.collect(state.dense)
         # What has one dimension lies side by side with the flags.
         dense = [*(bucket.views[slot] for slot in state.dense if bucket.compressed(slot)), bucket.exact]

@@ -53,6 +53,7 @@ class WrappedModule(torch.nn.Module):
         if self._engine is not None:
             self._engine.check_idle()
             if self._engine.enabled and self.training:
+                self._engine.check_untrained()
                 source = 0
                 if self._joining:
                     source = self._announced if self._announced is not None else self._announce(1.0)
@@ -84,9 +85,13 @@ class WrappedModule(torch.nn.Module):
         """Waits until no update of parameters is under way, with `wait_in_forward`; else there never is when backward has ended.
 
         Needed only before parameters are read by references that were taken before, such as a list of them.
+
+        Raises:
+            Exception: what went wrong in the exchange; a RuntimeError if that was told before.
         """
         if self._engine is not None:
             self._engine.complete()
+            self._engine.check_idle()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

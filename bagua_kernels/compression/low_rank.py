@@ -6,8 +6,9 @@ with a rank's own gradient, which no other rank repeats, may be summed in any or
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -253,6 +254,32 @@ class LowRankState:
         for place, s in enumerate(self._stacks):
             self._take_off(place)
             s.before.mul_(factor)
+
+    @contextlib.contextmanager
+    def withheld(self, places: Sequence[int]) -> Iterator[None]:
+        """For a step within this block the residuals of some tensors are zero; then they and the factors are as before.
+
+        Args:
+            places: indices of the tensors; those in `dense` have nothing that could be withheld.
+        """
+        chosen = set(places)
+        found = [(n, i) for n, s in enumerate(self._stacks) for i, m in enumerate(s.matrices) if m.place in chosen]
+        with torch.no_grad():
+            kept = [[t.clone() for t in self._lasting(n, i)] for n, i in found]
+            for n, i in found:
+                self._stacks[n].before[i].zero_()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (n, i), before in zip(found, kept, strict=True):
+                    for t, value in zip(self._lasting(n, i), before, strict=True):
+                        t.copy_(value)
+
+    def _lasting(self, place: int, i: int) -> list[torch.Tensor]:
+        """What a matrix of a stack has from step to step: its residual, and its factors."""
+        self._take_off(place)
+        return [self._stacks[place].before[i], self._stacks[place].kept[i], self._stacks[place].kept_left[i]]
 
     @torch.no_grad()
     def release(self, tensors: Sequence[torch.Tensor]) -> None:

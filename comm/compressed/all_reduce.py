@@ -90,6 +90,9 @@ class CompressedAllReduce(AllReduce):
         """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._scatter.residuals, "owner": self._gather.residuals}
 
+    def _start(self, name: str) -> int:
+        return self.layout.shard(self.communicator.rank).start if name == "owner" else 0
+
     def vectors(self) -> dict[str, torch.Tensor]:
         """See `AllReduce.vectors`."""
         state = self.state_dict()

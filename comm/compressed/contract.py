@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -119,6 +120,26 @@ class AllReduce(abc.ABC):
     def residuals(self) -> dict[str, Residuals | None]:
         """The residuals themselves, by the names of `state_dict`; None where one is not kept."""
         return {}
+
+    @contextlib.contextmanager
+    def withheld(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Within this block nothing of the residuals of some elements is sent, and nothing is kept of what is sent of them.
+
+        Args:
+            spans: the begin and end of each range of elements of the vector.
+        """
+        with contextlib.ExitStack() as stack:
+            for name, residuals in self.residuals().items():
+                if residuals is not None and spans:
+                    start = self._start(name)
+                    stack.enter_context(
+                        residuals.withheld([(max(0, begin - start), end - start) for begin, end in spans])
+                    )
+            yield
+
+    def _start(self, name: str) -> int:
+        """The place in the vector of a residual's first element."""
+        return 0
 
     def vectors(self) -> dict[str, torch.Tensor]:
         """The residuals as vectors of `n` elements, float32; collective.

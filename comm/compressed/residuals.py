@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -54,6 +55,29 @@ class Residuals:
             if low < high:
                 part = self._feedback.residual(name, x.new_empty(length))
                 part[low - begin : high - begin].add_(x[low - start : high - start])
+
+    @contextlib.contextmanager
+    def withheld(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Within this block some elements, given by begin and end, are zero; afterwards they are what they were before."""
+        parts = [part for begin, end in spans for part in self._views(begin, end)]
+        kept = [part.clone() for part in parts]
+        for part in parts:
+            part.zero_()
+        try:
+            yield
+        finally:
+            for part, before in zip(parts, kept, strict=True):
+                part.copy_(before)
+
+    def _views(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The elements from one place to another, part by part."""
+        end = 0
+        for name, length in self._parts:
+            begin, end = end, end + length
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                like = torch.empty(length, dtype=torch.float32, device=self._device)
+                yield self._feedback.residual(name, like)[low - begin : high - begin]
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm, a scalar tensor."""

@@ -374,7 +374,8 @@ def test_join_and_weights() -> None:
         assert all(map(torch.equal, theirs, ours))
 
 
-def test_errors_reach_whoever_waits() -> None:
+@pytest.mark.parametrize("first", range(4))
+def test_errors_reach_whoever_waits(first: int) -> None:
     class Failing(GradientAllReduce):
         name = "failing"
 
@@ -385,14 +386,20 @@ def test_errors_reach_whoever_waits() -> None:
         module = nn.Linear(7, 3)
         algorithm = Failing(module, optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **WAITS)
         algorithm(torch.ones(7)).sum().backward()
-        for look in (
+        looks = [
             lambda: algorithm(torch.ones(7)),
             module.state_dict,
             algorithm.wait,
             algorithm.algorithm_state_dict,
-        ):
-            with pytest.raises(ArithmeticError, match="no mean"):
+        ]
+        with pytest.raises(ArithmeticError, match="no mean"):
+            looks.pop(first)()
+        # From then on what is there can be saved, and nothing goes on.
+        assert set(module.state_dict()) == {"weight", "bias"}
+        for look in (look for look in looks if look != module.state_dict):
+            with pytest.raises(RuntimeError, match=r"ArithmeticError: no mean.*restart from a checkpoint"):
                 look()
+        algorithm.close()
 
     run_ranks(2, rank)
 
