@@ -30,35 +30,39 @@ class Buffers:
         self._module = module
         # By name, the tensor and its version after the last write.
         self._written: dict[str, tuple[torch.Tensor, int]] = {}
-        self._note()
+        self._note(dict(module.named_buffers()))
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # messages cannot be traced
     def synchronize(self, communicator: Communicator, src: int = 0) -> None:
         """Gives all ranks those of rank `src`; collective."""
         named = dict(self._module.named_buffers())
         synchronize(list(named.values()), communicator, src, self._writer(named))
-        self._note()
+        self._note(named)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def average(self, communicator: Communicator) -> None:
         """Gives all ranks the means of floating point, and rank 0's others; collective."""
         named = dict(self._module.named_buffers())
         average(list(named.values()), communicator, self._writer(named))
-        self._note()
+        self._note(named)
 
-    def _note(self) -> None:
-        self._written = {name: (buffer, _version(buffer)) for name, buffer in self._module.named_buffers()}
+    def _note(self, named: dict[str, torch.Tensor]) -> None:
+        self._written = {name: (buffer, _version(buffer)) for name, buffer in named.items()}
 
     def _writer(self, named: dict[str, torch.Tensor]) -> Write:
         names = {buffer: name for name, buffer in named.items()}
 
         def write(buffer: torch.Tensor, values: torch.Tensor) -> None:
-            before, version = self._written.get(names[buffer], (None, -1))
+            name = names[buffer]
+            before, version = self._written.get(name, (None, -1))
             if before is buffer and version == _version(buffer):
                 buffer.data.copy_(values)  # `data` has a version of its own
             elif buffer.is_cuda or not torch.equal(bytes_of(buffer), bytes_of(values)):
                 if before is None or before is buffer:
                     buffer.copy_(values)
                 else:
-                    self._replace(buffer, torch.empty_like(buffer).copy_(values))
+                    named[name] = torch.empty_like(buffer).copy_(values)
+                    self._replace(buffer, named[name])
 
         return write
 

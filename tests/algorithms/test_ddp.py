@@ -7,7 +7,6 @@ import gc
 import inspect
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from bagua_kernels.comm import Communicator, TorchCommunicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from tests.algorithms.ranks import Odd, batch, gradients, loss_of
 
+PAGE = (Path(__file__).parents[2] / "docs" / "from-ddp.md").read_text()
 NOT_MODULE = [name for name in inspect.signature(DistributedDataParallel).parameters if name != "module"]
 
 
@@ -46,8 +46,7 @@ def test_every_argument_has_an_answer(name: str) -> None:
 
 
 def test_the_page_has_these_answers() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "from-ddp.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
     assert {name: rows.get(name) for name in ARGUMENTS} == ARGUMENTS
     ours = inspect.signature(Algorithm).parameters
     assert rows.keys() - ARGUMENTS.keys() == {name for name in NOT_MODULE if name in ours}
@@ -244,7 +243,11 @@ def test_a_plain_process_is_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> N
         model(batch(0, 0)).square().mean().backward()
         with pytest.raises(RuntimeError, match="DistributedDataParallel is around a ByteGrad"):
             hasattr(model, "_ddp_params_and_buffers_to_ignore")  # as its constructor does
+        comm.shutdown()
+        net, loader = nn.Linear(7, 5), [(batch(0, 0), torch.arange(4))]
+        before = net.weight.detach().clone()
+        for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+            exec(code, {"torch": torch, "F": nn.functional, "net": net, "loader": loader})
+        assert not torch.equal(before, net.weight)
     finally:
         comm.shutdown()
-    assert "RANK" not in os.environ
-    assert sys.exc_info() == (None, None, None)
