@@ -119,13 +119,13 @@ class _Judge:
     def verdict(self) -> Verdict | None:
         case, view = self._case, self._view
         for report in view.reports:
-            if report.concerns(case.communicator, case.members):
+            if report.concerns(case.communicator, [*case.members, *case.beyond]):
                 return report
         if view.trouble is not None:
             return self._without_store(view.trouble)
         if view.read_at < case.since or any(rank not in view.seen for rank in self._others):
             return self._undecided()
-        gone = self._gone()
+        gone = self._gone(self._others) or self._gone([rank for rank in case.beyond if rank in view.seen])
         if gone:
             return self._cause(gone) or self._told("lost", gone)
         closed = [rank for rank in self._others if (self._doing(rank) or (0, "", False))[1] == "closed"]
@@ -172,10 +172,10 @@ class _Judge:
         told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
         return self._told("lost", {HOST: told})
 
-    def _gone(self) -> dict[int, str]:
-        left = {rank: self._view.seen[rank].sign.left for rank in self._others}
+    def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        left = {rank: self._view.seen[rank].sign.left for rank in ranks}
         found = {rank: f"rank {rank} left: {reason}" for rank, reason in left.items() if reason}
-        return found or {rank: self._end(rank) for rank in self._others if rank in self._view.ended}
+        return found or {rank: self._end(rank) for rank in left if rank in self._view.ended}
 
     def _blame(self, silent: list[int]) -> Verdict | None:
         """Chooses among ranks that have fallen silent: a busy interpreter falls silent too, for a while."""

@@ -246,6 +246,8 @@ class Liveness:
             _log.debug("the liveness store did not answer while rank %d left", self.rank)
         if self.release is not None:
             self.release()
+            # Without its connection no call can last: no thread is to be under way when the interpreter ends.
+            self._thread.join(self.heartbeat)
 
     def beat(self) -> None:
         """One round with the store: own sign of life, own report, others' reports and, while observing, others' signs.

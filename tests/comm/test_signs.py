@@ -150,6 +150,22 @@ def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
     assert ranks.judge(0, 7, since).ranks == (2,)
 
 
+@pytest.mark.parametrize("how", ["reported", "left"])
+def test_a_message_fails_for_a_rank_that_neither_sends_nor_receives_it(how: str) -> None:
+    """Rank 1 has gone: whoever waits for a busy rank 2 then gives up, but does not blame that."""
+    ranks = Ranks(4)
+    ranks.beat(3)
+    if how == "reported":
+        ranks.ranks[3]._outgoing.append(Verdict("lost", (1,), "its process has ended", "", 3))
+    else:
+        ranks.ranks[1].stop("its process exited after KeyError: 'x'")
+    ranks.beat(4, without=(1,))
+    case = Case("world", (0, 2), None, "recv", ranks.now, timed_out=False, beyond=(1, 3))
+    verdict = ranks.ranks[0].judge(case)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (1,))
+
+
 def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
     """Also while nobody has asked how it ended; a later process of the same number is another one."""
     evidence = Evidence()
