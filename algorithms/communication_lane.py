@@ -17,6 +17,7 @@ import torch
 from bagua_kernels.algorithms.interruption import Interruption
 from bagua_kernels.algorithms.rows import Rows
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.errors import follow_up
 
 Exchange = Callable[[Bucket | Rows, int], Callable[[], None] | None]
 Agree = Callable[[Bucket | Rows], int]
@@ -71,13 +72,14 @@ class _Queue:
         tasks: that no thread has taken note of; None tells all threads to end.
         waiting: that one has.
         turn: held by the thread that takes a task and starts its exchange.
-        failure: the first thing that went wrong: after it the ranks no longer agree on what comes next.
+        failure: of the first thing that went wrong, kind, ranks and text: after it the ranks no longer agree on what comes
+            next.
     """
 
     tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
     waiting: list[Task] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
-    failure: str = ""
+    failure: RuntimeError | None = None
 
 
 class CommunicationLane:
@@ -152,15 +154,15 @@ def _work(
             task = shared.waiting.pop(0 if agree is None else -1)
             task.began = time.perf_counter()
             try:
-                if shared.failure:
+                if shared.failure is not None:
                     task.follows = True
-                    raise RuntimeError(f"an exchange before this one failed: {shared.failure}")
+                    raise follow_up(shared.failure, f"an exchange before this one failed: {shared.failure}")
                 if agree is not None:
                     task = _agreed(task, shared.waiting, _alive(agree())(task.bucket))
                 _run(task, _alive(exchange()), stream, started=turn.close)
             except BaseException as error:
-                # Only its text is kept: its traceback holds the algorithm.
-                task.error, shared.failure = error, shared.failure or f"{error!r}"
+                # The error itself is not kept: its traceback holds the algorithm.
+                task.error, shared.failure = error, shared.failure or follow_up(error, f"{error!r}")
             finally:
                 task.ended = time.perf_counter()
                 task.done.set()

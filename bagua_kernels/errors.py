@@ -54,3 +54,15 @@ class CollectiveTimeoutError(_WithRanks):
     Attributes:
         ranks: the ranks that had not entered the collective, in ascending order; empty where that is not known.
     """
+
+
+def follow_up(error: BaseException, text: str) -> RuntimeError:
+    """Returns an error of the same kind and with the same ranks as one before it, for what fails because of that one.
+
+    Args:
+        error: the first one; anything but a `CommunicationError` becomes a RuntimeError.
+        text: what the new one says.
+    """
+    if isinstance(error, _WithRanks):
+        return type(error)(text, error.ranks)
+    return CommunicationError(text) if isinstance(error, CommunicationError) else RuntimeError(text)

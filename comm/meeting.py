@@ -119,7 +119,7 @@ class MeetingWork(Pending):
                 return True
 
     def _complete(self) -> None:
-        deadline = time.monotonic() + self._world.timeout
+        deadline = (time.monotonic() if self._started is None else self._started) + self._world.timeout
         with self._world.changed:
             while not self._ready():
                 left = deadline - time.monotonic()

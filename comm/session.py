@@ -291,8 +291,9 @@ class SessionWork(Pending):
 
     def _wait_in_slices(self) -> None:
         session = self._session
-        started, patience = time.monotonic(), session.patience()
-        left = patience
+        patience, now = session.patience(), time.monotonic()
+        started = now if self._started is None else self._started
+        left = started + patience - now
         while True:
             try:
                 self._handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import select
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -109,12 +110,14 @@ class StripedCommunicator(Communicator):
         """See `Communicator.close`."""
         if limit is not None:
             self._session.timeout = min(limit, self._session.timeout)
+        deadline = time.monotonic() + self._session.timeout
         try:
             if not self.is_ended():
                 if self.size > 1:
                     self.barrier().wait()
                 self._session.close()
-                self.base.close(limit)
+                # What is left of the time, for both farewells are one; the other ranks are there, as the first one shows.
+                self.base.close(max(deadline - time.monotonic(), self._session.timeout / 10))
         finally:
             # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
             self._session.ended = self._session.ended or "it was closed"

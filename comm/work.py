@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections.abc import Sequence
 
 from bagua_kernels.errors import CommunicationError
@@ -30,6 +31,9 @@ class Work(abc.ABC):
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
 
+    def count_from(self, started: float) -> None:  # noqa: B027
+        """Makes the timeout begin at a time of `time.monotonic`, instead of when `wait` is called."""
+
 
 class Pending(Work):
     """A communication that the first thread which waits for it completes; the other threads wait for that thread.
@@ -40,6 +44,7 @@ class Pending(Work):
     def __init__(self) -> None:
         self._done = False
         self._error: Exception | None = None
+        self._started: float | None = None
         self._completing = threading.Lock()
 
     def wait(self) -> None:
@@ -52,6 +57,10 @@ class Pending(Work):
             if self._error is not None:
                 raise self._error
         self._follow()
+
+    def count_from(self, started: float) -> None:
+        """See `Work.count_from`."""
+        self._started = started
 
     def _complete_once(self) -> None:
         # An interruption (Ctrl-C) of this wait leaves the communication as it is: the next call waits again.
@@ -89,9 +98,17 @@ class Together(Work):
         self._works = works
 
     def wait(self) -> None:
-        """Waits for all of them, in order; raises what the first to fail raises."""
+        """Waits for all of them, in order, within one timeout; raises what the first to fail raises."""
+        started = time.monotonic()
+        for work in self._works:
+            work.count_from(started)
         for work in self._works:
             work.wait()
+
+    def count_from(self, started: float) -> None:
+        """See `Work.count_from`."""
+        for work in self._works:
+            work.count_from(started)
 
     def is_completed(self) -> bool:
         """Returns whether all are completed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -20,6 +22,7 @@ from bagua_kernels.comm.gate import Gate, listen
 from bagua_kernels.comm.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
+_LIMIT = "`ulimit -n`"
 _SIOCGIFADDR = 0x8915
 
 
@@ -64,7 +67,7 @@ def connect(
             try:
                 listener = stack.enter_context(listen(host or own_address(), size * stripes))
             except (OSError, ValueError) as error:
-                problem = str(error)
+                problem = _told(error)
             offers = exchange((listener.getsockname()[:2] if listener else problem, token))
             if listener is not None and not any(isinstance(where, str) for where, _ in offers):
                 unfinished.callback(_close, found)
@@ -81,14 +84,17 @@ def connect(
                         found,
                     )
                 except OSError as error:
-                    problem = str(error) or type(error).__name__
+                    problem = _told(error)
         problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
         if problems:
             told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
-            raise CommunicationError(
-                f"the ranks could not connect to one another: {told}; set GLOO_SOCKET_IFNAME to the network interface "
-                "that the ranks share, and see that no firewall closes its ports"
+            cure = (
+                "set GLOO_SOCKET_IFNAME to the network interface that the ranks share, and see that no firewall closes its "
+                "ports"
             )
+            if any(_LIMIT in text for text in problems.values()):
+                cure = "raise the limit on open files there, or close what is not needed"
+            raise CommunicationError(f"the ranks could not connect to one another: {told}; {cure}")
         unfinished.pop_all()
     return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
 
@@ -131,12 +137,20 @@ def _meet(
             if left <= 0:
                 raise TimeoutError(_missing(wanted - found.keys(), calls, gate))
             if gate.shortage:
-                raise OSError(f"no connection can be accepted: {gate.shortage}; raise the limit (ulimit -n)")
+                raise OSError(errno.EMFILE, gate.shortage)
             pause = min(left, gate.tick(), *(each.tick() for each in calls.values()))
             for ready, _ in selector.select(pause):
                 ready.data(ready.fileobj)
             for where in [where for where, each in calls.items() if each.sock is not None]:
                 found[where] = cast(socket.socket, calls.pop(where).sock)
+
+
+def _told(error: Exception) -> str:
+    """Returns what to tell the other ranks of an error."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"its process or host is out of file descriptors ({_LIMIT} is {limit} there)"
+    return str(error) or type(error).__name__
 
 
 def _close(found: dict[tuple[int, int], socket.socket]) -> None:

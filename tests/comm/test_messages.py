@@ -17,12 +17,13 @@ from torch.distributed import HashStore
 from bagua_kernels import comm
 from bagua_kernels.comm import gloo_message
 from bagua_kernels.comm.gloo_message import GlooMessages
-from bagua_kernels.comm.session import Session
+from bagua_kernels.comm.secret import Secret
+from bagua_kernels.comm.session import Session, SessionWork
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.comm.torch_backend import TorchCommunicator
 from bagua_kernels.comm.torch_group import Group
-from bagua_kernels.comm.work import Pending
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.comm.work import Pending, Together
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 
 
 class Divided(Pending):
@@ -103,6 +104,19 @@ def test_waiting_threads_take_over_from_one_that_was_interrupted() -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(seen, key=str) == [4.0, 4.0, 4.0, None]
+
+
+def test_works_that_count_as_one_have_one_timeout() -> None:
+    """A link on which each message takes most of the timeout does not multiply it."""
+    session = Session("world", 2.0, 0, (0, 1, 2), None)
+    handles = [Handle(), Handle()]
+    works = [SessionWork(session, handle, "recv", None, peer + 1, None, False) for peer, handle in enumerate(handles)]
+    threading.Timer(1.2, handles[0].ended.set).start()
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 2") as caught:
+        Together(works).wait()
+    assert caught.value.ranks == (2,)
+    assert time.monotonic() - started < 2.9
 
 
 class Wires:
@@ -209,7 +223,7 @@ def test_neighbour_exchange_on_nccl_does_not_wait_for_itself(size: int) -> None:
         c = TorchCommunicator.__new__(TorchCommunicator)
         cpu = torch.device("cpu")
         group = Group(Nccl(wires, rank), "nccl", HashStore(), rank, size, 3.0, cpu, "")
-        c._assemble(group, Session("world", 3.0, rank, tuple(range(size)), None), "key")
+        c._assemble(group, Session("world", 3.0, rank, tuple(range(size)), None), "key", Secret.random())
         peers = [peer for peer in range(size) if peer != rank]
         for n in range(2):
             got = {peer: torch.zeros(2) for peer in peers}
@@ -234,8 +248,12 @@ class Handle:
         self.ended = threading.Event()
         self.error: RuntimeError | None = None
 
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
     def wait(self, limit: timedelta) -> None:
-        self.ended.wait(limit.total_seconds())
+        if not self.ended.wait(limit.total_seconds()):
+            raise RuntimeError("still under way")
         if self.error is not None:
             raise self.error
 
