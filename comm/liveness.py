@@ -128,6 +128,11 @@ class Liveness:
         else:
             self._waits[communicator] = peer
 
+    def waited_for(self, communicator: str, rank: int) -> int | None:
+        """Returns the rank whose message another rank waits for, as it said in its last sign of life."""
+        seen = self._seen.get(rank)
+        return None if seen is None else seen.sign.waits.get(communicator)
+
     def closed(self, communicator: str) -> None:
         """Notes that this rank uses a communicator no more, and tells the others soon."""
         number, _, _ = self._progress.get(communicator, (-1, "", True))

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from bagua_kernels.comm.forked import FORKED
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.sockets.channel import MismatchPeerError
-from bagua_kernels.comm.sockets.transfer import MATCH
+from bagua_kernels.comm.sockets.transfer import MATCH, Operation
 from bagua_kernels.comm.verdict import Verdict
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
@@ -118,7 +118,14 @@ class Session:
         return reported or self.liveness.missed(self.name, self.members)
 
     def failure(
-        self, operation: str, number: int | None, peer: int | None, error: Exception | None, *, timed_out: bool
+        self,
+        operation: str,
+        number: int | None,
+        peer: int | None,
+        error: Exception | None,
+        *,
+        timed_out: bool,
+        missing: Sequence[int] = (),
     ) -> CommunicationError:
         """Returns the error to raise for an operation that failed, and ends the communicator.
 
@@ -128,6 +135,7 @@ class Session:
             peer: the only other rank that took part; None for a collective.
             error: what the transport raised, if it did.
             timed_out: whether the time ran out, rather than a connection.
+            missing: ranks whose messages were missing then, where the transport knows them.
         """
         what = f"{operation} #{number}" if number is not None else operation
         what += f" with rank {peer}" if peer is not None else ""
@@ -154,6 +162,8 @@ class Session:
                 )
                 if verdict.kind == "unknown" and broken_at is not None and not timed_out:
                     verdict = self._broken_link(what, broken_at, verdict)
+                if verdict.kind == "unknown" and timed_out and missing:
+                    verdict = self._stalled(what, missing[0], verdict)
             said = "" if error is None else f" [cause: {_told(error)}]"
             at = peer if broken_at is None and timed_out else broken_at
             self._failure = self._describe(what, verdict, at, timed_out, said)
@@ -173,6 +183,20 @@ class Session:
         ranks = sorted((self.rank, peer))
         text = f"the connection between ranks {ranks[0]} and {ranks[1]} broke in {what}, though both still run"
         return self._report(Verdict("link", tuple(self.members[r] for r in ranks), text, self.name, self._me))
+
+    def _stalled(self, what: str, missing: int, unknown: Verdict) -> Verdict:
+        """Follows who waits for whom to two ranks of which one waits for the other, which waits for it or for nobody."""
+        assert self.liveness is not None
+        waiting, peer, passed = self._me, self.members[missing], {self._me}
+        while (following := self.liveness.waited_for(self.name, peer)) not in (None, waiting):
+            if peer in passed:
+                return unknown
+            passed.add(peer)
+            assert following is not None
+            waiting, peer = peer, following
+        a, b = sorted(self.members.index(rank) for rank in (waiting, peer))
+        text = f"nothing came through the connection between ranks {a} and {b} in {what}, though both still run and entered it"
+        return self._report(Verdict("stalled", (self.members[a], self.members[b]), text, self.name, self._me))
 
     @property
     def _me(self) -> int:
@@ -205,6 +229,9 @@ class Session:
             return LinkError(
                 f"{where} failed{reporter}: {verdict.text}; look at the network between their hosts{said}", ranks
             )
+        if verdict.kind == "stalled":
+            text = f"{where} cannot finish{reporter}: {verdict.text}; look at the network between their hosts, or raise timeout="
+            return CollectiveTimeoutError(text + said, ranks)
         if self.members[self.rank] in verdict.ranks:
             text = f"{where} failed, for the others have given up this rank{reporter}: {verdict.text}{said}"
             return _with_ranks(CollectiveTimeoutError if verdict.kind == "late" else RankLostError, text, ranks)
@@ -252,6 +279,7 @@ class SessionWork(Pending):
         self._finish = finish
         self._on_stream = on_stream
         self._first_stream: torch.cuda.Stream | None = None
+        self._noted = False
 
     def is_completed(self) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
@@ -280,14 +308,13 @@ class SessionWork(Pending):
             torch.cuda.current_stream().wait_stream(self._first_stream)
 
     def _wait_on_host(self) -> None:
-        if self._peer is None:
-            self._wait_in_slices()
-            return
-        self._session.waits(self._peer)
+        if self._peer is not None:
+            self._session.waits(self._peer)
         try:
             self._wait_in_slices()
         finally:
-            self._session.waits(None)
+            if self._peer is not None or self._noted:
+                self._session.waits(None)
 
     def _wait_in_slices(self) -> None:
         session = self._session
@@ -308,9 +335,20 @@ class SessionWork(Pending):
                 raise self._fail(None, timed_out=False) if session._failure else self._given_up()
             if session.reported():
                 raise self._fail(None, timed_out=False)
+            missing = self._note_missing()
             if left <= _SLICE:
-                raise self._fail(None, timed_out=True)
+                raise self._fail(None, timed_out=True, missing=missing)
             left = started + patience - time.monotonic()
+
+    def _note_missing(self) -> list[int]:
+        """Returns the ranks whose messages are missing in a collective, where the transport knows them."""
+        missing: list[int] = (
+            self._handle.missing() if self._peer is None and isinstance(self._handle, Operation) else []
+        )
+        if missing:
+            self._noted = True
+            self._session.waits(missing[0])
+        return missing
 
     def _settle(self, error: RuntimeError) -> None:
         """Decides about an operation that is complete after `wait` raised: it may have finished right after."""
@@ -319,8 +357,9 @@ class SessionWork(Pending):
         except RuntimeError as final:
             raise self._fail(final, timed_out=_is_timeout(final)) from final
 
-    def _fail(self, error: Exception | None, *, timed_out: bool) -> CommunicationError:
-        return self._session.failure(self._operation, self._number, self._peer, error, timed_out=timed_out)
+    def _fail(self, error: Exception | None, *, timed_out: bool, missing: Sequence[int] = ()) -> CommunicationError:
+        call = self._operation, self._number, self._peer
+        return self._session.failure(*call, error, timed_out=timed_out, missing=missing)
 
     def _given_up(self) -> CommunicationError:
         return CommunicationError(f"{self._operation} was given up: {self._session.ended}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["lost", "closed", "late", "mismatch", "link", "unknown"]
+Kind = Literal["lost", "closed", "late", "mismatch", "link", "stalled", "unknown"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -17,7 +17,7 @@ class Verdict:
     Attributes:
         kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the
             operation), "mismatch" (called something else), "link" (the connection between two ranks broke, both are
-            alive) or "unknown".
+            alive), "stalled" (nothing comes through it) or "unknown".
         ranks: the ranks at fault, as numbers of the world.
         text: how it showed.
         communicator: the name of the communicator whose operation failed.

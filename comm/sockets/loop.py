@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Loop:
 
     def submit(self, operation: Operation) -> None:
         """Starts an operation; from any thread."""
+        operation.missing = partial(self._missing, operation)
         if operation.brief and self._start_here(operation):
             return
         with self._lock:
@@ -154,6 +156,14 @@ class Loop:
                 self._arrived(arrival)
         self._unpark(peer)
         return transfer
+
+    def _missing(self, operation: Operation) -> list[int]:
+        if self._moving._is_owned() or not self._moving.acquire(timeout=0.1):
+            return []
+        try:
+            return sorted({transfer.peer for transfer in self._running.get(operation, ()) if not transfer.done})
+        finally:
+            self._moving.release()
 
     def free(self, own: torch.Tensor) -> None:
         """See `Lane.free`."""

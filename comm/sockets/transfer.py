@@ -114,6 +114,9 @@ class Operation:
         window: how many lanes may be under way at once.
         brief: whether its first steps take no longer than handing them to another thread.
         owner: kept alive until the operation has ended.
+
+    Attributes:
+        missing: returns the ranks with which a message is under way.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Operation:
         self.active = 0
         self.started = 0
         self.error: BaseException | None = None
+        self.missing: Callable[[], list[int]] = list
         self._owner = owner
         self._ended = threading.Event()
 
@@ -143,6 +147,7 @@ class Operation:
         if not self._ended.is_set():
             self.error = error
             self._owner = None
+            self.missing = list
             self.lanes = iter(())
             self._ended.set()
 
