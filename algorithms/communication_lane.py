@@ -236,20 +236,23 @@ def load(
         weight: by which they are multiplied.
         lend: whether those that are to be compressed, and not multiplied, are lent where they can be.
         adopt: whether a gradient's memory becomes the bucket's where it can.
-        interruption: sets the `grad` of the parameters that are given; None if none are.
+        interruption: by which gradients are dropped, if some are set after it happened.
     """
     while gradients:
         slot, gradient, parameter = gradients.pop()
         if adopt and gradient is not None:
             bucket.adopt(gradient)
-        if parameter is not None and interruption is not None:
-            interruption.set_gradient(parameter, bucket.views[slot])
+        if parameter is not None:
+            parameter.grad = bucket.views[slot]
         lendable = lend and weight == 1.0 and bucket.compressed(slot)
         if lendable and gradient is not None and bucket.lend(slot, gradient):
             continue
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
+    # Not before gradients were set: another thread may drop them meanwhile.
+    if interruption is not None and interruption.happened:
+        interruption.drop()
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

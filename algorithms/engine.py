@@ -405,15 +405,20 @@ class Engine:
         for position in sorted(before):
             # What stays frozen is not waited for.
             if not self.members[position].parameter.requires_grad:
-                self._take(position)
+                self._take_absent(position)
                 self._missing[self.slots[position][0].index] -= 1
+
+    def _take_absent(self, position: int) -> None:
+        """Takes what a parameter has accumulated for which backward completed no gradient."""
+        parameter = self.members[position].parameter
+        if not parameter.requires_grad:
+            # What was accumulated before it was frozen would move it.
+            parameter.grad = None
+            self._frozen.add(position)
+        self._take(position)
 
     def _take(self, position: int) -> None:
         member = self.members[position]
-        if not member.parameter.requires_grad:
-            # What was accumulated before it was frozen would move it.
-            member.parameter.grad = None
-            self._frozen.add(position)
         gradient = member.parameter.grad
         if gradient is not None:
             if gradient.is_sparse:
@@ -471,7 +476,7 @@ class Engine:
         try:
             for position in range(len(self.members)):
                 if position not in self._arrived and position not in self._frozen:
-                    self._take(position)
+                    self._take_absent(position)
             for parameter in self._sparse:
                 if not parameter.requires_grad:
                     parameter.grad = None
@@ -529,9 +534,9 @@ class Engine:
                 raise RuntimeError(_differs(rows.name))
             parameter.grad = rows.gradient
         self._read_flags()
-        unused, late = self._unused, dict[str, torch.Tensor]()
+        unused, frozen, late = self._unused, self._frozen, dict[str, torch.Tensor]()
         for position, member in enumerate(self.members):
-            if position in self._frozen or (self._steps is not None and self._steps.taken(member.name)):
+            if position in frozen or (self._steps is not None and self._steps.taken(member.name)):
                 continue
             bucket, slot = self.slots[position]
             if position not in unused or (self._late and bool(bucket.views[slot].any())):

@@ -41,9 +41,8 @@ class Interruption:
         """
         if self.happened:
             return
-        self.happened = True  # before gradients are dropped: see `set_gradient`
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.happened = True  # before gradients are dropped: other threads that set some look at it afterwards
+        self.drop()
         half = ""
         if updated:
             half = (
@@ -60,10 +59,9 @@ class Interruption:
         self._handle = register_optimizer_step_pre_hook(_refusal(weakref.ref(self)))
         weakref.finalize(self, self._handle.remove)
 
-    def set_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Sets a gradient, unless all are dropped; any thread may call it."""
-        parameter.grad = gradient
-        if self.happened:
+    def drop(self) -> None:
+        """Sets all gradients to None."""
+        for parameter in self._parameters:
             parameter.grad = None
 
     def check(self) -> None:
