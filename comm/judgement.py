@@ -157,19 +157,23 @@ class _Judge:
         case, view = self._case, self._view
         if trouble.own:
             return self._unknown(f"the signs of life of this rank have ended: {trouble.text}")
-        concerned = [*self._others, *(case.beyond if case.timed_out else ())]
+        concerned = [*self._others, *case.beyond]
+        told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
+        # The others may have ended because of that, and what they reported cannot be read.
+        seems_gone = view.state(HOST) == "unknown" and not trouble.unanswered
+        if HOST in concerned and (view.state(HOST) == "gone" or seems_gone):
+            return self._told("lost", {HOST: told})
         ended = [rank for rank in concerned if view.state(rank) == "gone"]
         if ended:
             return self._told("lost", {rank: self._end(rank) for rank in ended})
         stopped = [rank for rank in concerned if case.timed_out and view.state(rank) == "stopped"]
         if stopped:
             return self._told("lost", {rank: f"the process of rank {rank} is stopped" for rank in stopped})
-        if HOST not in concerned:
+        if HOST not in self._others and not (case.timed_out and HOST in case.beyond):
             return self._unknown(f"the liveness store on rank {HOST} cannot be reached: {trouble.text}")
         # An interpreter that pauses for a moment is no reason for a connection to break.
         if trouble.unanswered and not case.timed_out and view.state(HOST) != "unknown" and not self._over:
             return None
-        told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
         return self._told("lost", {HOST: told})
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:

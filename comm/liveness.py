@@ -29,7 +29,8 @@ from bagua_kernels.comm.judgement import SILENT, Case, Seen, Trouble, View, ende
 from bagua_kernels.comm.signs import Doing, Sign, describe, parse_report, report_to_json
 from bagua_kernels.comm.verdict import Verdict
 
-_LINGER = 3.0  # heartbeats for which the store's host stays, so that the others read the last report
+_LINGER = 3.0  # heartbeats for which a rank that leaves waits for the store
+_LAST_WORD = 5.0  # seconds for which the store's host stays, so that the others read the last report
 _CLOSED_KEPT = 32  # closed communicators whose progress is still published
 _GRACE = 2.0  # heartbeats after a rank has gone in which what it sent before may still arrive
 
@@ -177,6 +178,7 @@ class Liveness:
         timed_out: bool,
         beyond: Sequence[int] = (),
         broken: Sequence[int] = (),
+        leaving: bool = False,
     ) -> Verdict:
         """Finds out why an operation failed; takes up to about seven heartbeats, never more than fourteen.
 
@@ -188,9 +190,10 @@ class Liveness:
             timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
             beyond: ranks that take no part, but may be what a member waits for.
             broken: ranks to which a connection broke, where the transport knows them.
+            leaving: True if this rank waits for nothing but the farewell of the others, who need not be late for that.
 
         Returns:
-            The verdict, which has been reported to the other ranks unless it is "unknown".
+            The verdict, which has been reported to the other ranks unless it is "unknown", or "late" for a farewell.
         """
         case = Case(communicator, members, number, operation, self._clock(), timed_out, beyond, broken)
         while True:
@@ -201,7 +204,7 @@ class Liveness:
             self._wake.set()
             with self._changed:
                 self._changed.wait(self.heartbeat / 2)
-        if verdict.kind == "unknown" or verdict in self._reports:
+        if verdict.kind == "unknown" or (leaving and verdict.kind == "late") or verdict in self._reports:
             return verdict
         return self.report(verdict, members)
 
@@ -237,7 +240,7 @@ class Liveness:
         return judge(case, view)
 
     def stop(self, reason: str) -> None:
-        """Says goodbye to the other ranks and ends the background thread; bounded by a few heartbeats."""
+        """Says goodbye to the other ranks and ends the background thread; bounded by some seconds."""
         if self._left:
             return
         self._left = reason
@@ -246,7 +249,8 @@ class Liveness:
             return
         atexit.unregister(self._stop_at_exit)
         self._wake.set()
-        self._thread.join((_LINGER + 2) * self.heartbeat)
+        stays = _LAST_WORD if self.rank == HOST else 0.0
+        self._thread.join(max(stays, _LINGER * self.heartbeat) + 2 * self.heartbeat)
         if self._thread.is_alive():
             _log.debug("the liveness store did not answer while rank %d left", self.rank)
         if self.release is not None:
@@ -371,11 +375,14 @@ class Liveness:
             self._changed.notify_all()
 
     def _leave(self) -> None:
-        gone = self._store.add("left", 1)
-        deadline = self._clock() + _LINGER * self.heartbeat
-        while self.rank == HOST and gone < self.size and self._clock() < deadline:
+        left = self._store.add("left", 1)
+        deadline = self._clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
+        while self.rank == HOST and self._clock() < deadline:
+            lost = {rank for report in self._reports if report.kind == "lost" for rank in report.ranks}
+            if left >= self.size - len(lost - {self.rank}):
+                break
             time.sleep(self.heartbeat / 20)
-            gone = self._store.add("left", 0)
+            left = self._store.add("left", 0)
 
     def _stop_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

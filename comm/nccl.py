@@ -205,6 +205,7 @@ class NcclCommunicator(Communicator):
         if limit is not None:
             self._session.timeout = min(limit, self._session.timeout)
         if self.size > 1:
+            self._session.leaving = True
             self._barrier().wait_on_host()
         self._session.close()
         if self.size > 1 and not self._runtime.bounded(self._lane.endpoint.destroy, self.device, _PATIENCE):

@@ -38,6 +38,7 @@ class Session:
         members: the communicator's ranks as numbers of the world, in order.
         liveness: tells who is at fault; None for errors without names.
         abandon: called once when an operation has failed.
+        leaving: True while `close` waits for the other ranks.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Session:
         self.members = members
         self.liveness = liveness
         self.ended = ""
+        self.leaving = False
         self.abandon: Callable[[], None] | None = None
         self._failure: CommunicationError | None = None
         self._lock = threading.Lock()
@@ -159,6 +161,7 @@ class Session:
                     timed_out=timed_out,
                     beyond=beyond,
                     broken=() if broken_at is None else (self.members[broken_at],),
+                    leaving=self.leaving,
                 )
                 if verdict.kind == "unknown" and broken_at is not None and not timed_out:
                     verdict = self._broken_link(what, broken_at, verdict)

@@ -114,6 +114,7 @@ class StripedCommunicator(Communicator):
         try:
             if not self.is_ended():
                 if self.size > 1:
+                    self._session.leaving = True
                     self.barrier().wait()
                 self._session.close()
                 # What is left of the time, for both farewells are one; the other ranks are there, as the first one shows.

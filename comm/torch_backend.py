@@ -131,6 +131,7 @@ class TorchCommunicator(Communicator):
             self._session.timeout = min(limit, self._session.timeout)
         if self.size > 1:
             # Whoever closes its connections while others are still in an operation makes them fail.
+            self._session.leaving = True
             self.barrier().wait()
         self._session.close()
         self._group.close()

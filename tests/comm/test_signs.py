@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from bagua_kernels.comm.evidence import Evidence, Process, _stat, _table
-from bagua_kernels.comm.judgement import Case
+from bagua_kernels.comm.judgement import Case, Trouble
 from bagua_kernels.comm.liveness import Liveness
 from bagua_kernels.comm.signs import Sign, parse_report, report_to_json
 from bagua_kernels.comm.verdict import Verdict
@@ -164,6 +164,47 @@ def test_a_message_fails_for_a_rank_that_neither_sends_nor_receives_it(how: str)
     verdict = ranks.ranks[0].judge(case)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("lost", (1,))
+
+
+def test_the_end_of_the_store_names_its_host_to_those_who_wait_for_others() -> None:
+    """They may have ended because of it, and what they reported went with it."""
+    ranks = Ranks(4)
+    ranks.beat(3)
+    ranks.ranks[3]._trouble = Trouble("its process has ended")
+    case = Case("world", (3, 2), None, "recv", ranks.now, timed_out=False, beyond=(0, 1), broken=(2,))
+    verdict = ranks.ranks[3].judge(case)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (0,))
+
+
+def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
+    """They are at work; it is itself that has no more to do."""
+    store = HashStore()
+    others = [Liveness(store, rank, 2, heartbeat=0.02) for rank in (0, 1)]
+    others[0].entered("world", 0, "barrier")
+    verdict = others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True, leaving=True)
+    assert (verdict.kind, verdict.ranks) == ("late", (1,))
+    assert not store.check(["report/0"])
+    assert others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True) == verdict
+    assert store.check(["report/0"])
+    for other in reversed(others):
+        other.stop("the test is over")
+
+
+def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
+    """They read the last report when their interpreters are free again; nobody waits for the rank that was lost."""
+    store = HashStore()
+    host = Liveness(store, 0, 3, heartbeat=0.02)
+    others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (1, 2)]
+    others[0]._outgoing.append(Verdict("lost", (2,), "its process has ended", "", 1))
+    others[0].beat()
+    leaving = threading.Thread(target=host.stop, args=("its process exited",))
+    leaving.start()
+    leaving.join(0.3)  # fifteen heartbeats
+    assert leaving.is_alive()
+    store.add("left", 1)
+    leaving.join(3)
+    assert not leaving.is_alive()
 
 
 def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
