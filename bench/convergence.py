@@ -2,7 +2,7 @@
 
     digits      1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples a step, SGD or Adam
     fashion     Fashion-MNIST, the network of the example, 4 x 16 examples a step, SGD
-    characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 16 x 64 characters a step, AdamW
+    characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters a step, AdamW
 
 Ranks are threads. Each run of a seed begins with the same parameters and sees the same examples in the same order, so that only
 the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
