@@ -24,8 +24,8 @@ from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for
 from bagua_kernels.compression import Codec, Contractive, fold_seed, from_spec
 from bagua_kernels.compression.codec import to_spec
 
-# For codecs of few bits, or few elements. They would starve small tensors: blocks are filled up with zeros, which make the mean
-# magnitude of a block smaller, and what is largest in a bucket is seldom in a bias.
+# For codecs of few bits, or few elements. They would starve small tensors: what is largest in a bucket is seldom in a bias, and
+# a scale costs as much for the few elements of a short block as for those of a full one.
 LARGE_MATRICES: dict[str, Any] = {"exact": "1d", "min_numel": 512}
 
 
@@ -42,7 +42,7 @@ class CompressedAllReduce(Algorithm):
        network's own sum for linear ones. Owners keep what the encoded mean lacks, too (DoubleSqueeze, Tang et al., ICML 2019).
     4. Keep what was lacking; give everyone the same bits.
 
-    Parameters that are `exact` travel uncompressed behind the payload of their bucket.
+    Parameters that are `exact` travel uncompressed behind the payload of their bucket, to the owners of chunks and back.
     """
 
     name = "compressed"
@@ -216,6 +216,7 @@ class CompressedAllReduce(Algorithm):
             bucket.whole.dtype,
             worker_residual=feedback,
             owner_residual=feedback if self.owner_feedback is None else self.owner_feedback,
+            own=bucket.own,
         )
         self._all_reduces[bucket.index] = made
         if vectors:

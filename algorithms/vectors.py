@@ -10,14 +10,9 @@ from bagua_kernels.bucket import Bucket
 
 Named = Mapping[str, torch.Tensor]
 
-_GAP = " (gap)"
-
 
 def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns each tensor's share, flat, of a vector like `bucket.flat`, or like that and the exact tensors.
-
-    A codec turns the zeros of a gap into something else, so that something is remembered of gaps too.
-    """
+    """Returns each tensor's share, flat, of a vector like `bucket.flat`, or like that and the exact tensors."""
     return {name: vector[span].clone() for name, span in _shares(bucket) if span.start < span.stop <= vector.numel()}
 
 
@@ -41,7 +36,7 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
         count = span.stop - span.start
         if named[name].numel() == count:
             vector[span] = named[name].view(-1).to(vector)
-        elif not name.endswith(_GAP):  # which are other ones where blocks are
+        else:
             raise ValueError(
                 f"what is remembered of {name!r} has {named[name].numel()} elements, the parameter {count}"
             )
@@ -49,9 +44,7 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
 
 
 def _shares(bucket: Bucket) -> Iterator[tuple[str, slice]]:
-    for name, span, gap in zip(bucket.names, bucket.spans, bucket.gaps, strict=True):
-        yield name, span
-        yield name + _GAP, slice(span.stop, span.stop + gap.numel())
+    yield from zip(bucket.names, bucket.spans, strict=True)
 
 
 def euclidean_norm(x: torch.Tensor) -> torch.Tensor:

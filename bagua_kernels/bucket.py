@@ -104,10 +104,15 @@ class Bucket:
         """Where the elements of each tensor are: in its view, or lent."""
         return [self.lent.get(slot, view) for slot, view in enumerate(self.views)]
 
+    @property
+    def own(self) -> list[slice]:
+        """Where the elements of tensors lie in `flat`; the others are in gaps."""
+        return [self.spans[position] for position in self._order]
+
     def pieces(self, part: slice) -> list[torch.Tensor]:
         """The elements of a part of `flat` that begins and ends at multiples of `align`: vectors, where they are.
 
-        Each is to be filled up with zeros to a multiple of `align`.
+        Each is to be filled up to a multiple of `align`, as in `flat`.
         """
         found = []
         for slot in self._order[max(0, bisect_right(self._starts, part.start) - 1) :]:

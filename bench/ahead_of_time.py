@@ -51,7 +51,7 @@ BLOCKWISE = ("encode", "encode_pieces", "feedback", "decode", "decode_sum", "red
 BLOCKWISE_ARGUMENTS = {
     "words_ptr": "*i32", "codes_ptr": "*u8", "out_words_ptr": "*i32", "out_codes_ptr": "*u8", "residual_ptr": "*fp32",
     "addresses_ptr": "*i64", "sizes_ptr": "*i64", "firsts_ptr": "*i64", "piece_of_block_ptr": "*i64", "ranks": "i32",
-    "size": "i32", "n": "i32", "scale": "fp32", "factor": "fp32", "seed_low": "i32", "seed_high": "i32",
+    "counts_ptr": "*i32", "size": "i32", "n": "i32", "scale": "fp32", "factor": "fp32", "seed_low": "i32", "seed_high": "i32",
 }  # fmt: skip
 SELECT = ("count", "write", "place", "permute")
 SELECT_ARGUMENTS = {
@@ -126,6 +126,7 @@ def blockwise_ptx(
     block: int = 256,
     n: str = "i32",
     given: bool = False,
+    counted: bool = False,
     **options: Any,
 ) -> str:
     """The PTX of a block quantizer's kernel."""
@@ -133,7 +134,9 @@ def blockwise_ptx(
     types = {**BLOCKWISE_ARGUMENTS, "n": n, "x_ptr": POINTERS[dtype], "out_ptr": POINTERS[dtype]}
     if name == "encode_pieces":
         options |= blockwise.PIECES
-    return _blockwise(kernel, rule, types, {"STOCHASTIC": stochastic, "GIVEN": given}, sm, block, **options)
+    return _blockwise(
+        kernel, rule, types, {"STOCHASTIC": stochastic, "GIVEN": given, "COUNTED": counted}, sm, block, **options
+    )
 
 
 def apply_ptx(rule: BlockQuantizer, update: ElementwiseRule, dtype: torch.dtype, sm: int, *, block: int = 256) -> str:

@@ -51,13 +51,22 @@ class BlockCodec(ABC):
             raise ValueError(f"the number of elements must be 0 or more, got {n=}")
         return blockwise.layout_of(self.rule, n, self.block).size
 
-    def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(
+        self,
+        x: torch.Tensor,
+        *,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Encodes a vector.
 
         Args:
             x: shape (n,), contiguous, float32, float16 or bfloat16, on a CPU or CUDA device.
             seed: of stochastic rounding, 0 to 2**64 - 1; see `fold_seed`. Not used by rounding to nearest.
             out: shape (payload_size(n),), uint8, starting at a multiple of 16 bytes; made if None.
+            counts: shape (blocks,), int32, on the device of `x`: how many elements at the beginning of each block are its own.
+                The others only fill it up: they are not read, count in no scale, and have code 0. None stands for all.
 
         Returns:
             The payload, shape (payload_size(n),), uint8.
@@ -69,7 +78,7 @@ class BlockCodec(ABC):
         """
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         out = self._payload(x.numel(), x.device, out)
-        blockwise.encode(self.rule, x, out, block=self.block, seed=self._seed(seed))
+        blockwise.encode(self.rule, x, out, block=self.block, seed=self._seed(seed), counts=counts)
         return out
 
     def encode_pieces(
@@ -79,7 +88,7 @@ class BlockCodec(ABC):
 
         Args:
             pieces: contiguous tensors of any shape, of one dtype and device. The payload is that of the vector in which each
-                of them is filled up with zeros to a multiple of the block, as a bucket lays them out.
+                of them is filled up to a multiple of the block, as a bucket lays them out, with `counts` that say so.
             seed: of stochastic rounding.
             out: shape (payload_size(length of that vector),), uint8; made if None.
 
@@ -100,6 +109,7 @@ class BlockCodec(ABC):
         factor: float = 1.0,
         seed: int = 0,
         out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encodes `factor * (x + residual)` and updates the residual to what is missing, in one pass over memory.
 
@@ -109,14 +119,15 @@ class BlockCodec(ABC):
             factor: 1, or 1 / (1 + omega) for an unbiased codec; see `ErrorFeedback`.
             seed: of stochastic rounding.
             out: as in `encode`.
+            counts: as in `encode`; the residuals of other elements stay as they are.
 
         Returns:
             The payload. Errors as in `encode`.
         """
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         out = self._payload(x.numel(), x.device, out)
-        seeded = self._seed(seed)
-        blockwise.feedback(self.rule, x, residual, out, block=self.block, factor=factor, seed=seeded)
+        options: dict[str, Any] = {"factor": factor, "seed": self._seed(seed), "counts": counts}
+        blockwise.feedback(self.rule, x, residual, out, block=self.block, **options)
         return out
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -167,7 +178,14 @@ class BlockCodec(ABC):
         blockwise.decode_apply(self.rule, payloads, update, arrays, scalars, scale=scale, block=self.block, **where)
 
     def reduce(
-        self, payloads: torch.Tensor, n: int, *, scale: float = 1.0, seed: int = 0, out: torch.Tensor | None = None
+        self,
+        payloads: torch.Tensor,
+        n: int,
+        *,
+        scale: float = 1.0,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encodes `scale` times the sum of all decoded payloads, without writing anything of float32 size.
 
@@ -177,12 +195,14 @@ class BlockCodec(ABC):
             scale: factor of the sum.
             seed: of stochastic rounding.
             out: shape (payload_size(n),), uint8; made if None.
+            counts: as in `encode`.
 
         Returns:
             The payload of the result. Errors as in `encode`.
         """
         out = self._payload(n, payloads.device, out)
-        blockwise.reduce(self.rule, payloads, out, n=n, scale=scale, block=self.block, seed=self._seed(seed))
+        options: dict[str, Any] = {"scale": scale, "seed": self._seed(seed), "counts": counts}
+        blockwise.reduce(self.rule, payloads, out, n=n, block=self.block, **options)
         return out
 
     def _payload(self, n: int, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:

@@ -140,7 +140,15 @@ class ErrorFeedback:
         return found
 
     @torch.no_grad()
-    def encode(self, key: str, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    def encode(
+        self,
+        key: str,
+        x: torch.Tensor,
+        *,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Encodes a vector and what earlier payloads of the same key lacked; updates the residual.
 
         Args:
@@ -148,6 +156,7 @@ class ErrorFeedback:
             x: shape (n,), as for the codec.
             seed: of stochastic rounding.
             out: the payload; made if None.
+            counts: as for `BlockCodec.encode`, and of no use to other codecs; what only fills blocks up has no residual.
 
         Returns:
             The payload. Errors as in `Codec.encode`, and ValueError as in `residual`.
@@ -155,13 +164,20 @@ class ErrorFeedback:
         residual = self.residual(key, x)
         if self.dtype == torch.float32:
             if isinstance(self.codec, BlockCodec):
-                return self.codec.encode_feedback(x, residual, factor=self.factor, seed=seed, out=out)
+                return self.codec.encode_feedback(x, residual, factor=self.factor, seed=seed, out=out, counts=counts)
             if isinstance(self.codec, FusedFeedback) and self.factor == 1.0:
                 return self.codec.encode_feedback(x, residual, seed=seed, out=out)
         total = residual + x
-        payload = self.codec.encode((total * self.factor).float(), seed=seed, out=out)
+        scaled = (total * self.factor).float()
+        if isinstance(self.codec, BlockCodec):
+            payload = self.codec.encode(scaled, seed=seed, out=out, counts=counts)
+        else:
+            payload = self.codec.encode(scaled, seed=seed, out=out)
         sent = self.codec.decode(payload, torch.empty_like(x, dtype=torch.float32))
         lacking = total - sent
+        if counts is not None and isinstance(self.codec, BlockCodec):
+            places = torch.arange(x.numel(), device=x.device)
+            lacking = lacking.where(places % self.codec.block < counts[places // self.codec.block], residual)
         torch.where(lacking.isfinite(), lacking, residual.nan_to_num(0.0, 0.0, 0.0), out=residual)
         return payload
 

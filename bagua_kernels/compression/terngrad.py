@@ -76,6 +76,7 @@ class TernGrad(BlockCodec):
         *,
         seed: int = 0,
         out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encodes a vector; see `BlockCodec.encode`.
@@ -84,12 +85,13 @@ class TernGrad(BlockCodec):
             x: shape (n,).
             seed: of stochastic rounding; must differ between ranks.
             out: the payload; made if None.
+            counts: as for `BlockCodec.encode`.
             scales: shape (blocks,), int32, as `scales` makes them; only with `shared=True`, where None takes the vector's own.
         """
         if not self.shared:
             if scales is not None:
                 raise ValueError("scales are for TernGrad(shared=True), got them with shared=False")
-            return super().encode(x, seed=seed, out=out)
+            return super().encode(x, seed=seed, out=out, counts=counts)
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
         layout = blockwise.layout_of(self.rule, x.numel(), self.block)
         if scales is None:
@@ -104,7 +106,7 @@ class TernGrad(BlockCodec):
         words, _ = layout.parts(out)
         words[layout.blocks :] = 0
         words[: layout.blocks] = scales
-        blockwise.encode(self.rule, x, out, block=self.block, seed=seed, given=True)
+        blockwise.encode(self.rule, x, out, block=self.block, seed=seed, given=True, counts=counts)
         return out
 
     def encode_pieces(
@@ -122,10 +124,11 @@ class TernGrad(BlockCodec):
         factor: float = 1.0,
         seed: int = 0,
         out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `BlockCodec.encode_feedback`; only with scales of its own."""
         self._check_own("encode_feedback")
-        return super().encode_feedback(x, residual, factor=factor, seed=seed, out=out)
+        return super().encode_feedback(x, residual, factor=factor, seed=seed, out=out, counts=counts)
 
     def _check_own(self, method: str) -> None:
         if self.shared:

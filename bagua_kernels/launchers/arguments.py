@@ -35,8 +35,15 @@ def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) ->
         raise ValueError(f"{name} must be contiguous, got stride {x.stride()}; call .contiguous()")
 
 
-def check_bytes(name: str, payload: torch.Tensor, shape: tuple[int, ...], device: torch.device, cause: str) -> None:
-    """As `check_payload`; `cause` is what the shape follows from."""
+def check_bytes(
+    name: str,
+    payload: torch.Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    cause: str,
+    strided: bool = False,
+) -> None:
+    """As `check_payload`; `cause` is what the shape follows from, `strided` whether rows may have something behind them."""
     if not isinstance(payload, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(payload).__name__}")
     if payload.dtype != torch.uint8:
@@ -47,7 +54,13 @@ def check_bytes(name: str, payload: torch.Tensor, shape: tuple[int, ...], device
         raise ValueError(f"{name} must have shape {expected} for {cause}, got {tuple(payload.shape)}")
     if payload.device != device:
         raise ValueError(f"{name} must be on {device}, got {payload.device}")
-    if not payload.is_contiguous():
+    if strided and payload.dim() == 2 and payload.numel():
+        # A message may hold more behind each payload.
+        if payload.stride(1) != 1 or payload.stride(0) < payload.shape[1] or payload.stride(0) % ALIGNMENT:
+            raise ValueError(
+                f"{name} must have contiguous rows that begin at multiples of {ALIGNMENT} bytes, got stride {payload.stride()}"
+            )
+    elif not payload.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {payload.stride()}; call .contiguous()")
     if payload.data_ptr() % ALIGNMENT:
         raise ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes; clone it or slice at such a multiple")

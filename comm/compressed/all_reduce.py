@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter, encodes_pieces
+from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.compression import Codec
 
@@ -18,14 +19,14 @@ class CompressedAllReduce(AllReduce):
     """Averages vectors of one size over all ranks, compressed in both directions (BAGUA, VLDB 2022, section 3.1, C_LP_S).
 
     1. The vector is cut into one chunk a rank, its owner, and each chunk is encoded.
-    2. All-to-all: rank r receives everyone's payload of chunk r.
+    2. All-to-all: rank r receives everyone's payload of chunk r, and of the exact part chunk r, as it is.
     3. Rank r decodes them, takes the mean and encodes it again, in one pass over memory (`Codec.reduce`).
-    4. All-gather: everyone receives all encoded means, and with them every rank's exact part.
+    4. All-gather: everyone receives all encoded means, and those of the exact part as they are.
     5. Everyone decodes the same bytes, so the result is the same on all ranks, bit for bit.
 
     Chunks go through these steps in pieces: while piece k is on its way to the owners, piece k + 1 is encoded, then k - 1
-    reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, whatever the number of
-    ranks.
+    reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, and the exact part twice,
+    whatever the number of ranks.
 
     Buffers are made once. With b bytes a payload of the vector they take about 3 b in one piece and 6 b / k in k, so 0.75 b in
     the 8 pieces of a long vector; for a float32 vector of n elements and a byte each that is 3 n and 0.75 n bytes. The worker
@@ -49,6 +50,7 @@ class CompressedAllReduce(AllReduce):
         owner_residual: bool = False,
         pieces: int | None = None,
         plain_below: int = 0,
+        own: Sequence[slice] | None = None,
     ) -> None:
         """Prepares for vectors of a size.
 
@@ -62,10 +64,12 @@ class CompressedAllReduce(AllReduce):
             owner_residual: whether each rank keeps what the encoded mean of its chunk lacks; for biased codecs.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay, see `Layout.cut`.
             plain_below: as for `AllReduce`.
+            own: where tensors lie in the vector, each from a multiple of the codec's block on. What is between them fills blocks
+                up: block codecs leave it out of their statistics, and it has no residual. None if the vector is one tensor.
 
         Raises:
             TypeError: as for `AllReduce`.
-            ValueError: as for `AllReduce` and `ErrorFeedback`, or `pieces` is less than one.
+            ValueError: as for `AllReduce` and `ErrorFeedback`, `pieces` is less than one, or tensors share blocks.
         """
         super().__init__(codec, communicator, n, exact, dtype, plain_below)
         self.layout = Layout.cut(codec, n, communicator.size, pieces)
@@ -73,16 +77,18 @@ class CompressedAllReduce(AllReduce):
             return
         self.delivers = True
         self.reads_pieces = encodes_pieces(codec) and not worker_residual
-        self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
-        self._gather = Gather(codec, communicator, self.layout, owner_residual, exact, dtype)
+        counts = block_counts(codec, self.layout, own, communicator.device)
+        part = ExactPart(communicator, exact, dtype) if exact else None
+        self._scatter = Scatter(codec, communicator, self.layout, worker_residual, part, counts)
+        self._gather = Gather(codec, communicator, self.layout, owner_residual, part, counts)
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
     ) -> None:
         pipeline(
             self.layout.pieces,
-            lambda piece: self._scatter.start(piece, x, seed, source),
-            lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece), exact, seed),
+            lambda piece: self._scatter.start(piece, x, seed, source, exact),
+            lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece, self._gather.exact_mean), seed),
             lambda piece: self._gather.finish(piece, x, exact, deliver),
         )
 

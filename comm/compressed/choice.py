@@ -40,6 +40,7 @@ def all_reduce_for(
     owner_residual: bool = False,
     pieces: int | None = None,
     plain_below: int = 0,
+    own: Sequence[slice] | None = None,
 ) -> AllReduce:
     """Makes the all-reduce that suits a codec.
 
@@ -55,6 +56,7 @@ def all_reduce_for(
         owner_residual: whether what the encoding of the mean loses is kept too. Only `CompressedAllReduce` encodes means.
         pieces: number of pieces that are pipelined; by default as suits.
         plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
+        own: where tensors lie in the vector, as for `CompressedAllReduce`; only its codecs have blocks to fill up.
 
     Raises:
         TypeError, ValueError: as the class chosen.
@@ -82,6 +84,7 @@ def all_reduce_for(
         owner_residual=owner_residual,
         pieces=pieces,
         plain_below=plain_below,
+        own=own,
     )
 
 

@@ -32,7 +32,7 @@ class AllReduce(abc.ABC):
         codec: how vectors are encoded; equal on all ranks.
         communicator: the ranks that take part.
         n: elements of the vector.
-        exact: elements of the exact part, which every rank receives from every other: meant to be small.
+        exact: elements of the exact part, of which every rank sends each 2 (P - 1) / P times, with P ranks.
         dtype: of both, float32, float16 or bfloat16.
         plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
 
@@ -77,7 +77,7 @@ class AllReduce(abc.ABC):
             seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
                 where the codec draws no random numbers, or `plain`.
             source: gives the elements of any part that begins and ends at multiples of the codec's block, where they are not in
-                `x`: contiguous vectors, each to be filled up with zeros to such a multiple. Only where `reads_pieces`.
+                `x`: contiguous vectors, each to be filled up to such a multiple. Only where `reads_pieces`.
             deliver: called instead of writing to `x`, for each part of the mean as soon as it is here: with the part's
                 elements, and its payload, to be read at once. Only where `delivers`.
 

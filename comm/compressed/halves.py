@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter
+from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts
 from bagua_kernels.comm.compressed.residuals import restore, save
 from bagua_kernels.compression import Codec
 
@@ -39,6 +39,7 @@ class CompressedReduceScatter:
         average: bool = True,
         worker_residual: bool = False,
         pieces: int | None = None,
+        own: Sequence[slice] | None = None,
     ) -> None:
         """Prepares for vectors of a size.
 
@@ -50,6 +51,7 @@ class CompressedReduceScatter:
             average: whether to divide the sum by the number of ranks.
             worker_residual: whether each rank keeps what its payloads lack.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
+            own: where tensors lie in the vector, as for `CompressedAllReduce`.
 
         Raises:
             TypeError: the codec or the dtype is none.
@@ -62,7 +64,8 @@ class CompressedReduceScatter:
         self._scale = 1.0 / communicator.size if average else 1.0
         self._scatter = None
         if communicator.size > 1:
-            self._scatter = Scatter(codec, communicator, self.layout, worker_residual)
+            counts = block_counts(codec, self.layout, own, communicator.device)
+            self._scatter = Scatter(codec, communicator, self.layout, worker_residual, counts=counts)
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, seed: int | None = None) -> torch.Tensor:
@@ -135,6 +138,7 @@ class CompressedAllGather:
         *,
         owner_residual: bool = False,
         pieces: int | None = None,
+        own: Sequence[slice] | None = None,
     ) -> None:
         """Prepares for vectors of a size.
 
@@ -145,6 +149,7 @@ class CompressedAllGather:
             dtype: of the chunk, float32, float16 or bfloat16.
             owner_residual: whether each rank keeps what its payloads lack.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
+            own: where tensors lie in the vector, as for `CompressedAllReduce`.
 
         Raises:
             TypeError: the codec or the dtype is none.
@@ -156,7 +161,8 @@ class CompressedAllGather:
         self.shard = self.layout.shard(communicator.rank)
         self._gather = None
         if communicator.size > 1:
-            self._gather = Gather(codec, communicator, self.layout, owner_residual)
+            counts = block_counts(codec, self.layout, own, communicator.device)
+            self._gather = Gather(codec, communicator, self.layout, owner_residual, counts=counts)
 
     @torch.no_grad()
     def __call__(
@@ -186,11 +192,11 @@ class CompressedAllGather:
         number = check_seed(self.codec, seed, self.communicator.size == 1)
         if self._gather is None:
             return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
-        gather, whole, nothing = self._gather, out, shard[:0]
+        gather, whole = self._gather, out
         pipeline(
             self.layout.pieces,
             lambda piece: gather.start(piece, shard, number),
-            lambda piece: gather.finish(piece, whole, nothing),
+            lambda piece: gather.finish(piece, whole),
         )
         return out
 

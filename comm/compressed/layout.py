@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from bagua_kernels.compression import Codec, Contractive, fold_seed
 
@@ -93,6 +95,31 @@ class Layout:
 def length(part: slice) -> int:
     """The number of elements of a part."""
     return int(part.stop - part.start)
+
+
+def own_counts(own: Iterable[slice], n: int, block: int) -> torch.Tensor:
+    """How many elements at the beginning of each block are tensors' own, shape (blocks,), int32.
+
+    Args:
+        own: the elements of each tensor in a vector of `n` elements; others only fill blocks up.
+        n: elements of the vector.
+        block: elements of a block.
+
+    Raises:
+        ValueError: a tensor does not begin with a block, ends beyond the vector, or shares a block with another.
+    """
+    counts = torch.zeros(-(-n // block), dtype=torch.int32)
+    for span in own:
+        if span.start == span.stop:
+            continue
+        first, last = span.start // block, -(-span.stop // block)
+        if span.start % block or span.stop > n or counts[first:last].any():
+            raise ValueError(
+                f"tensors in a vector of {n} elements must begin at multiples of {block} and share no block, got {span}"
+            )
+        counts[first:last] = block
+        counts[last - 1] = span.stop - (last - 1) * block
+    return counts
 
 
 def pipeline(pieces: int, *stages: Callable[[int], None]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import Deliver, Source
-from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, second_seed
+from bagua_kernels.comm.compressed.exact import ExactPart
+from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, own_counts, second_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Work
 from bagua_kernels.compression import BlockCodec, Codec
+
+# By piece and owner.
+Counts = Mapping[tuple[int, int], torch.Tensor]
 
 
 class Slots:
@@ -43,66 +47,44 @@ def encodes_pieces(codec: Codec) -> bool:
     return isinstance(codec, BlockCodec) and type(codec).encode is BlockCodec.encode
 
 
+def block_counts(codec: Codec, layout: Layout, own: Sequence[slice] | None, device: torch.device) -> Counts:
+    """For each piece of each chunk how many elements of its blocks are tensors' own; empty if all are.
+
+    Args:
+        codec: only block codecs have a use for it.
+        layout: how vectors are cut.
+        own: the elements of each tensor in the vector; None if the vector is one tensor.
+        device: where.
+    """
+    if own is None or not isinstance(codec, BlockCodec):
+        return {}
+    counts = own_counts(own, layout.n, codec.block).to(device)
+    parts = {(p, o): layout.part(p, o) for p in range(layout.pieces) for o in range(layout.owners)}
+    return {at: counts[part.start // codec.block : -(-part.stop // codec.block)] for at, part in parts.items()}
+
+
+def encode_part(
+    codec: Codec, x: torch.Tensor, *, seed: int, out: torch.Tensor, counts: torch.Tensor | None = None
+) -> None:
+    """Encodes a part of a vector."""
+    if isinstance(codec, BlockCodec):
+        codec.encode(x, seed=seed, out=out, counts=counts)
+    else:
+        codec.encode(x, seed=seed, out=out)
+
+
 class Scatter:
     """First pass: each rank encodes all chunks of its vector and sends each to its owner, piece by piece.
+
+    The exact part's chunks travel with the first piece: so many bytes behind each payload.
 
     Args:
         codec: what encodes.
         communicator: the ranks.
         layout: how vectors are cut, with one owner a rank.
         residual: whether to keep what payloads lack, and add it to the next vector.
-    """
-
-    def __init__(self, codec: Codec, communicator: Communicator, layout: Layout, residual: bool) -> None:
-        self._codec, self._communicator, self._layout = codec, communicator, layout
-        size, device = communicator.size, communicator.device
-        everything = [(piece, owner) for owner in range(size) for piece in range(layout.pieces)]
-        self._bytes = {(p, o): codec.payload_size(length(layout.part(p, o))) for p, o in everything}
-        # Every row has room for the piece of a full chunk, so that short last chunks need no messages of uneven rows.
-        slots = [codec.payload_size(layout.width(piece)) for piece in range(layout.pieces)]
-        self._sent = Slots(size, slots, device)
-        self._received = Slots(size, slots, device)
-        self._works: list[Work] = [FINISHED, FINISHED]
-        parts = [(layout.number(p, o), length(layout.part(p, o))) for p, o in everything]
-        self.residuals = Residuals(codec, parts, device) if residual else None
-
-    def start(self, piece: int, x: torch.Tensor, seed: int, source: Source | None = None) -> None:
-        """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
-        layout, sent = self._layout, self._sent[piece]
-        for owner in range(layout.owners):
-            part, number = layout.part(piece, owner), layout.number(piece, owner)
-            out = sent[owner, : self._bytes[piece, owner]]
-            own = first_seed(self._codec, seed, self._communicator.rank, number)
-            if not length(part):
-                continue
-            if source is not None and isinstance(self._codec, BlockCodec):
-                self._codec.encode_pieces(source(part), seed=own, out=out)
-            elif self.residuals is None:
-                self._codec.encode(x[part], seed=own, out=out)
-            else:
-                self.residuals.encode(number, x[part], seed=own, out=out)
-        received = self._received[piece]
-        self._works[piece % 2] = self._communicator.all_to_all(received.view(-1), sent.view(-1))
-
-    def finish(self, piece: int) -> torch.Tensor:
-        """Waits for that piece of this rank's chunk, and returns everyone's payload of it, shape (ranks, bytes)."""
-        self._works[piece % 2].wait()
-        received, size = self._received[piece], self._bytes[piece, self._communicator.rank]
-        return received if size == received.shape[1] else received[:, :size].contiguous()
-
-
-class Gather:
-    """Second pass: each rank encodes its chunk and sends that to everyone, piece by piece; all decode the same bytes.
-
-    An exact part may travel with the first piece: so many bytes behind each payload.
-
-    Args:
-        codec: what encodes.
-        communicator: the ranks.
-        layout: how vectors are cut, with one owner a rank.
-        residual: whether to keep what payloads lack, and add it to the next chunk.
-        exact: elements of the exact part.
-        dtype: of the exact part.
+        exact: how the exact part travels; None if there is none.
+        counts: as `block_counts` makes them.
     """
 
     def __init__(
@@ -111,60 +93,139 @@ class Gather:
         communicator: Communicator,
         layout: Layout,
         residual: bool,
-        exact: int = 0,
-        dtype: torch.dtype = torch.float32,
+        exact: ExactPart | None = None,
+        counts: Counts | None = None,
     ) -> None:
         self._codec, self._communicator, self._layout = codec, communicator, layout
+        self._exact, self._counts = exact, counts or {}
+        size, device = communicator.size, communicator.device
+        everything = [(piece, owner) for owner in range(size) for piece in range(layout.pieces)]
+        self._bytes = {(p, o): codec.payload_size(length(layout.part(p, o))) for p, o in everything}
+        # Every row has room for the piece of a full chunk, so that short last chunks need no messages of uneven rows.
+        self._slots = [codec.payload_size(layout.width(piece)) for piece in range(layout.pieces)]
+        rows = with_exact(self._slots, exact)
+        self._sent = Slots(size, rows, device)
+        self._received = Slots(size, rows, device)
+        self._works: list[Work] = [FINISHED, FINISHED]
+        parts = [(layout.number(p, o), length(layout.part(p, o))) for p, o in everything]
+        self.residuals = Residuals(codec, parts, device) if residual else None
+
+    def start(
+        self, piece: int, x: torch.Tensor, seed: int, source: Source | None = None, exact: torch.Tensor | None = None
+    ) -> None:
+        """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
+        layout, sent = self._layout, self._sent[piece]
+        for owner in range(layout.owners):
+            part, number = layout.part(piece, owner), layout.number(piece, owner)
+            out, counts = sent[owner, : self._bytes[piece, owner]], self._counts.get((piece, owner))
+            own = first_seed(self._codec, seed, self._communicator.rank, number)
+            if not length(part):
+                continue
+            if source is not None and isinstance(self._codec, BlockCodec):
+                self._codec.encode_pieces(source(part), seed=own, out=out)
+            elif self.residuals is None:
+                encode_part(self._codec, x[part], seed=own, out=out, counts=counts)
+            else:
+                self.residuals.encode(number, x[part], seed=own, out=out, counts=counts)
+        if piece == 0 and self._exact is not None and exact is not None:
+            self._exact.scatter(exact, sent[:, self._slots[0] :])
+        received = self._received[piece]
+        self._works[piece % 2] = self._communicator.all_to_all(received.view(-1), sent.view(-1))
+
+    def finish(self, piece: int, exact_mean: torch.Tensor | None = None) -> torch.Tensor:
+        """Waits for that piece of this rank's chunk, and returns everyone's payload of it, shape (ranks, bytes).
+
+        With the first piece `exact_mean`, of as many bytes as the exact part adds to a row, gets the mean of this rank's chunk.
+        """
+        self._works[piece % 2].wait()
+        received, size = self._received[piece], self._bytes[piece, self._communicator.rank]
+        if piece == 0 and self._exact is not None and exact_mean is not None:
+            self._exact.reduce(received[:, self._slots[0] :], exact_mean)
+        payloads = received[:, :size]
+        return payloads if isinstance(self._codec, BlockCodec) else payloads.contiguous()
+
+
+class Gather:
+    """Second pass: each rank encodes its chunk and sends that to everyone, piece by piece; all decode the same bytes.
+
+    The means of the exact part's chunks travel with the first piece, as in `Scatter`.
+
+    Args:
+        codec: what encodes.
+        communicator: the ranks.
+        layout: how vectors are cut, with one owner a rank.
+        residual: whether to keep what payloads lack, and add it to the next chunk.
+        exact: how the exact part travels; None if there is none.
+        counts: as `block_counts` makes them.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        layout: Layout,
+        residual: bool,
+        exact: ExactPart | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        self._codec, self._communicator, self._layout = codec, communicator, layout
+        self._exact, self._counts = exact, counts or {}
         device, pieces = communicator.device, range(layout.pieces)
         self._bytes = {
             (p, o): codec.payload_size(length(layout.part(p, o))) for p in pieces for o in range(layout.owners)
         }
         slots = [codec.payload_size(layout.width(piece)) for piece in pieces]
-        self._messages = Messages(communicator, slots, exact, dtype)
+        self._messages = Messages(communicator, slots, 0 if exact is None else exact.row_bytes)
         own = [(layout.number(p, communicator.rank), length(layout.part(p, communicator.rank))) for p in pieces]
         self.residuals = Residuals(codec, own, device) if residual else None
-        self._mean = torch.empty(0, dtype=torch.float32, device=device)
+        self._mean = torch.empty(0, device=device, dtype=torch.float32)
 
-    def start_reduced(self, piece: int, payloads: torch.Tensor, exact: torch.Tensor, seed: int) -> None:
-        """Encodes the mean of everyone's payloads of a piece of this rank's chunk, and starts sending it.
+    @property
+    def exact_mean(self) -> torch.Tensor:
+        """Where the mean of this rank's chunk of the exact part is to be written before the first piece starts."""
+        return self._messages.own_extra
 
-        Args:
-            piece: its number.
-            payloads: shape (ranks, bytes).
-            exact: this rank's exact part.
-            seed: of the message.
-        """
+    def start_reduced(self, piece: int, payloads: torch.Tensor, seed: int) -> None:
+        """Encodes the mean of everyone's payloads, of shape (ranks, bytes), of a piece of this rank's chunk, and sends it."""
         rank, scale = self._communicator.rank, 1.0 / self._communicator.size
         number, elements = self._layout.number(piece, rank), length(self._layout.part(piece, rank))
         own, out = second_seed(self._codec, seed, number), self._messages.own(piece)[: self._bytes[piece, rank]]
+        counts = self._counts.get((piece, rank))
         if elements and self.residuals is None:
-            self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
+            if isinstance(self._codec, BlockCodec):
+                self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out, counts=counts)
+            else:
+                self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
         elif elements and self.residuals is not None:
             # With a residual the mean is needed as numbers before it is encoded. Only here: `start` has it from the caller.
             if not self._mean.numel():
-                self._mean = torch.empty(self._layout.piece, dtype=torch.float32, device=payloads.device)
+                self._mean = torch.empty(self._layout.piece, device=payloads.device, dtype=torch.float32)
             mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
-            self.residuals.encode(number, mean, seed=own, out=out)
-        self._messages.start(piece, exact)
+            self.residuals.encode(number, mean, seed=own, out=out, counts=counts)
+        self._messages.start(piece)
 
     def start(self, piece: int, shard: torch.Tensor, seed: int) -> None:
         """Encodes a piece of this rank's chunk, which is `shard`, and starts sending it."""
         rank, begin = self._communicator.rank, piece * self._layout.piece
         number, elements = self._layout.number(piece, rank), length(self._layout.part(piece, rank))
         own, out = second_seed(self._codec, seed, number), self._messages.own(piece)[: self._bytes[piece, rank]]
-        part = shard[begin : begin + elements]
+        part, counts = shard[begin : begin + elements], self._counts.get((piece, rank))
         if elements and self.residuals is None:
-            self._codec.encode(part, seed=own, out=out)
+            encode_part(self._codec, part, seed=own, out=out, counts=counts)
         elif elements and self.residuals is not None:
-            self.residuals.encode(number, part, seed=own, out=out)
-        self._messages.start(piece, shard[:0])
+            self.residuals.encode(number, part, seed=own, out=out, counts=counts)
+        self._messages.start(piece)
 
-    def finish(self, piece: int, x: torch.Tensor, exact: torch.Tensor, deliver: Deliver | None = None) -> None:
+    def finish(
+        self, piece: int, x: torch.Tensor, exact: torch.Tensor | None = None, deliver: Deliver | None = None
+    ) -> None:
         """Waits for a piece of all chunks, and decodes it into its place in `x`, of shape (n,); `exact` gets its mean.
 
         With `deliver` that takes each part and its payload instead of `x`.
         """
-        payloads = self._messages.finish(piece, exact)
+        payloads = self._messages.finish(piece)
+        if piece == 0 and self._exact is not None and exact is not None:
+            self._exact.gather(self._messages.extras, exact)
         for owner in range(self._layout.owners):
             part, payload = self._layout.part(piece, owner), payloads[owner, : self._bytes[piece, owner]]
             if not length(part):
@@ -176,20 +237,18 @@ class Gather:
 
 
 class Messages:
-    """All-gathers of one row of bytes a rank, of which the first may carry an exact part.
+    """All-gathers of one row of bytes a rank, of which the first may carry more behind it.
 
     Args:
         communicator: the ranks.
         sizes: for each piece, the bytes of a row.
-        exact: elements of the exact part.
-        dtype: of the exact part.
+        extra: bytes behind the first row, a multiple of 16.
     """
 
-    def __init__(self, communicator: Communicator, sizes: Sequence[int], exact: int, dtype: torch.dtype) -> None:
+    def __init__(self, communicator: Communicator, sizes: Sequence[int], extra: int) -> None:
         self._communicator = communicator
         self._sizes = sizes
-        self._exact_bytes = exact * dtype.itemsize
-        rows = [size + (-(-self._exact_bytes // 16) * 16 if piece == 0 else 0) for piece, size in enumerate(sizes)]
+        rows = [size + (extra if piece == 0 else 0) for piece, size in enumerate(sizes)]
         self._own = Slots(1, rows, communicator.device)
         self._all = Slots(communicator.size, rows, communicator.device)
         self._works: list[Work] = [FINISHED, FINISHED]
@@ -198,21 +257,27 @@ class Messages:
         """Where this rank's row of a piece is to be written, shape (bytes,)."""
         return self._own[piece][0, : self._sizes[piece]]
 
-    def start(self, piece: int, exact: torch.Tensor) -> None:
-        """Starts sending this rank's row, and with the first piece its exact part."""
+    @property
+    def own_extra(self) -> torch.Tensor:
+        """Where what goes behind this rank's first row is to be written, shape (extra,)."""
+        return self._own[0][0, self._sizes[0] :]
+
+    @property
+    def extras(self) -> torch.Tensor:
+        """What came behind everyone's first row, shape (ranks, extra); from when that is finished to the start of the third."""
+        return self._all[0][:, self._sizes[0] :]
+
+    def start(self, piece: int) -> None:
+        """Starts sending this rank's row."""
         own = self._own[piece]
-        if piece == 0 and self._exact_bytes:
-            begin = self._sizes[0]
-            own[0, begin : begin + self._exact_bytes].view(exact.dtype).copy_(exact)
         self._works[piece % 2] = self._communicator.all_gather(self._all[piece].view(-1), own.view(-1))
 
-    def finish(self, piece: int, exact: torch.Tensor) -> torch.Tensor:
-        """Waits for everyone's rows, shape (ranks, bytes), and leaves the mean of the exact parts in `exact`."""
+    def finish(self, piece: int) -> torch.Tensor:
+        """Waits for everyone's rows, shape (ranks, bytes)."""
         self._works[piece % 2].wait()
-        everything, size = self._all[piece], self._sizes[piece]
-        if piece == 0 and self._exact_bytes:
-            total = torch.zeros_like(exact, dtype=torch.float32)
-            for row in everything:
-                total += row[size : size + self._exact_bytes].view(exact.dtype)
-            exact.copy_(total.div_(self._communicator.size))
-        return everything[:, :size]
+        return self._all[piece][:, : self._sizes[piece]]
+
+
+def with_exact(sizes: Sequence[int], exact: ExactPart | None) -> list[int]:
+    """The bytes of each piece's row, of which the first carries a chunk of the exact part."""
+    return [size + (exact.row_bytes if exact is not None and piece == 0 else 0) for piece, size in enumerate(sizes)]

@@ -37,9 +37,11 @@ class Residuals:
         """Sets all to zero."""
         self.load(torch.zeros(self.numel, dtype=torch.float32))
 
-    def encode(self, number: int, x: torch.Tensor, *, seed: int, out: torch.Tensor) -> None:
-        """Encodes a part and its residual into `out`, and keeps what that lacks; errors as in `Codec.encode`."""
-        self._feedback.encode(str(number), x, seed=seed, out=out)
+    def encode(
+        self, number: int, x: torch.Tensor, *, seed: int, out: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> None:
+        """Encodes a part and its residual into `out`, and keeps what that lacks; `counts` and errors as in `ErrorFeedback`."""
+        self._feedback.encode(str(number), x, seed=seed, out=out, counts=counts)
 
     def scale(self, factor: float) -> None:
         """Multiplies all elements."""

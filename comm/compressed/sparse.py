@@ -6,17 +6,23 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.exact import ExactPart, mean_of
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
 from bagua_kernels.comm.compressed.passes import Messages
 from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.work import FINISHED, Work
 from bagua_kernels.compression import Codec
+
+# A message more has to save so many bytes.
+_WORTH_A_MESSAGE = 1 << 14
 
 
 class SparseAllReduce(AllReduce):
     """Averages vectors of which each rank sends a few elements (as Deep Gradient Compression, Lin et al., ICLR 2018, does).
 
     1. Each rank encodes its vector.
-    2. All-gather: everyone receives all payloads, and with them every rank's exact part.
+    2. All-gather: everyone receives all payloads, and with them every rank's exact part. Where that would cost many more bytes
+       than means do, an all-to-all brings it to its owners meanwhile, and their means go with the payloads.
     3. Everyone decodes the same bytes and adds them up in float32, in the order of the ranks (`Codec.decode_sum`).
 
     A rank sends its payload to every other, so that the bytes grow with the number of ranks; the mean is not encoded again,
@@ -61,13 +67,24 @@ class SparseAllReduce(AllReduce):
             return
         widths = [layout.part(piece, 0) for piece in range(layout.pieces)]
         lengths = [part.stop - part.start for part in widths]
-        self._messages = Messages(communicator, [codec.payload_size(length) for length in lengths], exact, dtype)
+        part = ExactPart(communicator, exact, dtype)
+        saved = (communicator.size - 1) * (part.gathered_bytes - 2 * part.row_bytes)
+        self._part = part if saved >= _WORTH_A_MESSAGE else None
+        extra = part.gathered_bytes if self._part is None else part.row_bytes
+        self._messages = Messages(communicator, [codec.payload_size(length) for length in lengths], extra)
+        if self._part is not None:
+            rows, device = (communicator.size, part.row_bytes), communicator.device
+            self._to_owners, self._at_owner = (torch.zeros(rows, dtype=torch.uint8, device=device) for _ in range(2))
         self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
     ) -> None:
         rank, scale = self.communicator.rank, 1.0 / self.communicator.size
+        owned: Work = FINISHED
+        if self._part is not None:
+            self._part.scatter(exact, self._to_owners)
+            owned = self.communicator.all_to_all(self._at_owner.view(-1), self._to_owners.view(-1))
 
         def encode(piece: int) -> None:
             part, out = x[self.layout.part(piece, 0)], self._messages.own(piece)
@@ -76,10 +93,20 @@ class SparseAllReduce(AllReduce):
                 self.codec.encode(part, seed=own, out=out)
             elif part.numel():
                 self._worker.encode(piece, part, seed=own, out=out)
-            self._messages.start(piece, exact)
+            if piece == 0:
+                owned.wait()
+                if self._part is not None:
+                    self._part.reduce(self._at_owner, self._messages.own_extra)
+                else:
+                    self._messages.own_extra.view(exact.dtype)[: self.exact].copy_(exact)
+            self._messages.start(piece)
 
         def add_up(piece: int) -> None:
-            payloads = self._messages.finish(piece, exact)
+            payloads = self._messages.finish(piece)
+            if piece == 0 and self._part is not None:
+                self._part.gather(self._messages.extras, exact)
+            elif piece == 0 and self.exact:
+                exact.copy_(mean_of(self._messages.extras.view(exact.dtype)[:, : self.exact]))
             self.codec.decode_sum(payloads.contiguous(), x[self.layout.part(piece, 0)], scale)
 
         pipeline(self.layout.pieces, encode, add_up)

@@ -79,7 +79,7 @@ def blockwise_ptx(
 ) -> str:
     kernel = blockwise.kernel(name, rule or minmax(8), block, dtype, stochastic)
     arrays = {"x": ELEMENTS[dtype], "out": ELEMENTS[dtype], "words": types.int32, "out_words": types.int32}
-    arrays |= {"residual": types.float32}
+    arrays |= {"residual": types.float32, "counts": types.int32}
     arrays |= {"codes": types.uint8, "out_codes": types.uint8}
     signature = []
     for argument in inspect.signature(kernel.py_func).parameters:

@@ -170,6 +170,18 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
         assert max(widths(ptx, "st.global")) >= 128
 
 
+@pytest.mark.parametrize("name", ["encode", "feedback", "reduce"])
+@pytest.mark.parametrize("rule", [MINMAX_UINT8, SIGN_TWO_MEANS], ids=lambda rule: rule.name)
+def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
+    """Knowing which elements are a block's own makes no access narrower."""
+    plain, counted = (blockwise_ptx(rule, name, FLOAT32, 90, block=RULES[rule], counted=many) for many in (False, True))
+    check(counted)
+    for access in ("ld.global", "st.global"):
+        assert max(widths(counted, access)) == max(widths(plain, access))
+    # One count a row, and that at most, is read more.
+    assert sum(widths(counted, "ld.global").values()) <= 2 * sum(widths(plain, "ld.global").values())
+
+
 @pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None:

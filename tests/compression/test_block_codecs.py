@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagua_kernels.compression import Codec, Contractive, Unbiased
+from bagua_kernels.compression import Codec, Contractive, Sign, Unbiased
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS
 from tests.compression.codecs import ALL, STOCHASTIC, Case
 from tests.conftest import EMULATED, Target
@@ -106,8 +106,78 @@ def test_pieces_are_the_padded_vector(target: Target, case: Case) -> None:
         for size in sizes
     ]
     flat = torch.cat([torch.nn.functional.pad(p, (0, -p.numel() % block)) for p in pieces])
-    together = case.codec.encode_pieces(pieces, seed=SEED)
-    assert torch.equal(together, case.codec.encode(flat, seed=SEED))
+    counts = [min(block, size - begin) for size in sizes for begin in range(0, size, block)]
+    together = case.codec.encode_pieces(pieces, seed=SEED).cpu().numpy()
+    assert np.array_equal(together, oracle.encode(case.spec, flat.cpu().numpy(), SEED, counts=counts))
+
+
+@every_case
+def test_what_fills_blocks_up_is_not_looked_at(target: Target, case: Case) -> None:
+    """Short blocks, one that has nothing of its own, and NaN behind: in no scale, without codes and residuals."""
+    block = case.codec.block
+    counts = np.array([block - 3, 0, 5] if EMULATED else [block, block - 3, 0, 1, block // 2, 5], np.int32)
+    # The last block's end is beyond the vector's.
+    n = counts.size * block - 9
+    x, y, residual = (make("heavy", n, 1e-2, seed) for seed in range(3))
+    own = (np.arange(counts.size * block) % block < counts.repeat(block))[:n]
+    x[~own], y[~own] = np.nan, np.inf
+    here = torch.from_numpy(counts).to(target.device)
+    payload = case.codec.encode(torch.from_numpy(x).to(target.device), seed=SEED, counts=here)
+    expected = oracle.encode(case.spec, x, SEED, counts=counts)
+    assert np.array_equal(payload.cpu().numpy(), expected)
+    assert np.isfinite(oracle.decode(case.spec, expected, n)).all()
+    left = torch.from_numpy(residual.copy()).to(target.device)
+    sent = case.codec.encode_feedback(torch.from_numpy(y).to(target.device), left, seed=SEED, counts=here)
+    expected, kept = oracle.feedback(case.spec, y, residual, 1.0, SEED, counts=counts)
+    assert np.array_equal(sent.cpu().numpy(), expected)
+    assert equal(left.cpu().numpy(), kept)
+    assert np.array_equal(kept[~own], residual[~own])
+    payloads = torch.stack([payload, sent])
+    reduced = case.codec.reduce(payloads, n, scale=0.5, seed=SEED, counts=here)
+    assert np.array_equal(
+        reduced.cpu().numpy(), oracle.reduce(case.spec, payloads.cpu().numpy(), n, 0.5, SEED, counts=counts)
+    )
+
+
+@every_case
+def test_counts_of_any_size_stay_inside(target: Target, case: Case) -> None:
+    block = case.codec.block
+    x = torch.from_numpy(make("gaussian", block + 7, 1.0, 1)).to(target.device)
+    wild = torch.tensor([1 << 30, -5], dtype=torch.int32, device=target.device)
+    tame = torch.tensor([block, 0], dtype=torch.int32, device=target.device)
+    assert torch.equal(case.codec.encode(x, seed=1, counts=wild), case.codec.encode(x, seed=1, counts=tame))
+    for wrong in (tame[:1], tame.long(), tame.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match=r"counts must be contiguous int32 of shape \(2,\)"):
+            case.codec.encode(x, seed=1, counts=wrong)
+
+
+@every_case
+def test_payloads_with_more_behind_each(target: Target, case: Case) -> None:
+    """As they arrive in messages that carry something else, too."""
+    n = case.codec.block + 44
+    rows = [
+        case.codec.encode(torch.from_numpy(make("gaussian", n, 1.0, r)).to(target.device), seed=r) for r in range(3)
+    ]
+    plain = torch.stack(rows)
+    payloads = torch.cat([plain, torch.full_like(plain, 255)[:, :48]], 1)[:, : plain.shape[1]]
+    first = case.codec.decode_sum(payloads, torch.empty(n, device=target.device), 0.5)
+    assert torch.equal(first, case.codec.decode_sum(plain, torch.empty(n, device=target.device), 0.5))
+    assert torch.equal(case.codec.reduce(payloads, n, seed=1), case.codec.reduce(plain, n, seed=1))
+    with pytest.raises(ValueError, match="rows that begin at multiples of 16"):
+        case.codec.reduce(torch.cat([plain, plain[:, :8]], 1)[:, : plain.shape[1]], n)
+
+
+@pytest.mark.parametrize("codec", [Sign(), Sign(two_means=True)], ids=str)
+def test_short_blocks_lag_no_more_than_full_ones(target: Target, codec: Sign) -> None:
+    """The mean magnitude is that of the block's own elements, so that five equal ones are exact beside a full block."""
+    x = torch.zeros(512, device=target.device)
+    x[:5], x[256:] = 3.0, 3.0
+    counts = torch.tensor([5, 256], dtype=torch.int32, device=target.device)
+    residual = torch.zeros_like(x)
+    out = codec.decode(codec.encode_feedback(x, residual, counts=counts), torch.empty_like(x))
+    assert (out[:5] == 3).all()
+    assert (out[256:] == 3).all()
+    assert not residual.any()
 
 
 @every_case

@@ -47,8 +47,8 @@ class Code:
         """Whether residuals are kept by default."""
         return self.omega is None
 
-    def through(self, x: F32, seed: int) -> F32:
-        """Returns the decoded payload of a vector."""
+    def through(self, x: F32, seed: int, own: BOOL) -> F32:
+        """Returns the decoded payload of a vector, of which the elements `own` are tensors', and others fill blocks up."""
         raise NotImplementedError
 
 
@@ -58,8 +58,10 @@ class Block(Code):
 
     spec: Spec = field(default=Spec("minmax", 256))
 
-    def through(self, x: F32, seed: int) -> F32:
-        return block_quantizers.decode(self.spec, block_quantizers.encode(self.spec, x, seed), x.size)
+    def through(self, x: F32, seed: int, own: BOOL) -> F32:
+        counts = np.pad(own, (0, -own.size % self.block)).reshape(-1, self.block).sum(axis=1)
+        payload = block_quantizers.encode(self.spec, x, seed, counts=counts)
+        return np.where(own, block_quantizers.decode(self.spec, payload, x.size), np.float32(0))
 
 
 def block(spec: Spec) -> Block:
@@ -98,7 +100,7 @@ class Largest(Code):
         mask[sparse.topk(x, sparse.kept(self.ratio, x.size))] = True
         return mask
 
-    def through(self, x: F32, seed: int) -> F32:
+    def through(self, x: F32, seed: int, own: BOOL) -> F32:
         return np.where(self.chosen(x), x, np.float32(0))
 
 
@@ -110,7 +112,7 @@ class Drawn(Code):
     shared: bool = True
     ratio: float = 0.01
 
-    def through(self, x: F32, seed: int) -> F32:
+    def through(self, x: F32, seed: int, own: BOOL) -> F32:
         return sparse.dense(x, np.array(sparse.permutation(x.size, sparse.kept(self.ratio, x.size), seed)))
 
 
@@ -124,7 +126,7 @@ class Whole(Code):
     def feeds_back(self) -> bool:
         return False
 
-    def through(self, x: F32, seed: int) -> F32:
+    def through(self, x: F32, seed: int, own: BOOL) -> F32:
         return x
 
 
@@ -160,12 +162,12 @@ class Memory:
     owner: F32
 
 
-def fed(code: Code, x: F32, residual: F32 | None, seed: int) -> F32:
+def fed(code: Code, x: F32, residual: F32 | None, seed: int, own: BOOL) -> F32:
     """Returns what is sent of a vector and its residual, which is replaced by what that lacks."""
     if residual is None:
-        return code.through(x, seed)
+        return code.through(x, seed, own)
     a = x + residual
-    sent = code.through(a * np.float32(1 if code.omega is None else 1 / (1 + code.omega)), seed)
+    sent = code.through(a * np.float32(1 if code.omega is None else 1 / (1 + code.omega)), seed, own)
     residual[:] = a - sent
     return sent
 
@@ -185,7 +187,9 @@ def total(vectors: Sequence[F32]) -> F32:
     return out
 
 
-def average(code: Code, inputs: Sequence[F32], memory: Memory, feedback: bool, owner: bool, seed: int) -> F32:
+def average(
+    code: Code, inputs: Sequence[F32], memory: Memory, feedback: bool, owner: bool, seed: int, own: BOOL
+) -> F32:
     """Returns the compressed mean, and updates the memory."""
     ranks, n = len(inputs), inputs[0].size
     out = np.zeros(n, np.float32)
@@ -196,10 +200,10 @@ def average(code: Code, inputs: Sequence[F32], memory: Memory, feedback: bool, o
         if isinstance(code, Ternary):
             return code.averaged(inputs, first)
         residuals = [e[part] if feedback else None for e in memory.worker]
-        sent = [fed(code, x[part], e, s) for x, e, s in zip(inputs, residuals, first, strict=True)]
+        sent = [fed(code, x[part], e, s, own[part]) for x, e, s in zip(inputs, residuals, first, strict=True)]
         mean = total(sent) * np.float32(1 / ranks)
         if code.travels == "twice":
-            mean = fed(code, mean, memory.owner[part] if owner else None, powersgd.fold(seed, 1, i))
+            mean = fed(code, mean, memory.owner[part] if owner else None, powersgd.fold(seed, 1, i), own[part])
         out[part] = mean
     return out
 
@@ -216,7 +220,7 @@ def plain(inputs: Sequence[F32]) -> F32:
 class Bucket:
     """Tensors one behind the other, each from a multiple of so many elements on.
 
-    Gaps are zero, but payloads say something else of them, and that is remembered as of any element.
+    Gaps are zero; no payload says anything of them, and nothing is remembered.
 
     Args:
         shapes: Of the tensors, in their order.
@@ -232,6 +236,9 @@ class Bucket:
             self.slices[name] = slice(end, end + math.prod(shape))
             end += -(-math.prod(shape) // align) * align
         self.n = end
+        self.own = np.zeros(end, np.bool_)
+        for part in self.slices.values():
+            self.own[part] = True
         self.memory = Memory([np.zeros(end, np.float32) for _ in range(ranks)], np.zeros(end, np.float32))
         self.velocity = [np.zeros(end, np.float32) for _ in range(ranks)]
 
@@ -367,7 +374,9 @@ class Compressed(Algorithm):
                 e[:] = 0
         if code is None or not sends:
             return plain(vectors)
-        return average(code, vectors, bucket.memory, feedback, owner, powersgd.fold(self.seed, self.steps, index))
+        return average(
+            code, vectors, bucket.memory, feedback, owner, powersgd.fold(self.seed, self.steps, index), bucket.own
+        )
 
     def remembered(self, rank: int) -> dict[str, Named]:
         out: dict[str, Named] = {"worker": {}, "owner": {}}

@@ -7,6 +7,7 @@ Two oracles with different purposes:
 * the mathematical one (`ideal`) is the quantiser in float64 and shares no step with it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from tests.oracles.minmax_uint8 import CANONICAL_NAN, F32, F64, U8, ZERO, dither
 
 BOOL = npt.NDArray[np.bool_]
+Counts = Sequence[int] | npt.NDArray[np.int64]
 I64 = npt.NDArray[np.int64]
 
 ONE = np.float32(1)
@@ -121,10 +123,11 @@ def _to_blocks(spec: Spec, x: F32) -> F32:
     return rows
 
 
-def _present(spec: Spec, n: int) -> BOOL:
-    """Returns where `_to_blocks` has elements of the vector."""
+def _present(spec: Spec, n: int, counts: Counts | None = None) -> BOOL:
+    """Returns where `_to_blocks` has elements of the vector, or of the first so many in each block."""
     rows = _block_count(spec, n)
-    return np.arange(rows * spec.block).reshape(rows, spec.block) < n
+    inside = np.arange(rows * spec.block).reshape(rows, spec.block) < n
+    return inside if counts is None else inside & (np.arange(spec.block) < np.array(counts).reshape(rows, 1))
 
 
 def _pack(spec: Spec, codes: U8, n: int) -> U8:
@@ -193,7 +196,8 @@ def _extremes(v: F32, present: BOOL) -> tuple[F32, F32]:
     high = np.where(present, key, np.int32(-0x80000000)).max(axis=1)
     both = np.stack([low, high])
     lo, hi = np.where(both < 0, both ^ np.int32(0x7FFFFFFF), both).view(np.float32)
-    return lo, hi
+    some = present.any(axis=1)
+    return np.where(some, lo, ZERO), np.where(some, hi, ZERO)
 
 
 def _inverse(top: int, span: F32) -> F32:
@@ -338,8 +342,9 @@ def _dithers(spec: Spec, seed: int, n: int) -> F32:
     return np.zeros((_block_count(spec, n), spec.block), dtype=np.float32)
 
 
-def _scales_and_codes(spec: Spec, x: F32, seed: int, given: F32 | None) -> tuple[F32, U8]:
-    v, present = _to_blocks(spec, x), _present(spec, x.size)
+def _scales_and_codes(spec: Spec, x: F32, seed: int, given: F32 | None, counts: Counts | None) -> tuple[F32, U8]:
+    present = _present(spec, x.size, counts)
+    v = np.where(present, _to_blocks(spec, x), ZERO)
     broken: BOOL = np.logical_or.reduce(~np.isfinite(v), axis=1)
     # Such blocks are computed as zeros and replaced at the end.
     v = np.where(broken[:, None], ZERO, v)
@@ -368,7 +373,7 @@ def _scales_and_codes(spec: Spec, x: F32, seed: int, given: F32 | None) -> tuple
     return scales, np.where(present & ~broken[:, None], codes, np.uint8(0))
 
 
-def encode(spec: Spec, x: F32, seed: int = 0, scales: F32 | None = None) -> U8:
+def encode(spec: Spec, x: F32, seed: int = 0, scales: F32 | None = None, counts: Counts | None = None) -> U8:
     """Encodes a vector.
 
     Args:
@@ -376,6 +381,7 @@ def encode(spec: Spec, x: F32, seed: int = 0, scales: F32 | None = None) -> U8:
         x: One-dimensional float32 vector.
         seed: Seed of stochastic rounding.
         scales: One scale for each block, exactly if `spec.shared`.
+        counts: For each block how many of its first elements are its own; all of them if None.
 
     Returns:
         The payload.
@@ -387,7 +393,7 @@ def encode(spec: Spec, x: F32, seed: int = 0, scales: F32 | None = None) -> U8:
     if scales is not None and scales.shape != (_block_count(spec, x.size),):
         raise ValueError("one scale for each block")
     with np.errstate(all="ignore"):
-        rows, codes = _scales_and_codes(spec, x, seed, scales)
+        rows, codes = _scales_and_codes(spec, x, seed, scales, counts)
     payload = np.zeros(payload_size(spec, x.size), dtype=np.uint8)
     head = rows.astype("<f4", order="C").reshape(-1).view(np.uint8)
     body = _pack(spec, codes, x.size)
@@ -439,7 +445,7 @@ def decode_sum(spec: Spec, payloads: U8, n: int, scale: float) -> F32:
         return total * np.float32(scale)
 
 
-def reduce(spec: Spec, payloads: U8, n: int, scale: float, seed: int = 0) -> U8:
+def reduce(spec: Spec, payloads: U8, n: int, scale: float, seed: int = 0, counts: Counts | None = None) -> U8:
     """Returns the payload of `decode_sum`; not for shared scales, which the page does not define for the result.
 
     Args:
@@ -448,11 +454,14 @@ def reduce(spec: Spec, payloads: U8, n: int, scale: float, seed: int = 0) -> U8:
         n: Number of elements.
         scale: Factor, rounded to float32.
         seed: Seed of stochastic rounding.
+        counts: As for `encode`.
     """
-    return encode(spec, decode_sum(spec, payloads, n, scale), seed)
+    return encode(spec, decode_sum(spec, payloads, n, scale), seed, counts=counts)
 
 
-def feedback(spec: Spec, x: F32, residual: F32, factor: float, seed: int = 0) -> tuple[U8, F32]:
+def feedback(
+    spec: Spec, x: F32, residual: F32, factor: float, seed: int = 0, counts: Counts | None = None
+) -> tuple[U8, F32]:
     """Encodes with error feedback.
 
     Args:
@@ -461,15 +470,17 @@ def feedback(spec: Spec, x: F32, residual: F32, factor: float, seed: int = 0) ->
         residual: What earlier payloads left out.
         factor: `f` of the page, rounded to float32.
         seed: Seed of stochastic rounding.
+        counts: As for `encode`; residuals of other elements stay.
 
     Returns:
         The payload and the new residual.
     """
     with np.errstate(all="ignore"):
         a = x + residual
-        payload = encode(spec, a * np.float32(factor), seed)
+        payload = encode(spec, a * np.float32(factor), seed, counts=counts)
         left = a - decode(spec, payload, x.size)
-    return payload, np.where(np.isfinite(left), left, np.where(np.isfinite(residual), residual, ZERO))
+    left = np.where(np.isfinite(left), left, np.where(np.isfinite(residual), residual, ZERO))
+    return payload, np.where(_present(spec, x.size, counts).reshape(-1)[: x.size], left, residual)
 
 
 def _ideal_block(spec: Spec, v: F64) -> F64:

@@ -94,7 +94,14 @@ def layout_of(rule: BlockQuantizer, n: int, block: int) -> Layout:
 
 
 def encode(
-    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, *, block: int, seed: int | None, given: bool = False
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payload: torch.Tensor,
+    *,
+    block: int,
+    seed: int | None,
+    given: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Encodes a vector into a payload.
 
@@ -105,6 +112,8 @@ def encode(
         block: elements a block, a power of two from 32 to 4096.
         seed: 64-bit seed of stochastic rounding; None rounds to nearest.
         given: whether the payload's scales are there already and are to be used.
+        counts: shape (blocks,), int32, on the same device: how many elements at the beginning of each block are its own. The
+            others only fill the block up: they are not read, and their codes are 0. None stands for all of them.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -114,14 +123,17 @@ def encode(
     layout = layout_of(rule, x.numel(), block)
     check_payload("payload", payload, layout, (layout.size,), x.device)
     seed = checked_seed(seed)
+    check_counts(counts, layout, x.device)
     if layout.n:
-        OP.backend(x.device).encode(rule, x, payload, layout, seed, given)
+        OP.backend(x.device).encode(rule, x, payload, layout, seed, given, counts)
 
 
 def encode_pieces(
     rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, *, block: int, seed: int | None
 ) -> None:
-    """Encodes many tensors as one vector, each filled up with zeros to a multiple of the block, without a flat copy of them.
+    """Encodes many tensors as one vector, each filled up to a multiple of the block, without a flat copy of them.
+
+    What fills a tensor's last block up is not its own: see `counts` of `encode`.
 
     Args:
         rule: the quantizer.
@@ -160,6 +172,7 @@ def feedback(
     block: int,
     factor: float,
     seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Encodes `factor * (x + residual)` and leaves in `residual` what the payload lacks of `x + residual`, in one pass.
 
@@ -173,6 +186,7 @@ def feedback(
         block: elements a block.
         factor: a float32; 1 for a contractive codec, 1 / (1 + omega) for an unbiased one.
         seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+        counts: as for `encode`; residuals of other elements stay as they are.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -187,8 +201,9 @@ def feedback(
     layout = layout_of(rule, x.numel(), block)
     check_payload("payload", payload, layout, (layout.size,), x.device)
     seed = checked_seed(seed)
+    check_counts(counts, layout, x.device)
     if layout.n:
-        OP.backend(x.device).feedback(rule, x, residual, payload, layout, factor, seed)
+        OP.backend(x.device).feedback(rule, x, residual, payload, layout, factor, seed, counts)
 
 
 def decode_apply(
@@ -285,6 +300,7 @@ def reduce(
     scale: float,
     block: int,
     seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Encodes `scale` times the sum of all decoded payloads.
 
@@ -298,6 +314,7 @@ def reduce(
         scale: factor of the sum, a float32; 1 / ranks for a mean.
         block: elements a block.
         seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+        counts: as for `encode`.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -309,8 +326,9 @@ def reduce(
     check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
     check_payload("out", out, layout, (layout.size,), payloads.device)
     seed = checked_seed(seed)
+    check_counts(counts, layout, out.device)
     if layout.n:
-        OP.backend(out.device).reduce(rule, payloads, out, scale, layout, seed)
+        OP.backend(out.device).reduce(rule, payloads, out, scale, layout, seed, counts)
 
 
 def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
@@ -372,8 +390,26 @@ def checked_block(block: int) -> int:
     return block
 
 
+def check_counts(counts: torch.Tensor | None, layout: Layout, device: torch.device) -> None:
+    """Raises unless `counts` is None or has an int32 for each block, on the device.
+
+    Kernels clamp what is negative or beyond a block's end, so that no number makes them read or write outside.
+    """
+    if counts is None:
+        return
+    fits = counts.dtype == torch.int32 and counts.shape == (layout.blocks,) and counts.is_contiguous()
+    if not fits or counts.device != device:
+        raise ValueError(
+            f"counts must be contiguous int32 of shape {(layout.blocks,)} on {device} for n={layout.n} and "
+            f"block={layout.block}, got {counts.dtype} of shape {tuple(counts.shape)} on {counts.device}"
+        )
+
+
 def check_payload(
     name: str, payload: torch.Tensor, layout: Layout, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raises unless `payload` is a contiguous, aligned uint8 tensor of the shape (-1 stands for any size) on the device."""
-    check_bytes(name, payload, shape, device, f"n={layout.n} and block={layout.block}")
+    """Raises unless `payload` is an aligned uint8 tensor of the shape (-1 stands for any size) on the device.
+
+    It must be contiguous, or have contiguous rows.
+    """
+    check_bytes(name, payload, shape, device, f"n={layout.n} and block={layout.block}", strided=True)

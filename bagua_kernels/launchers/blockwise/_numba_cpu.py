@@ -29,16 +29,16 @@ from bagua_kernels.rules.quantizers import BlockQuantizer
 TASK = 16384
 
 
-def encode_blocks(x, words, codes, seed_low, seed_high, begin, end):
+def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end):
     wide_vectors()
-    x, words, codes = borrowed(x), borrowed(words), borrowed(codes)
+    x, words, codes, counts = borrowed(x), borrowed(words), borrowed(codes), borrowed(counts)
     own = np.empty((max(SUMS, 1), BLOCK), np.float32)
     scratch = borrowed(own)
     for block in range(begin, end):
         start = block * BLOCK
         ask_for(x, start, BLOCK)
         ask_for(codes, block * STRIDE, STRIDE)
-        values = x[start : min(start + BLOCK, x.size)]
+        values = x[start : start + own_size(counts, block, min(BLOCK, x.size - start))]
         here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
         encode_block(values, words, here, scratch, block, start, seed_low, seed_high)
     keep(own)
@@ -61,21 +61,21 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
         values = x[start : min(start + BLOCK, x.size)]
         for i in range(values.size):
             padded_block[i] = load_input(values[i])
-        padded_block[values.size :] = 0
         here = codes[block * STRIDE : (block + 1) * STRIDE]
-        encode_block(padded_block, words, here, scratch, block, block * BLOCK, seed_low, seed_high)
+        encode_block(padded_block[: values.size], words, here, scratch, block, block * BLOCK, seed_low, seed_high)
     keep(own)
 
 
-def feedback_blocks(x, residual, words, codes, factor, seed_low, seed_high, begin, end):
+def feedback_blocks(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end):
     wide_vectors()
     x, residual, words, codes = borrowed(x), borrowed(residual), borrowed(words), borrowed(codes)
+    counts = borrowed(counts)
     own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)
     scratch = borrowed(own)
     totals, scaled, loose = scratch[-1], scratch[-2], scratch[-3].view(np.uint8)
     for block in range(begin, end):
         start = block * BLOCK
-        stop = min(start + BLOCK, x.size)
+        stop = start + own_size(counts, block, min(BLOCK, x.size - start))
         ask_for(x, start, BLOCK)
         ask_for(residual, start, BLOCK)
         values = x[start:stop]
@@ -135,15 +135,16 @@ def decode_sum_blocks(words, codes, out, scale, begin, end):
     keep(own)
 
 
-def reduce_blocks(words, codes, out_words, out_codes, scale, n, seed_low, seed_high, begin, end):
+def reduce_blocks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end):
     wide_vectors()
     words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
+    counts = borrowed(counts)
     own = np.empty((max(SUMS, 1) + 2, BLOCK), np.float32)
     scratch = borrowed(own)
     totals, loose = scratch[-1], scratch[-2].view(np.uint8)
     for block in range(begin, end):
         start = block * BLOCK
-        total = totals[: min(BLOCK, n - start)]
+        total = totals[: own_size(counts, block, min(BLOCK, n - start))]
         ask_for(out_codes, block * STRIDE, STRIDE)
         sum_block(words, codes, total, loose, scale, block)
         here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
@@ -151,9 +152,9 @@ def reduce_blocks(words, codes, out_words, out_codes, scale, n, seed_low, seed_h
     keep(own)
 
 
-def encode_tasks(x, words, codes, seed_low, seed_high, blocks, task):
+def encode_tasks(x, words, codes, counts, seed_low, seed_high, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
-        serial(x, words, codes, seed_low, seed_high, t * task, min((t + 1) * task, blocks))
+        serial(x, words, codes, counts, seed_low, seed_high, t * task, min((t + 1) * task, blocks))
 
 
 def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_high, blocks, task):
@@ -162,10 +163,10 @@ def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_h
         serial(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end)
 
 
-def feedback_tasks(x, residual, words, codes, factor, seed_low, seed_high, blocks, task):
+def feedback_tasks(x, residual, words, codes, counts, factor, seed_low, seed_high, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
         begin, end = t * task, min((t + 1) * task, blocks)
-        serial(x, residual, words, codes, factor, seed_low, seed_high, begin, end)
+        serial(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end)
 
 
 def decode_tasks(words, codes, out, blocks, task):
@@ -178,10 +179,10 @@ def decode_sum_tasks(words, codes, out, scale, blocks, task):
         serial(words, codes, out, scale, t * task, min((t + 1) * task, blocks))
 
 
-def reduce_tasks(words, codes, out_words, out_codes, scale, n, seed_low, seed_high, blocks, task):
+def reduce_tasks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
         begin, end = t * task, min((t + 1) * task, blocks)
-        serial(words, codes, out_words, out_codes, scale, n, seed_low, seed_high, begin, end)
+        serial(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end)
 
 
 TEMPLATES: dict[str, tuple[Rule, Rule]] = {
@@ -302,6 +303,14 @@ def run(kernel: tuple[Any, Any], layout: Layout, *arguments: Any) -> None:
         run_parallel(parallel, *arguments, layout.blocks, max(1, TASK // layout.block))
 
 
+NO_COUNTS = np.empty(0, np.int32)
+
+
+def counts_array(counts: torch.Tensor | None) -> Any:
+    """The counts as an array, which is empty where there are none: one kernel does for both."""
+    return NO_COUNTS if counts is None else array(counts)
+
+
 def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
     """Zeroes the bytes after the scales and after the codes."""
     words[layout.blocks * layout.words :] = 0
@@ -309,12 +318,18 @@ def clear_pads(words: Any, codes: Any, layout: Layout) -> None:
 
 
 def encode(
-    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None, given: bool
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    seed: int | None,
+    given: bool,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     words, codes = map(array, layout.parts(payload))
     kernel = kernels("encode", rule, layout.block, x.dtype, seed is not None, given)
-    run(kernel, layout, array(x), words, codes, *map(np.uint32, seed_halves(seed)))
+    run(kernel, layout, array(x), words, codes, counts_array(counts), *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, layout)
 
 
@@ -337,12 +352,14 @@ def feedback(
     layout: Layout,
     factor: float,
     seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.feedback`."""
     words, codes = map(array, layout.parts(payload))
     kernel = kernels("feedback", rule, layout.block, x.dtype, seed is not None)
     halves = map(np.uint32, seed_halves(seed))
-    run(kernel, layout, array(x), array(residual), words, codes, np.float32(factor), *halves)
+    arguments = (array(x), array(residual), words, codes, counts_array(counts), np.float32(factor))
+    run(kernel, layout, *arguments, *halves)
     clear_pads(words, codes, layout)
 
 
@@ -360,14 +377,20 @@ def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, 
 
 
 def reduce(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout, seed: int | None
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    layout: Layout,
+    seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = map(array, layout.parts(payloads))
     out_words, out_codes = map(array, layout.parts(out))
     kernel = kernels("reduce", rule, layout.block, torch.float32, seed is not None)
-    arguments = (words, codes, out_words, out_codes, np.float32(scale), layout.n, *map(np.uint32, seed_halves(seed)))
-    run(kernel, layout, *arguments)
+    arguments = (words, codes, out_words, out_codes, counts_array(counts), np.float32(scale), layout.n)
+    run(kernel, layout, *arguments, *map(np.uint32, seed_halves(seed)))
     clear_pads(out_words, out_codes, layout)
 
 

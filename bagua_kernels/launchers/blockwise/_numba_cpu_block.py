@@ -95,23 +95,34 @@ def encode_codes(values, codes, a, b, c, d, start, seed_low, seed_high):
             codes[i] = np.uint8(code & np.int32(MASK))
 
 
+def own_size(counts, block, size):
+    """How many of the `size` elements that a block has in its vector are its own; all of them if there are no counts."""
+    return size if counts.size == 0 else max(0, min(size, np.int64(counts[block])))
+
+
 def encode_block(values, words, codes, scratch, block, start, seed_low, seed_high):
-    """Encodes a block whose first element is number `start` of the vector; `codes` are the bytes of this block."""
+    """Encodes a block whose first element is number `start` of the vector; `codes` are the bytes of this block.
+
+    `values` are the block's own elements, of which there may be none: that is a block of zeros. Other codes are 0.
+    """
     if GIVEN:
         first, second = words[block * WORDS], words[block * WORDS + WORDS - 1]
     else:
         low, high = extremes_of(values)
+        if values.size == 0:
+            low = high = np.int32(0)
         if SUMS:
             sum0, sum1, sum2 = block_sums(values, scratch, unit(low, high))
         else:
             sum0 = sum1 = sum2 = np.float32(0)
-        first, second = scales(low, high, sum0, sum1, sum2, np.float32(values.size), np.int32(LEVELS))
+        first, second = scales(low, high, sum0, sum1, sum2, np.float32(max(values.size, 1)), np.int32(LEVELS))
         words[block * WORDS] = first
         if WORDS == 2:
             words[block * WORDS + 1] = second
     a, b, c, d = encode_constants(first, second, np.int32(LEVELS))
     if FIELDS == 1:
         encode_codes(values, codes, a, b, c, d, start, seed_low, seed_high)
+        codes[values.size :] = 0
     else:
         loose = scratch[0].view(np.uint8)[:BLOCK]
         encode_codes(values, loose, a, b, c, d, start, seed_low, seed_high)
@@ -229,7 +240,7 @@ def sum_block(words, codes, total, loose, scale, block):
 
 # Templates in the order in which they are compiled: each may call those of the layers before.
 LAYERS: tuple[tuple[Rule, ...], ...] = (
-    (tree_sum, code_of, ask_for, stream_block, is_streamed, encode_codes),
+    (tree_sum, code_of, own_size, ask_for, stream_block, is_streamed, encode_codes),
     (block_sums, decode_block, add_block, add_four_blocks),
     (encode_block, sum_block),
 )

@@ -93,10 +93,21 @@ def code_at(values, shift, i, a, b, c, d, key, second_key):
     return np.int32(encode(load(values[i - shift]), a, b, c, d, noise, np.int32(LEVELS)) & np.int32(MASK))
 
 
-def encode_block(values, shift, words, codes, n, seed_low, seed_high, warp, lane, block):
-    """Encodes elements of one block, found in `values` at their index less `shift`; every thread must call it."""
+def own_stop(counts, n, block):
+    """Where a block's own elements end; at its end, or the vector's, if there are no counts."""
+    stop = min((block + 1) * BLOCK, n)
+    if COUNTED and block * BLOCK < n:
+        stop = min(stop, block * BLOCK + max(np.int64(counts[block]), np.int64(0)))
+    return stop
+
+
+def encode_block(values, shift, words, codes, counts, n, seed_low, seed_high, warp, lane, block):
+    """Encodes the own elements of one block, found in `values` at their index less `shift`; every thread must call it.
+
+    A block without any is one of zeros. The codes of other elements are 0.
+    """
     start = block * BLOCK
-    stop = min(start + BLOCK, n)
+    stop = own_stop(counts, n, block)
     first = np.int32(0)
     second = np.int32(0)
     if GIVEN:
@@ -105,6 +116,9 @@ def encode_block(values, shift, words, codes, n, seed_low, seed_high, warp, lane
             second = words[block * WORDS + WORDS - 1]
     else:
         low, high = extremes_of(values, shift, start, stop, warp, lane)
+        if stop <= start:
+            low = np.int32(0)
+            high = np.int32(0)
         sum0 = np.float32(0.0)
         sum1 = np.float32(0.0)
         sum2 = np.float32(0.0)
@@ -114,7 +128,7 @@ def encode_block(values, shift, words, codes, n, seed_low, seed_high, warp, lane
             sum1 = block_sum(values, shift, start, stop, unit(low, high), 1, warp, lane)
             sum2 = block_sum(values, shift, start, stop, unit(low, high), 2, warp, lane)
         if start < n:
-            first, second = scales(low, high, sum0, sum1, sum2, np.float32(stop - start), np.int32(LEVELS))
+            first, second = scales(low, high, sum0, sum1, sum2, np.float32(max(stop - start, 1)), np.int32(LEVELS))
             if lane == 0:
                 words[block * WORDS] = first
                 if WORDS == 2:
@@ -129,12 +143,13 @@ def encode_block(values, shift, words, codes, n, seed_low, seed_high, warp, lane
                 if i < stop:
                     packed |= code_at(values, shift, i, a, b, c, d, key, second_key) << (field * BITS)
             codes[block * STRIDE + at] = np.uint8(packed)
-    # The warp of the last block also zeroes what is left of its codes, and the bytes after the scales and after the codes.
-    if start < n and stop == n:
-        used = block * STRIDE + min(STRIDE, stop - start)
-        for i in range(used + lane, codes.size, LANES):
+    # What is left of the block's codes is zero; the warp of the last block also zeroes the bytes after scales and codes.
+    if start < n:
+        last = start + BLOCK >= n
+        end = codes.size if last else (block + 1) * STRIDE
+        for i in range(block * STRIDE + min(STRIDE, stop - start) + lane, end, LANES):
             codes[i] = 0
-        if (block + 1) * WORDS + lane < words.size:
+        if last and (block + 1) * WORDS + lane < words.size:
             words[(block + 1) * WORDS + lane] = 0
 
 
@@ -146,21 +161,21 @@ def decoded(words, codes, at_word, at_code, i, a, b, c, d):
     return decode(np.int32(code), a, b, c, d, np.int32(LEVELS))
 
 
-def encode_kernel(x, words, codes, n, seed_low, seed_high):
+def encode_kernel(x, words, codes, counts, n, seed_low, seed_high):
     warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
-    encode_block(x, 0, words, codes, n, seed_low, seed_high, warp, lane, cuda.blockIdx.x * WARPS + warp)
+    encode_block(x, 0, words, codes, counts, n, seed_low, seed_high, warp, lane, cuda.blockIdx.x * WARPS + warp)
 
 
-def feedback_kernel(x, residual, words, codes, n, factor, seed_low, seed_high):
+def feedback_kernel(x, residual, words, codes, counts, n, factor, seed_low, seed_high):
     scaled = cuda.shared.array(SUMMED, np.float32)
     warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
     block = cuda.blockIdx.x * WARPS + warp
     shift = (block - warp) * BLOCK
     start = block * BLOCK
-    stop = min(start + BLOCK, n)
+    stop = own_stop(counts, n, block)
     for i in range(start + lane, stop, LANES):
         scaled[i - shift] = multiplied(compensated(load_input(x[i]), residual[i]), factor)
-    encode_block(scaled, shift, words, codes, n, seed_low, seed_high, warp, lane, block)
+    encode_block(scaled, shift, words, codes, counts, n, seed_low, seed_high, warp, lane, block)
     # The codes of a byte come from several lanes' elements.
     cuda.syncthreads()
     if start < n:
@@ -211,13 +226,13 @@ def decode_sum_kernel(words, codes, size, ranks, out, scale):
         out[i] = store_output(totals[i - shift])
 
 
-def reduce_kernel(words, codes, size, ranks, out_words, out_codes, scale, n, seed_low, seed_high):
+def reduce_kernel(words, codes, size, ranks, out_words, out_codes, counts, scale, n, seed_low, seed_high):
     totals = cuda.shared.array(SUMMED, np.float32)
     warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
     block = cuda.blockIdx.x * WARPS + warp
     shift = (block - warp) * BLOCK
     sum_block(totals, shift, words, codes, size, ranks, n, scale, lane, block)
-    encode_block(totals, shift, out_words, out_codes, n, seed_low, seed_high, warp, lane, block)
+    encode_block(totals, shift, out_words, out_codes, counts, n, seed_low, seed_high, warp, lane, block)
 
 
 def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
@@ -258,7 +273,13 @@ def warps(block: int) -> int:
 
 @functools.cache
 def bound(
-    rule: BlockQuantizer, block: int, inner: torch.dtype, outer: torch.dtype, stochastic: bool, given: bool
+    rule: BlockQuantizer,
+    block: int,
+    inner: torch.dtype,
+    outer: torch.dtype,
+    stochastic: bool,
+    given: bool,
+    counted: bool = False,
 ) -> dict[str, Any]:
     """What the names in the templates stand for, for blocks of one dtype inside and vectors of another outside."""
     layout = Layout(0, block, rule.words, rule.bits)
@@ -269,6 +290,7 @@ def bound(
         "SUMMED": warps(block) * block,
         "STOCHASTIC": stochastic,
         "GIVEN": given,
+        "COUNTED": counted,
         "load": LOAD[inner],
         "store": STORE[inner],
         "load_input": LOAD[outer],
@@ -278,18 +300,24 @@ def bound(
         **rule_constants(rule),
         **rule_bindings(rule),
     }
-    for function in (tree_sum, block_sum, extremes_of, code_at, decoded, encode_block, sum_block):
+    for function in (tree_sum, block_sum, extremes_of, code_at, decoded, own_stop, encode_block, sum_block):
         bindings[function.__name__] = compile_template(function, bindings, device=True)
     return bindings
 
 
 @functools.cache
 def kernel(
-    name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, stochastic: bool = False, given: bool = False
+    name: str,
+    rule: BlockQuantizer,
+    block: int,
+    dtype: torch.dtype,
+    stochastic: bool = False,
+    given: bool = False,
+    counted: bool = False,
 ) -> Any:
     """The compiled kernel."""
     inner = torch.float32 if name in INTERMEDIATE else dtype
-    return compile_template(TEMPLATES[name], bound(rule, block, inner, dtype, stochastic, given))
+    return compile_template(TEMPLATES[name], bound(rule, block, inner, dtype, stochastic, given, counted))
 
 
 @functools.cache
@@ -322,18 +350,28 @@ def launch(kernel: Any, layout: Layout, *tensors_and_scalars: Any) -> None:
 
 
 def flat_parts(payloads: torch.Tensor, layout: Layout, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Contiguous views from a block's first scale and from its first code to the end, then a payload's size and their number."""
-    flat = payloads.view(-1)
+    """Contiguous views from a block's first scale and from its first code to the end, then the payloads' distance and number."""
+    ranks, size = payloads.shape
+    stride = payloads.stride(0)
+    flat = payloads.as_strided((stride * (ranks - 1) + size if ranks else 0,), (1,))
     scales, codes = flat.view(torch.int32)[layout.words * first :], flat[layout.scale_bytes + first * layout.stride :]
-    return scales, codes, layout.size, payloads.shape[0]
+    return scales, codes, stride, ranks
 
 
 def encode(
-    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None, given: bool
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    seed: int | None,
+    given: bool,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
-    run = kernel("encode", rule, layout.block, x.dtype, seed is not None, given)
-    launch(run, layout, x, *layout.parts(payload), layout.n, *seed_halves(seed))
+    run = kernel("encode", rule, layout.block, x.dtype, seed is not None, given, counts is not None)
+    words, codes = layout.parts(payload)
+    # Without counts the kernel reads none, and any integers do.
+    launch(run, layout, x, words, codes, words if counts is None else counts, layout.n, *seed_halves(seed))
 
 
 def encode_pieces(
@@ -344,11 +382,14 @@ def encode_pieces(
     The simulator has no addresses, so the pieces are laid out in a buffer first; the Triton backend has no such copy.
     """
     flat = torch.zeros(layout.n, dtype=pieces[0].dtype, device=payload.device)
+    counts = torch.full((layout.blocks,), layout.block, dtype=torch.int32)
     start = 0
     for piece in pieces:
         flat[start : start + piece.numel()] = piece
         start += padded(piece.numel(), layout.block)
-    encode(rule, flat, payload, layout, seed, False)
+        if piece.numel() % layout.block:
+            counts[start // layout.block - 1] = piece.numel() % layout.block
+    encode(rule, flat, payload, layout, seed, False, counts.to(payload.device))
 
 
 def feedback(
@@ -359,10 +400,13 @@ def feedback(
     layout: Layout,
     factor: float,
     seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.feedback`."""
-    run = kernel("feedback", rule, layout.block, x.dtype, seed is not None)
-    launch(run, layout, x, residual, *layout.parts(payload), layout.n, np.float32(factor), *seed_halves(seed))
+    run = kernel("feedback", rule, layout.block, x.dtype, seed is not None, counted=counts is not None)
+    words, codes = layout.parts(payload)
+    arguments = (x, residual, words, codes, words if counts is None else counts, layout.n, np.float32(factor))
+    launch(run, layout, *arguments, *seed_halves(seed))
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
@@ -395,9 +439,16 @@ def decode_apply(
 
 
 def reduce(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout, seed: int | None
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    layout: Layout,
+    seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
-    run = kernel("reduce", rule, layout.block, torch.float32, seed is not None)
-    arguments = (*flat_parts(payloads, layout), *layout.parts(out), np.float32(scale), layout.n, *seed_halves(seed))
-    launch(run, layout, *arguments)
+    run = kernel("reduce", rule, layout.block, torch.float32, seed is not None, counted=counts is not None)
+    words, codes = layout.parts(out)
+    arguments = (*flat_parts(payloads, layout), words, codes, words if counts is None else counts)
+    launch(run, layout, *arguments, np.float32(scale), layout.n, *seed_halves(seed))

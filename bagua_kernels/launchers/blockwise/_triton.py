@@ -33,6 +33,20 @@ def places(n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return rows, offsets, offsets < n, byte_offsets
 
 
+def own_elements(counts_ptr, n, rows, offsets, inside, COUNTED: tl.constexpr):
+    """How many elements of each row are its own, and which elements of the tile are.
+
+    Memory is read and written where the vector is, not by these, so that accesses stay as wide as they can be.
+    """
+    BLOCK: tl.constexpr = offsets.shape[1] * offsets.shape[2]
+    count = tl.cast(tl.minimum(tl.maximum(n - rows * BLOCK, 0), BLOCK), tl.int32)
+    if COUNTED:
+        given = tl.load(counts_ptr + rows, mask=rows < tl.cdiv(n, BLOCK), other=0)
+        count = tl.minimum(count, tl.maximum(given, 0))
+        inside = inside & (offsets - wide(rows * BLOCK) < wide(count))
+    return count, inside
+
+
 def wide(per_row):
     """A value a row, to go with a tile."""
     return per_row[:, None, None]
@@ -58,37 +72,40 @@ def row_extreme(tile, GREATEST: tl.constexpr):
         return tl.min(tl.min(tile, axis=2), axis=1)
 
 
-def statistics(x, inside, rows, n):
-    """The scales of each row."""
-    BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
+def statistics(x, inside, count):
+    """The scales of each row, of which `count` elements are its own: those of zeros where none is."""
     SUMS: tl.constexpr = N_SUMS
     if N_RANGE:
         keys = ordered(float_bits(x))
         low = row_extreme(tl.where(inside, keys, 0x7FFFFFFF), False)
         high = row_extreme(tl.where(inside, keys, -0x80000000), True)
+        low = tl.where(count > 0, low, 0)
+        high = tl.where(count > 0, high, 0)
     else:
         low = tl.zeros([x.shape[0]], tl.int32)
         high = row_extreme(tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0), True)
     nothing = tl.zeros([x.shape[0]], tl.float32)
-    count = tl.cast(tl.minimum(tl.maximum(n - rows * BLOCK, 0), BLOCK), tl.float32)
+    divisor = tl.cast(tl.maximum(count, 1), tl.float32)
     if SUMS == 0:
-        return scales(low, high, nothing, nothing, nothing, count, N_LEVELS)
+        return scales(low, high, nothing, nothing, nothing, divisor, N_LEVELS)
     else:
         term0, term1, term2 = terms(x, wide(unit(low, high)))
         sum0 = tree_sum(tl.where(inside, term0, 0.0))
         if SUMS == 1:
-            return scales(low, high, sum0, nothing, nothing, count, N_LEVELS)
+            return scales(low, high, sum0, nothing, nothing, divisor, N_LEVELS)
         else:
             sum1 = tree_sum(tl.where(inside, term1, 0.0))
             sum2 = tree_sum(tl.where(inside, term2, 0.0))
-            return scales(low, high, sum0, sum1, sum2, count, N_LEVELS)
+            return scales(low, high, sum0, sum1, sum2, divisor, N_LEVELS)
 
 
 def encode_tile(
-    x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+    x, words_ptr, codes_ptr, n, rows, offsets, count, inside, byte_offsets, seed_low, seed_high,
     STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Encodes a tile of float32 values and stores its scales and codes, zeroing the pads that fall into it.
+
+    `count` elements of each row are its own, those that are `inside`; codes of others are 0.
 
     Returns:
         The codes, [ROWS, FIELDS, STRIDE], and both scales of each row.
@@ -103,7 +120,7 @@ def encode_tile(
         first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
         second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
     else:
-        first, second = statistics(x, inside, rows, n)
+        first, second = statistics(x, inside, count)
         stored = rows < tl.cdiv(blocks * WORDS, 4) * 4 // WORDS
         tl.store(words_ptr + rows * WORDS, tl.where(present, first, 0), mask=stored)
         if WORDS == 2:
@@ -157,14 +174,17 @@ def decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets):
 
 
 def encode_kernel(
-    x_ptr, words_ptr, codes_ptr, n, seed_low, seed_high,
-    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, words_ptr, codes_ptr, counts_ptr, n, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A quotient rounded up overflows for lengths next to 2^31.
     n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
     x = load(tl.load(x_ptr + offsets, mask=inside, other=0))
-    encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, GIVEN)
+    encode_tile(
+        x, words_ptr, codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high, STOCHASTIC, GIVEN
+    )
 
 
 def encode_pieces_kernel(
@@ -181,26 +201,34 @@ def encode_pieces_kernel(
     left = tl.load(sizes_ptr + piece) - start
     within = offsets - wide(rows * BLOCK)
     source = tl.cast(tl.load(addresses_ptr + piece), x_ptr.dtype, bitcast=True) + start
-    x = load(tl.load(wide(source) + within, mask=inside & (within < wide(left)), other=0))
-    encode_tile(x, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, False)
+    count = tl.cast(tl.minimum(left, BLOCK), tl.int32)
+    inside = inside & (within < wide(left))
+    x = load(tl.load(wide(source) + within, mask=inside, other=0))
+    encode_tile(
+        x, words_ptr, codes_ptr, n, rows, offsets, count, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, False
+    )
 
 
 def feedback_kernel(
-    x_ptr, residual_ptr, words_ptr, codes_ptr, n, factor, seed_low, seed_high,
-    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, words_ptr, codes_ptr, counts_ptr, n, factor, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A quotient rounded up overflows for lengths next to 2^31.
     n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
     residual = tl.load(residual_ptr + offsets, mask=inside, other=0)
     total = compensated(load(tl.load(x_ptr + offsets, mask=inside, other=0)), residual)
     codes, first, second = encode_tile(
-        total * factor, words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+        total * factor, words_ptr, codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
         STOCHASTIC, False,
     )  # fmt: skip
     b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
     sent = decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
-    tl.store(residual_ptr + offsets, remainder(total, sent, residual), mask=inside)
+    left = remainder(total, sent, residual)
+    if COUNTED:
+        left = tl.where(own, left, residual)
+    tl.store(residual_ptr + offsets, left, mask=inside)
 
 
 def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets):
@@ -231,15 +259,16 @@ def decode_sum_kernel(
 
 
 def reduce_kernel(
-    words_ptr, codes_ptr, out_words_ptr, out_codes_ptr, ranks, size, n, scale, seed_low, seed_high,
-    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    words_ptr, codes_ptr, out_words_ptr, out_codes_ptr, counts_ptr, ranks, size, n, scale, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A quotient rounded up overflows for lengths next to 2^31.
     n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
     total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
     encode_tile(
-        total, out_words_ptr, out_codes_ptr, n, rows, offsets, inside, byte_offsets, seed_low, seed_high,
+        total, out_words_ptr, out_codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
         STOCHASTIC, False,
     )  # fmt: skip
 
@@ -283,7 +312,7 @@ def bound(rule: BlockQuantizer, dtype: torch.dtype) -> dict[str, Any]:
         **rule_bindings(rule),
     }
     for function in (
-        places, wide, tree_sum, row_extreme, statistics, encode_tile, with_sign, decoded_tile, decoded_sum,
+        places, wide, own_elements, tree_sum, row_extreme, statistics, encode_tile, with_sign, decoded_tile, decoded_sum,
     ):  # fmt: skip
         bindings[function.__name__] = compile_template(function, bindings)
     return bindings
@@ -328,12 +357,25 @@ def launch(
         kernel[(triton.cdiv(rows, shape["ROWS"]),)](*arguments, **constants, **shape, **EXACT)
 
 
+def counted(counts: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor:
+    """What a kernel gets for the counts: where there are none it reads none, and any integers do."""
+    return words if counts is None else counts
+
+
 def encode(
-    rule: BlockQuantizer, x: torch.Tensor, payload: torch.Tensor, layout: Layout, seed: int | None, given: bool
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    seed: int | None,
+    given: bool,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
-    arguments = (bits(x), *layout.parts(payload), layout.n, *map(signed, seed_halves(seed)))
-    launch(kernel("encode", rule, x.dtype), rule, layout, x, *arguments, STOCHASTIC=seed is not None, GIVEN=given)
+    words, codes = layout.parts(payload)
+    arguments = (bits(x), words, codes, counted(counts, words), layout.n, *map(signed, seed_halves(seed)))
+    modes = {"STOCHASTIC": seed is not None, "GIVEN": given, "COUNTED": counts is not None}
+    launch(kernel("encode", rule, x.dtype), rule, layout, x, *arguments, **modes)
 
 
 def encode_pieces(
@@ -356,10 +398,14 @@ def feedback(
     layout: Layout,
     factor: float,
     seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.feedback`."""
-    arguments = (bits(x), residual, *layout.parts(payload), layout.n, factor, *map(signed, seed_halves(seed)))
-    launch(kernel("feedback", rule, x.dtype), rule, layout, x, *arguments, STOCHASTIC=seed is not None)
+    words, codes = layout.parts(payload)
+    halves = map(signed, seed_halves(seed))
+    arguments = (bits(x), residual, words, codes, counted(counts, words), layout.n, factor, *halves)
+    modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
+    launch(kernel("feedback", rule, x.dtype), rule, layout, x, *arguments, **modes)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layout: Layout) -> None:
@@ -369,7 +415,7 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, layou
 
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
-    arguments = (*layout.parts(payloads), bits(out), payloads.shape[0], layout.size, layout.n, scale)
+    arguments = (*layout.parts(payloads), bits(out), payloads.shape[0], payloads.stride(0), layout.n, scale)
     launch(kernel("decode_sum", rule, out.dtype), rule, layout, out, *arguments)
 
 
@@ -387,14 +433,22 @@ def decode_apply(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_apply`."""
     run = apply_kernel(rule, update, len(scalars), position, tuple(a.dtype for a in arrays))
-    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], whole.size, layout.n, scale)
+    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], payloads.stride(0), layout.n, scale)
     launch(run, rule, layout, payloads, *whole.parts(payloads, first), *arguments)
 
 
 def reduce(
-    rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, layout: Layout, seed: int | None
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    layout: Layout,
+    seed: int | None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
-    parts = (*layout.parts(payloads), *layout.parts(out))
-    arguments = (*parts, payloads.shape[0], layout.size, layout.n, scale, *map(signed, seed_halves(seed)))
-    launch(kernel("reduce", rule, torch.float32), rule, layout, out, *arguments, STOCHASTIC=seed is not None)
+    words, codes = layout.parts(out)
+    parts = (*layout.parts(payloads), words, codes, counted(counts, words))
+    arguments = (*parts, payloads.shape[0], payloads.stride(0), layout.n, scale, *map(signed, seed_halves(seed)))
+    modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
+    launch(kernel("reduce", rule, torch.float32), rule, layout, out, *arguments, **modes)
