@@ -349,6 +349,17 @@ def launch(kernel: Any, layout: Layout, *tensors_and_scalars: Any) -> None:
         kernel[-(-layout.blocks // height), (LANES, height), stream](*arguments)
 
 
+@functools.cache
+def no_counts(device: torch.device) -> torch.Tensor:
+    """What a kernel without counts gets and does not read: memory of its own, since the simulator writes arguments back."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def counted(counts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The counts, or what stands for none."""
+    return no_counts(device) if counts is None else counts
+
+
 def flat_parts(payloads: torch.Tensor, layout: Layout, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Contiguous views from a block's first scale and from its first code to the end, then the payloads' distance and number."""
     ranks, size = payloads.shape
@@ -369,9 +380,8 @@ def encode(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     run = kernel("encode", rule, layout.block, x.dtype, seed is not None, given, counts is not None)
-    words, codes = layout.parts(payload)
-    # Without counts the kernel reads none, and any integers do.
-    launch(run, layout, x, words, codes, words if counts is None else counts, layout.n, *seed_halves(seed))
+    arguments = (x, *layout.parts(payload), counted(counts, x.device), layout.n, *seed_halves(seed))
+    launch(run, layout, *arguments)
 
 
 def encode_pieces(
@@ -404,8 +414,7 @@ def feedback(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.feedback`."""
     run = kernel("feedback", rule, layout.block, x.dtype, seed is not None, counted=counts is not None)
-    words, codes = layout.parts(payload)
-    arguments = (x, residual, words, codes, words if counts is None else counts, layout.n, np.float32(factor))
+    arguments = (x, residual, *layout.parts(payload), counted(counts, x.device), layout.n, np.float32(factor))
     launch(run, layout, *arguments, *seed_halves(seed))
 
 
@@ -449,6 +458,5 @@ def reduce(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     run = kernel("reduce", rule, layout.block, torch.float32, seed is not None, counted=counts is not None)
-    words, codes = layout.parts(out)
-    arguments = (*flat_parts(payloads, layout), words, codes, words if counts is None else counts)
+    arguments = (*flat_parts(payloads, layout), *layout.parts(out), counted(counts, out.device))
     launch(run, layout, *arguments, np.float32(scale), layout.n, *seed_halves(seed))

@@ -79,9 +79,11 @@ def test_bytes_of_an_algorithm_whose_biases_are_exact(kind: type) -> None:
         some = {name: shapes[name] for name in names}
         algorithm = kind(Given(some), communicator=communicator, **options)
         follow(algorithm, [everyone[communicator.rank] for everyone in draw(some, ranks, 1)])
-        before = communicator.bytes_sent
+        before = algorithm.stats().bytes_sent
         follow(algorithm, [everyone[communicator.rank] for everyone in draw(some, ranks, 1)])
-        return communicator.bytes_sent - before
+        sent = algorithm.stats().bytes_sent - before
+        algorithm.close()
+        return sent
 
     together, alone = run_ranks(ranks, rank, ("matrix", "bias")), run_ranks(ranks, rank, ("matrix",))
     biases = 2 * (ranks - 1) / ranks * 20_000 * 4

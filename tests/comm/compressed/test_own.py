@@ -99,5 +99,6 @@ def test_short_tensors_lag_no_more_than_long_ones(kind: type[CompressedAllReduce
             for name in shapes:
                 np.testing.assert_allclose(mean[name], own[name], rtol=1e-5)
         assert algorithm.stats().residual_norm < 1e-2
+        algorithm.close()
 
     run_ranks(2, rank)
