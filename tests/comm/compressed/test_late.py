@@ -82,7 +82,14 @@ def test_one_buffer_a_message_would_not_do(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = vectors(2)
     make_late(monkeypatch)
     monkeypatch.setattr(passes.Slots, "__getitem__", one_memory)
-    for result in run_ranks(2, lambda c: all_reduced(c, TWO_PASSES[0], inputs[c.rank])):
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        all_reduce = all_reduce_for(TWO_PASSES[0], communicator, N, pieces=PIECES)
+        x = inputs[communicator.rank].clone()
+        all_reduce(x, seed=SEED)
+        return x
+
+    for result in run_ranks(2, rank):
         assert not torch.equal(result, expected(TWO_PASSES[0], inputs))
 
 

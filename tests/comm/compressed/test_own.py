@@ -22,7 +22,6 @@ SPECS = (
     "sign:block=64,two_means=true",
     "minmax_uint8:block=64",
     "minmax_uint4:block=64",
-    "minmax_uint2:block=64",
 )
 
 

@@ -40,7 +40,7 @@ def test_lent_tensors_have_the_bytes_of_a_filled_bucket(
                 else:
                     bucket.fill(slot, tensor)
             n = bucket.flat.numel()
-            reduce = CompressedAllReduce(codec, communicator, n, dtype=dtype, pieces=pieces)
+            reduce = CompressedAllReduce(codec, communicator, n, dtype=dtype, pieces=pieces, own=bucket.own)
             assert (reduce.layout.pieces > 1) == (pieces > 1)
             reduce(bucket.flat, seed=3, source=bucket.pieces if lent else None)
             found.append([view.clone() for view in bucket.views])
