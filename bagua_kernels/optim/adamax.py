@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.scalars import Counters
 from bagua_kernels.optim.update import Group, Update
@@ -16,6 +19,33 @@ UPDATE = Update(ADAMAX, ("exp_avg", "exp_inf"), ("step",))
 
 class Adamax(Fused, torch.optim.Adamax):
     """`torch.optim.Adamax` in one pass."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        extras: Extras | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            capturable=capturable,
+            extras=extras,
+        )
 
     def _update(self, group: Group) -> Update:
         return UPDATE

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.scalars import Counters
 from bagua_kernels.optim.update import Group, Update
@@ -17,6 +19,35 @@ UPDATE = Update(RULE, ("ax",), ("step", "eta", "mu"))
 
 class ASGD(Fused, torch.optim.ASGD):
     """`torch.optim.ASGD` in one pass."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        *,
+        extras: Extras | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            lambd=lambd,
+            alpha=alpha,
+            t0=t0,
+            weight_decay=weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            capturable=capturable,
+            extras=extras,
+        )
 
     def _update(self, group: Group) -> Update:
         return UPDATE

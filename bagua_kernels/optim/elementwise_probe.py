@@ -41,6 +41,12 @@ def trials(
     """What `probe` returns for each group; groups with equal options are tried once."""
     found: dict[str, int] = {}
     for group in groups:
+        if group.get("differentiable"):
+            raise NotElementwiseError(
+                f"{type(optimizer).__name__} cannot be fused: with differentiable=True autograd records its step on the "
+                "parameters themselves, which flat tensors have no part in; pass differentiable=False, or use it without "
+                "fuse_optimizer"
+            )
         options = repr(
             sorted((k, v) for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr"))
         )

@@ -122,6 +122,21 @@ class FusedStep:
                 raise
             self._unit = max(self._unit, *found)
 
+    @torch.no_grad()
+    def unflatten(self) -> None:
+        """Moves parameters, their gradients and states out of flat storage, each into storage of its own.
+
+        The next step moves them back. Libraries that write storages, such as safetensors, refuse tensors that share one.
+        """
+        for layout in (self._layouts or {}).values():
+            for p, view, grad_view in zip(layout.params, layout.views, layout.grad_views, strict=True):
+                # What has been moved by others since has its own storage.
+                if p.is_set_to(view):
+                    _move_out(p, self.state)
+                if p.grad is not None and p.grad.is_set_to(grad_view):
+                    p.grad = p.grad.clone()
+        self._layouts = self._plan = None
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _unpickled, (_base(self), self._unit), self.__getstate__()
 
@@ -189,7 +204,7 @@ class Layout:
 
     def holds(self, params: list[torch.Tensor]) -> bool:
         """Whether these are the layout's parameters and still lie in it."""
-        return _same(params, self.params) and [p.data_ptr() for p in params] == [v.data_ptr() for v in self.views]
+        return _same(params, self.params) and all(map(torch.Tensor.is_set_to, params, self.views))
 
     def state(self, key: Any, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Flat storage for one entry of the state, of the dtype and on the device of a tensor, and its views."""
@@ -285,13 +300,16 @@ class Plan:
         self, params: list[torch.Tensor], ready: list[bool], groups: list[Any], runs: list[Run], state: Any
     ) -> None:
         self._params, self._ready, self.groups, self.runs = params, ready, groups, runs
-        self._pointers = [p.data_ptr() for p in params]
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.state.update({run.tensor: dict(run.kept) for run in runs if run.kept is not None})
         self.state.update({p: state[p] for group in groups for p in group if p in state})
-        views = {id(p): v for run in runs for p, v in zip(run.params, run.layout.grad_views[run.members], strict=True)}
-        self._slots = [(i, views[id(p)], views[id(p)].data_ptr()) for i, p in enumerate(params) if id(p) in views]
         self.fused = [p for run in runs for p in run.params]
+        self._views = [view for run in runs for view in run.layout.views[run.members]]
+        inside = {id(p) for p in self.fused}
+        self._others = [p for p in params if id(p) not in inside]
+        self._pointers = [p.data_ptr() for p in self._others]
+        views = {id(p): v for run in runs for p, v in zip(run.params, run.layout.grad_views[run.members], strict=True)}
+        self._slots = [(i, views[id(p)]) for i, p in enumerate(params) if id(p) in views]
         self._note(state)
 
     def holds(self, params: list[torch.Tensor], ready: list[bool], state: defaultdict[Any, Any]) -> bool:
@@ -299,17 +317,20 @@ class Plan:
         return (
             ready == self._ready
             and _same(params, self._params)
-            and [p.data_ptr() for p in params] == self._pointers
+            and all(map(torch.Tensor.is_set_to, self.fused, self._views))
+            and [p.data_ptr() for p in self._others] == self._pointers
             and _same(_entries(state), self._entries)
             and all(run.stacks[key]._version == version for run, key, version in self._versions)
         )
 
     def gather(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Copies the gradients that do not lie in flat storage there."""
-        elsewhere = [slot for slot in self._slots if grads[slot[0]].data_ptr() != slot[2]]
+        elsewhere = [(i, view) for i, view in self._slots if not view.is_set_to(grads[i])]
+        # A gradient in the view's own memory, with other strides, would change while it is read.
+        sources = [grads[i].clone() if grads[i].data_ptr() == view.data_ptr() else grads[i] for i, view in elsewhere]
         if elsewhere:
-            torch._foreach_copy_([view for _, view, _ in elsewhere], [grads[i] for i, _, _ in elsewhere])
-        for i, view, _ in elsewhere:
+            torch._foreach_copy_([view for _, view in elsewhere], sources)
+        for i, view in elsewhere:
             # A view is part of somebody's buffer, such as a bucket, who expects to find it again.
             if not grads[i]._is_view():
                 params[i].grad = view

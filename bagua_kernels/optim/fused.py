@@ -52,21 +52,15 @@ class Fused(Optimizer):
 
     def __init__(self, *arguments: Any, extras: Extras | None = None, **options: Any) -> None:
         self._extras = extras or Extras()
-        super().__init__(*arguments, **options)
+        parent = type(self).__mro__[type(self).__mro__.index(Fused) + 1]
+        known = inspect.signature(parent).parameters
+        # Not every version of PyTorch has all of them.
+        lacking = [name for name, value in options.items() if name not in known and (value is None or value is False)]
+        super().__init__(*arguments, **{name: value for name, value in options.items() if name not in lacking})
         # The compiler is loaded here, not in the first step.
         for device in {p.device for group in self.param_groups for p in group["params"]}:
             if device.type in ("cpu", "cuda"):
                 multitensor.load_backend(device)
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            own = inspect.signature(vars(cls)["__init__"])
-            cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
-            return
-        signature = inspect.signature(cls.__mro__[cls.__mro__.index(Fused) + 1])
-        extras = inspect.Parameter("extras", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extras | None)
-        cls.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extras])  # type: ignore[attr-defined]
 
     def _update(self, group: Group) -> Update:
         """The rule and states of a group."""

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import SCALARS, Variant
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
@@ -46,14 +48,14 @@ class LAMB(Fused, Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        extras: Any = None,
+        extras: Extras | None = None,
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)

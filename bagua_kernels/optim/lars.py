@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
@@ -53,7 +55,7 @@ class LARS(Fused, Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -63,7 +65,7 @@ class LARS(Fused, Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        extras: Any = None,
+        extras: Extras | None = None,
     ) -> None:
         check_not_negative(
             lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.scalars import Counters
 from bagua_kernels.optim.update import Group, Update
@@ -37,13 +39,13 @@ class Lion(Fused, Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        extras: Any = None,
+        extras: Extras | None = None,
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_betas(betas)

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, GRADIENT, SCALARS, Table, Variant
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.launch import Launch
 from bagua_kernels.optim.scalars import Counters
@@ -26,6 +29,33 @@ class Muon(Fused, torch.optim.Muon):
     Between them each matrix is orthogonalised by PyTorch's own Newton-Schulz iteration, which is where the time goes.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        extras: Extras | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            extras=extras,
+        )
+
     _by_address = False
     _whole = "whole matrices"
 
@@ -33,7 +63,8 @@ class Muon(Fused, torch.optim.Muon):
         return UPDATE
 
     def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
-        return 1 - group["lr"] * group["weight_decay"], group["lr"]
+        # Of each matrix, in `_launch`: the factor of the parameter, and the rate that the matrix's shape adjusts.
+        return 1.0, 0.0
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant, table = launch.variant, launch.table
@@ -45,6 +76,11 @@ class Muon(Fused, torch.optim.Muon):
             first[begin:end, SCALARS:] = group["momentum"], 1 - group["momentum"], group["nesterov"]
         multitensor.launch(Variant(MUON_DIRECTION, dtypes, 3), Table([*table.columns[:3], directions]), first)
         for group, begin, end in launch.spans:
+            lr: Any = group["lr"]
+            if isinstance(lr, Tensor):
+                # PyTorch multiplies a tensor in its own dtype, which rounds where Python's numbers do not.
+                lr = lr.detach().cpu().reshape(())
+            rows[begin:end, SCALARS] = float(1 - lr * group["weight_decay"])
             for i in range(begin, end):
                 options = group["ns_coefficients"], group["ns_steps"], group["eps"]
                 # The products round as PyTorch's only if the matrix lies in memory as its gradient does.
@@ -53,7 +89,7 @@ class Muon(Fused, torch.optim.Muon):
                 dtype = like.dtype if variant.double else torch.bfloat16
                 orthogonal = _zeropower_via_newtonschulz(direction, *options)
                 directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal)
-                rows[i, SCALARS + 1] = _adjust_lr(float(group["lr"]), group["adjust_lr_fn"], like.shape)
+                rows[i, SCALARS + 1] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
         rows[:, FACTOR] = 1.0
         columns = [table.columns[0], directions, *table.columns[2:]]
         step = replace(variant, dtypes=(variant.dtypes[0], directions[0].dtype, *variant.dtypes[2:]))

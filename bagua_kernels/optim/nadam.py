@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.optim.adam import moments
+from bagua_kernels.optim.extras import Extras
 from bagua_kernels.optim.fused import Fused
 from bagua_kernels.optim.scalars import Counters
 from bagua_kernels.optim.update import Group, Update
@@ -28,6 +30,37 @@ def rounded_product(product: Any, factor: Any, dtype: torch.dtype) -> Any:
 
 class NAdam(Fused, torch.optim.NAdam):
     """`torch.optim.NAdam` in one pass."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        extras: Extras | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            extras=extras,
+        )
 
     def _update(self, group: Group) -> Update:
         return UPDATE

@@ -118,7 +118,15 @@ def rule_optimizer(
             raise ValueError(f"lr must have one element, got shape {tuple(lr.shape)}")
         super(RuleOptimizer, self).__init__(params, {**options, **given}, extras=extras)
 
-    made = type(
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    # On the function, not on the class, whose subclasses may have constructors of their own.
+    __init__.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *(inspect.Parameter(option, keyword, default=value) for option, value in options.items()),
+        inspect.Parameter("extras", keyword, default=None),
+    ])  # fmt: skip
+    return type(
         name,
         (RuleOptimizer,),
         {
@@ -131,10 +139,3 @@ def rule_optimizer(
             "_rule": update,
         },
     )
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    made.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-        inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        *(inspect.Parameter(option, keyword, default=value) for option, value in options.items()),
-        inspect.Parameter("extras", keyword, default=None),
-    ])  # fmt: skip
-    return made

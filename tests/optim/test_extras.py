@@ -448,14 +448,6 @@ class TestCheckpoints:
 
 
 class TestSignatures:
-    @pytest.mark.parametrize("name", IN_TORCH)
-    def test_is_torchs_and_extras(self, name: str) -> None:
-        ours = dict(inspect.signature(getattr(optim, name)).parameters)
-        extras = ours.pop("extras")
-        assert ours == dict(inspect.signature(getattr(torch.optim, name)).parameters)
-        assert extras.kind is inspect.Parameter.KEYWORD_ONLY
-        assert extras.default is None
-
     @pytest.mark.parametrize("name", OTHERS)
     def test_own_optimizers_have_it_too(self, name: str) -> None:
         assert inspect.signature(getattr(optim, name)).parameters["extras"].kind is inspect.Parameter.KEYWORD_ONLY

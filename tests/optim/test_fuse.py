@@ -273,7 +273,7 @@ class Counting(Lamb):
         (torch.optim.LBFGS, "needs a closure"),
         (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
         (lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]), "must be a 2D matrix"),
-        (lambda ps: torch.optim.Adam(ps, differentiable=True), "cannot be fused"),
+        (lambda ps: torch.optim.Adam(ps, differentiable=True), "pass differentiable=False"),
         (lambda ps: Lamb(ps, lr=0.0), "not elementwise"),
     ],
 )
@@ -684,3 +684,73 @@ def test_the_page_about_it_runs():
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+def transpose_parameter(p: nn.Parameter) -> None:
+    p.data = p.data.t()
+
+
+def transpose_gradient(p: nn.Parameter) -> None:
+    p.grad = p.grad.t()
+
+
+def transpose_both(p: nn.Parameter) -> None:
+    transpose_parameter(p)
+    transpose_gradient(p)
+
+
+@pytest.mark.parametrize("change", [transpose_parameter, transpose_gradient, transpose_both])
+def test_other_strides_at_the_same_address(change: Callable[[nn.Parameter], None]) -> None:
+    params, plain, twins, fused = pair(lambda ps: torch.optim.Adam(ps, lr=0.1), shapes=[(5, 5)] * 3)
+    for step in range(4):
+        give_gradients(step, params, twins)
+        if step == 2:
+            plain.step()
+            fused.step()
+            change(params[1])
+            change(twins[1])
+        plain.step()
+        fused.step()
+        assert_same(plain, fused)
+    assert flat(fused) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda ps: torch.optim.AdamW(ps, lr=0.1), lambda ps: torch.optim.SGD(ps, momentum=0.9)]
+)
+def test_unflatten(make: Callable[..., torch.optim.Optimizer]) -> None:
+    params, plain, twins, fused = pair(make)
+    fused.unflatten()  # before the first step there is nothing to do
+    for step in range(6):
+        skip = (3,) if step < 2 else ()
+        give_gradients(step, params, twins, skip=skip)
+        plain.step()
+        fused.step()
+        assert flat(fused) > 0
+        if step % 2:
+            before = [p._version for p in twins]
+            fused.unflatten()
+            assert [p._version for p in twins] == before
+            states = [v for p in twins for v in fused.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+            kept = [*twins, *states, *(p.grad for p in twins if p.grad is not None)]
+            assert all(t.untyped_storage().nbytes() == t.nbytes and t.storage_offset() == 0 for t in kept)
+            assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept)
+            assert all(p.stride() == q.stride() for p, q in zip(params, twins, strict=True))
+        assert_same(plain, fused)
+
+
+def test_unflatten_leaves_what_others_have_moved() -> None:
+    _, _, twins, fused = pair(lambda ps: torch.optim.AdamW(ps, lr=0.1))
+    give_gradients(0, twins)
+    fused.step()
+    elsewhere = torch.zeros(100)
+    twins[1].data = elsewhere[: twins[1].numel()].view_as(twins[1])
+    fused.unflatten()
+    assert twins[1].data_ptr() == elsewhere.data_ptr()
+
+
+def test_a_group_that_is_differentiable_is_refused_later() -> None:
+    fused = fuse_optimizer(torch.optim.Adam(parameters(), lr=0.1))
+    with pytest.raises(NotElementwiseError, match="pass differentiable=False"):
+        fused.add_param_group({"params": parameters(1), "differentiable": True})
+    assert len(fused.param_groups) == 1
