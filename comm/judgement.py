@@ -241,15 +241,16 @@ class _Judge:
 
     def _end_of_chain(self) -> Verdict:
         """Names the rank for which, from one to the next, all wait whose messages do not come."""
-        culprit, passed = self._others[0], {self._view.rank}
+        culprit, passed = self._others[0], [self._view.rank]
         while culprit not in passed and culprit in self._view.seen:
             following = self._view.seen[culprit].sign.waits.get(self._case.communicator)
             if following is None:
                 told = f"rank {culprit} answers, but has not sent or received what others wait for"
                 return self._told("late", {culprit: told})
-            passed.add(culprit)
+            passed.append(culprit)
             culprit = following
-        return self._unknown("every rank still answers, and they wait for one another")
+        chain = " for ".join(f"{rank}" for rank in [*passed, culprit])
+        return self._unknown(f"every rank still answers, and they wait for one another (rank {chain})")
 
     def _undecided(self) -> Verdict | None:
         return self._unknown("the signs of life do not tell who failed") if self._over else None

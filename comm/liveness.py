@@ -273,11 +273,13 @@ class Liveness:
         self._said_goodbye = bool(left)
         observing = self._clock() < self._observe_until
         # Processes before signs before reports: what a process wrote before its end, or a rank before it left, is read
-        # after that is noticed.
+        # after that is noticed. Nobody may judge by the signs before the reports have been read, too.
         ended = [rank for rank in self._seen if observing and self._evidence.state(rank) == "gone"]
+        seen, read_at = self._seen, self._read_at
         if observing or len(self._seen) < self.size - 1:
-            self._read_signs()
+            seen, read_at = self._read_signs()
         self._read_reports()
+        self._seen, self._read_at = seen, read_at
         self._witness(ended)
         while self._outgoing:
             self._report(self._outgoing[0])
@@ -318,18 +320,19 @@ class Liveness:
         except (ValueError, RecursionError) as error:
             _log.warning("rank %d passes over a report that cannot be read: %s", self.rank, error)
 
-    def _read_signs(self) -> None:
+    def _read_signs(self) -> tuple[dict[int, Seen], float]:
+        """Returns the last sign of each other rank, and when they were read."""
         ranks = [rank for rank in range(self.size) if rank != self.rank]
         keys = [f"beat/{rank}" for rank in ranks]
         # Every rank writes its first sign before any rank communicates, but this may be earlier.
         if len(self._seen) < len(ranks) and not self._store.check(keys):
-            return
+            return self._seen, self._read_at
         values = self._store.multi_get(keys)
-        now = self._clock()
+        seen, now = dict(self._seen), self._clock()
         # A gap in the observation, such as a pause of this interpreter, says nothing about the others: they start anew.
         gap = now - self._read_at > 2.5 * self.heartbeat
         for rank, value in zip(ranks, values, strict=True):
-            last = self._seen.get(rank)
+            last = seen.get(rank)
             try:
                 sign = Sign.parse(value)
             except (ValueError, RecursionError) as error:
@@ -338,8 +341,8 @@ class Liveness:
                 continue
             self._evidence.add(rank, sign.process)
             if last is None or gap or last.sign.beat != sign.beat:
-                self._seen[rank] = Seen(sign, now, last is not None and not gap)
-        self._read_at = now
+                seen[rank] = Seen(sign, now, last is not None and not gap)
+        return seen, now
 
     def _store_trouble(self, since: float) -> Trouble | None:
         """Returns what is wrong with the store; `since` is when the operation failed."""

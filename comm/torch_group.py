@@ -193,6 +193,9 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 def _drop_sockets() -> None:
     for group in list(_groups):
         group.sockets.drop()
+        # Gloo's destructor would wait for threads that a forked child does not have.
+        if group.backend is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.backend))
 
 
 os.register_at_fork(after_in_child=_drop_sockets)

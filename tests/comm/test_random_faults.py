@@ -155,6 +155,10 @@ def run(case: Case) -> list[str]:
             for line in output.splitlines():
                 if line.startswith("CHILD"):
                     os.kill(int(line.split()[1]), signal.SIGKILL)
+        if "FAULT " not in output:
+            return [
+                f"the victim did not come to its fault: {output}{[result.stdout + result.stderr for result in results]}"
+            ]
         fault = float(output.split("FAULT ", 1)[1].split()[0])
         for rank, result in zip(survivors, results, strict=True):
             lines = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)

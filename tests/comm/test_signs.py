@@ -207,6 +207,30 @@ def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
     assert not leaving.is_alive()
 
 
+def test_nobody_judges_by_signs_before_the_reports_are_read() -> None:
+    """Rank 1 reported rank 2 and left: a verdict in the middle of rank 0's beat does not blame it."""
+    ranks = Ranks(3)
+    ranks.beat(3)
+    since, found = ranks.now, []
+
+    class Watched(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            found.append(ranks.judge(0, 7, since))
+            return ranks.store.check(keys)
+
+        def __getattribute__(self, name: str) -> Any:
+            return object.__getattribute__(self, name) if name == "check" else getattr(ranks.store, name)
+
+    ranks.ranks[1]._outgoing.append(Verdict("lost", (2,), "it fell silent", "world", 1))
+    ranks.ranks[1].beat()
+    ranks.ranks[1].stop("its process exited")
+    ranks.ranks[0]._store = Watched()
+    ranks.beat(1, without=(1, 2))
+    found.append(ranks.judge(0, 7, since))
+    assert {verdict.ranks for verdict in found if verdict is not None} == {(2,)}
+    assert found[0] is None
+
+
 def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
     """Also while nobody has asked how it ended; a later process of the same number is another one."""
     evidence = Evidence()
