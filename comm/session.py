@@ -97,7 +97,9 @@ class Session:
     def waits(self, peer: int | None) -> None:
         """Notes that this rank waits for rank `peer`, or that it does no more."""
         if self.liveness is not None:
-            self.liveness.waits(self.name, None if peer is None else self.members[peer])
+            # A rank that leaves has no more to do: those that wait for it wait for nobody else.
+            at = None if peer is None or self.leaving else self.members[peer]
+            self.liveness.waits(self.name, at)
 
     def patience(self) -> float:
         """Seconds to wait, such that the verdict on who is at fault is there when the timeout is over."""
