@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+
+_PATIENCE = 5.0  # seconds for the thread to end
 
 
 class BoundedStore:
@@ -50,8 +53,14 @@ class BoundedStore:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, for which it waits unless a call has not come back."""
         self._calls.put(None)
+        if self._thread is None:
+            return
+        self._thread.join(0.0 if self._lost else _PATIENCE)
+        if self._thread.is_alive():
+            # A thread that comes back from C++ while the interpreter ends would end the process with an abort.
+            atexit.register(self._thread.join, _PATIENCE)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         if self._thread is None:

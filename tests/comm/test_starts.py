@@ -6,14 +6,17 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from bagua_kernels import comm
+from bagua_kernels.comm.bounded import BoundedStore
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CommunicationError
 
@@ -62,12 +65,35 @@ def test_a_rank_that_never_starts_is_named(absent: int) -> None:
         assert fields["seconds"] < TIMEOUT + BUSY, fields
 
 
+def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
+    """Its thread is waited for when the process ends, not by the call; a store that answers leaves none."""
+    release = threading.Event()
+
+    class Hanging(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return release.wait(30)
+
+    with BoundedStore(HashStore(), time.monotonic() + 10) as store:
+        store.set("key", "value")
+        assert store.get("key") == "value"
+    assert store._thread is not None
+    assert not store._thread.is_alive()
+    store = BoundedStore(Hanging(), time.monotonic() + 0.2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="does not answer"):
+            store.check("key")
+    release.set()
+    assert store._thread is not None
+    store._thread.join(10)
+    assert not store._thread.is_alive()
+
+
 def dying(stage: str, victim: int, how: str) -> None:
     """The victim dies, or stops, when it comes to a stage of init."""
     rank = int(os.environ["RANK"])
     places: dict[str, tuple[Any, str]] = {
         "group": (dist, "init_process_group"),
-        "introduction": (dist, "all_gather_object"),
+        "introduction": (sys.modules["bagua_kernels.comm.torch_backend"], "Introduction"),
         "connections": (sys.modules["bagua_kernels.comm.torch_backend"], "open_group"),
         "signs": (sys.modules["bagua_kernels.comm.liveness_store"], "connect"),
         "settings": (sys.modules["bagua_kernels.comm.rendezvous"], "_agreed"),
