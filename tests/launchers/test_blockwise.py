@@ -27,8 +27,11 @@ def test_lengths_around_2_to_31(target: Target, n: int) -> None:
     expected, payload = codec.encode(x), torch.full((layout.size,), 77, dtype=torch.uint8)
     words, codes = layout.parts(payload)
     encode = kernels.kernel("encode", codec.rule, torch.float32)
-    counts = kernels.counted(None, words)
-    encode[(1,)](x, words, codes, counts, n, 0, 0, STOCHASTIC=False, GIVEN=False, COUNTED=False, **shape, **EXACT)
+    modes = {"STOCHASTIC": False, "GIVEN": False}
+    encode[(1,)](x, words, codes, words, n, 0, 0, **modes, COUNTED=False, **shape, **EXACT)
+    assert torch.equal(payload, expected)
+    counts = torch.full((layout.blocks,), codec.block, dtype=torch.int32)
+    encode[(1,)](x, words.fill_(7), codes.fill_(7), counts, n, 0, 0, **modes, COUNTED=True, **shape, **EXACT)
     assert torch.equal(payload, expected)
     out = torch.empty_like(x)
     kernels.kernel("decode", codec.rule, torch.float32)[(1,)](words, codes, out, n, **shape, **EXACT)
