@@ -103,8 +103,8 @@ class Algorithm(WrappedModule):
                 by references of his own calls `wait` before.
 
         Raises:
-            TypeError: a trainable parameter is complex, `apply_in_backward` has no optimizer of this package, or what should be
-                an optimizer is none.
+            TypeError: a trainable parameter is complex, `apply_in_backward` has no optimizer of this package, or `optimizer` has
+                no `load_state_dict`.
             ValueError: the modules or any options differ between ranks, a parameter is on another device than the
                 communicator, or `bucket_bytes` or `lanes` is below 1; another algorithm or `DistributedDataParallel` exchanges
                 gradients of the module already; or with `wait_in_forward` a gradient is not for `apply_in_backward`.
@@ -256,7 +256,7 @@ class Algorithm(WrappedModule):
         return list(dict.fromkeys([self._communicator, *self._lanes]))
 
     def frozen(self, bucket: Bucket) -> list[int]:
-        """Slots of a bucket whose parameters are frozen now: nothing is remembered of what is sent of them."""
+        """Slots of a bucket whose parameters are frozen now; their residuals stay as they are."""
         return [] if self._engine is None else self._engine.frozen(bucket)
 
     def _agree(self, bucket: Bucket | Rows) -> int:
