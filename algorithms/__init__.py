@@ -3,18 +3,18 @@
 if __name__ != "bagua_kernels.algorithms":
     raise ImportError(f"import this package as bagua_kernels.algorithms, not as {__name__}")
 
+from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
+from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
+from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
 from bagua_kernels.algorithms.allreduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
 from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.dgc import DGC as DGC
 from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
-from bagua_kernels.algorithms.frozen_adam import FrozenAdam as FrozenAdam
-from bagua_kernels.algorithms.guard import Guard as Guard
-from bagua_kernels.algorithms.onebit_adam import OneBitAdam as OneBitAdam
-from bagua_kernels.algorithms.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
+from bagua_kernels.algorithms.policy.guard import Guard as Guard
+from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
-from bagua_kernels.algorithms.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.quantized import QSGD as QSGD
 from bagua_kernels.algorithms.quantized import FP8AllReduce as FP8AllReduce
 from bagua_kernels.algorithms.quantized import NaturalCompression as NaturalCompression

@@ -11,21 +11,21 @@ from typing import Any, ClassVar
 import torch
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.backward_steps import BackwardSteps
-from bagua_kernels.algorithms.buffers import Buffers
-from bagua_kernels.algorithms.claims import Claim, taken
-from bagua_kernels.algorithms.ddp import exchanging, is_inside_ddp, refusal
-from bagua_kernels.algorithms.engine import Engine
-from bagua_kernels.algorithms.gates import Gates, check_waits
-from bagua_kernels.algorithms.member import Counters, Member
-from bagua_kernels.algorithms.optimizer_fit import warn_of_adam
-from bagua_kernels.algorithms.options import Options, recorded
-from bagua_kernels.algorithms.replicas import check_replicas, sparse_parameters, synchronize
-from bagua_kernels.algorithms.rows import Rows
+from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
+from bagua_kernels.algorithms.engine.engine import Engine
+from bagua_kernels.algorithms.engine.gates import Gates, check_waits
+from bagua_kernels.algorithms.engine.member import Counters, Member
+from bagua_kernels.algorithms.engine.rows import Rows
+from bagua_kernels.algorithms.engine.vectors import Named, mean_of
+from bagua_kernels.algorithms.policy.only_if_faster import Trial
+from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.algorithms.trial import Trial
-from bagua_kernels.algorithms.vectors import Named, mean_of
-from bagua_kernels.algorithms.wrapped import WrappedModule
+from bagua_kernels.algorithms.wrapping.buffers import Buffers
+from bagua_kernels.algorithms.wrapping.claims import Claim, taken
+from bagua_kernels.algorithms.wrapping.ddp import exchanging, is_inside_ddp, refusal
+from bagua_kernels.algorithms.wrapping.options import Options, recorded
+from bagua_kernels.algorithms.wrapping.replicas import check_replicas, sparse_parameters, synchronize
+from bagua_kernels.algorithms.wrapping.wrapped import WrappedModule
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.errors import CommunicationError

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.algorithms.guard import Guard, Sample, answer
-from bagua_kernels.algorithms.optimizer_fit import holds_back
-from bagua_kernels.algorithms.plan import Encoding, Plan, Schedule
+from bagua_kernels.algorithms.engine.units import Units
+from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
+from bagua_kernels.algorithms.policy.guard import Guard, Sample, answer
+from bagua_kernels.algorithms.policy.only_if_faster import Trial
+from bagua_kernels.algorithms.policy.optimizer_fit import holds_back
+from bagua_kernels.algorithms.policy.schedule import Encoding, Plan, Schedule
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.trial import Trial
-from bagua_kernels.algorithms.units import Units
-from bagua_kernels.algorithms.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for

@@ -9,8 +9,8 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
+from bagua_kernels.algorithms.engine.vectors import Named, euclidean_norm, gather, scatter
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.vectors import Named, euclidean_norm, gather, scatter
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.compression import Codec
 

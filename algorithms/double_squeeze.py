@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
-from bagua_kernels.algorithms.plan import Encoding, Plan
+from bagua_kernels.algorithms.policy.schedule import Encoding, Plan
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.compression.sparse import SparseCodec
+from bagua_kernels.compression.sparse.codec import SparseCodec
 
 
 @register

@@ -12,11 +12,11 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.algorithm import BUCKET_BYTES, Algorithm
-from bagua_kernels.algorithms.plan import EXACT_DTYPES
+from bagua_kernels.algorithms.engine.units import Units
+from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.algorithms.policy.only_if_faster import Trial
+from bagua_kernels.algorithms.policy.schedule import EXACT_DTYPES
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.trial import Trial
-from bagua_kernels.algorithms.units import Units
-from bagua_kernels.algorithms.vectors import Named
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.launchers.multitensor import TensorUpdate

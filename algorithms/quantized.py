@@ -8,8 +8,8 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed import CompressedAllReduce
+from bagua_kernels.algorithms.engine.vectors import euclidean_norm
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.vectors import euclidean_norm
 from bagua_kernels.bucket import Bucket
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from bagua_kernels import optim
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.compressed import CompressedAllReduce
-from bagua_kernels.algorithms.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.registry import from_spec, named
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression.codec import parse_spec

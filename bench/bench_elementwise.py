@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench import workloads
+from bench.workloads import groups as workloads
 
 
 def pytest_generate_tests(metafunc):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import suite_table, workloads
+from bench import suite_table
+from bench.workloads import groups as workloads
 
 _QUICK = {"codec_elements": 4_000_000, "adamw_elements": 4_000_000, "rounds": 5}
 _FULL = {"codec_elements": workloads.CODEC_ELEMENTS, "adamw_elements": workloads.ADAMW_ELEMENTS, "rounds": 15}

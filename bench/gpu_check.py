@@ -44,10 +44,16 @@ from bagua_kernels.compression import (
     TopK,
 )
 from bagua_kernels.jit import op
-from bench import optimizers, speed, workloads
+from bench import optimizers, speed
+from bench.workloads import groups as workloads
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/compression", "tests/launchers", "tests/optim/test_cuda.py", "tests/comm/test_nccl_cuda.py")
+TESTS = (
+    "tests/compression",
+    "tests/launchers",
+    "tests/optim/test_cuda.py",
+    "tests/comm/backends/nccl/test_nccl_cuda.py",
+)
 # What the repository's pytest settings name, and an image with a PyTorch of its own may lack.
 PLUGINS = ("pytest_timeout", "pytest_benchmark")
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bagua_kernels import optim
 from bench import speed
-from bench.rows import SCALE, Run, Workload
+from bench.workloads.rows import SCALE, Run, Workload
 
 CPU = torch.device("cpu")
 LARGE = 1 << 24

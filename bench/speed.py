@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import workloads
-from bench.rows import COPY, SCALE, Workload
+from bench.workloads import groups as workloads
+from bench.workloads.rows import COPY, SCALE, Workload
 
 Clock = Callable[[Callable[[], object]], float]
 

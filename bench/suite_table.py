@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bench.rows import COPY, SCALE
+from bench.workloads.rows import COPY, SCALE
 
 
 def tables(benchmarks: Iterable[Any]) -> Iterator[Table]:

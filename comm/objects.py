@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_kernels.comm.secret import Secret
+from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
 if TYPE_CHECKING:

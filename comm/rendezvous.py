@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
+from bagua_kernels.comm.backends.local.meeting import LocalWorld
+from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
+from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.local import LocalCommunicator
-from bagua_kernels.comm.meeting import LocalWorld
-from bagua_kernels.comm.nccl import NcclCommunicator
-from bagua_kernels.comm.start import Start, open_store
-from bagua_kernels.comm.striped import StripedCommunicator
-from bagua_kernels.comm.torch_backend import TorchCommunicator
-from bagua_kernels.comm.tuning import Tuning
+from bagua_kernels.comm.joining.start import Start, open_store
+from bagua_kernels.comm.tuning.table import Tuning
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others

@@ -16,14 +16,14 @@ FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
 DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
 
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
-MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/nccl_binding.py")
+MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/backends/nccl/binding.py")
 MAY_READ_THE_ENVIRONMENT = (
     "bagua_kernels/knobs.py",
-    "comm/interfaces.py",  # what other tools' variables say, to report it
+    "comm/joining/interfaces.py",  # what other tools' variables say, to report it
     "comm/rendezvous.py",
     "comm/testing.py",
     "comm/tune.py",  # passes the environment on to the command that it starts
-    "comm/tune_launcher.py",
+    "comm/tuning/launcher.py",
 )
 
 

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from bagua_kernels import knobs
-from bagua_kernels.jit import vocabulary
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
-from bagua_kernels.rules import rounding
+from bagua_kernels.rules import rounding, vocabulary
 
 if knobs.TRITON_INTERPRET.get():
     from triton.runtime import interpreter

@@ -11,8 +11,7 @@ from bagua_kernels.optim.adagrad import Adagrad
 from bagua_kernels.optim.adam import Adam, AdamW
 from bagua_kernels.optim.adamax import Adamax
 from bagua_kernels.optim.asgd import ASGD
-from bagua_kernels.optim.extras import Extras
-from bagua_kernels.optim.fuse import NotElementwiseError, fuse_optimizer
+from bagua_kernels.optim.fuse.optimizer import NotElementwiseError, fuse_optimizer
 from bagua_kernels.optim.lamb import LAMB
 from bagua_kernels.optim.lars import LARS
 from bagua_kernels.optim.lion import Lion
@@ -22,6 +21,7 @@ from bagua_kernels.optim.rmsprop import RMSprop
 from bagua_kernels.optim.rprop import Rprop
 from bagua_kernels.optim.rule_optimizer import rule_optimizer
 from bagua_kernels.optim.sgd import SGD
+from bagua_kernels.optim.step.extras import Extras
 
 __all__ = [
     "ASGD",

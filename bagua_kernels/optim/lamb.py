@@ -10,13 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import SCALARS, Variant
-from bagua_kernels.optim.extras import Extras
-from bagua_kernels.optim.fused import Fused
-from bagua_kernels.optim.launch import Launch
-from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.trust import contiguous, multiply, ratio
-from bagua_kernels.optim.update import Group, Update
-from bagua_kernels.optim.validation import check_betas, check_not_negative
+from bagua_kernels.optim.step.extras import Extras
+from bagua_kernels.optim.step.fused import Fused
+from bagua_kernels.optim.step.launch import Launch
+from bagua_kernels.optim.step.scalars import Counters
+from bagua_kernels.optim.step.trust import contiguous, multiply, ratio
+from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LAMB as STEP
 from bagua_kernels.rules.optimizers import LAMB_MOMENTS
 

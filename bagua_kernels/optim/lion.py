@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from bagua_kernels.optim.extras import Extras
-from bagua_kernels.optim.fused import Fused
-from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.update import Group, Update
-from bagua_kernels.optim.validation import check_betas, check_not_negative
+from bagua_kernels.optim.step.extras import Extras
+from bagua_kernels.optim.step.fused import Fused
+from bagua_kernels.optim.step.scalars import Counters
+from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LION
 
 UPDATE = Update(LION, ("exp_avg",))

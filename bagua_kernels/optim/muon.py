@@ -13,11 +13,11 @@ from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, GRADIENT, SCALARS, Table, Variant
-from bagua_kernels.optim.extras import Extras
-from bagua_kernels.optim.fused import Fused
-from bagua_kernels.optim.launch import Launch
-from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.update import Group, Update
+from bagua_kernels.optim.step.extras import Extras
+from bagua_kernels.optim.step.fused import Fused
+from bagua_kernels.optim.step.launch import Launch
+from bagua_kernels.optim.step.scalars import Counters
+from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
 
 UPDATE = Update(MUON_STEP, ("momentum_buffer",))

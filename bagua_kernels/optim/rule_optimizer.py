@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from bagua_kernels.jit.rule import code_of
 from bagua_kernels.launchers.multitensor import EXTRAS
-from bagua_kernels.optim.fused import Fused
-from bagua_kernels.optim.launch import DRAWS
-from bagua_kernels.optim.scalars import Counters
-from bagua_kernels.optim.update import Group, Update
+from bagua_kernels.optim.step.fused import Fused
+from bagua_kernels.optim.step.launch import DRAWS
+from bagua_kernels.optim.step.scalars import Counters
+from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 

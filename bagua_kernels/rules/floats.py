@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.magnitude import inverse_unit, magnitude_unit, maximum_scales
 from bagua_kernels.rules.quantizers import BlockQuantizer, safe_power
 from bagua_kernels.rules.rounding import bits_float, float_bits, magnitude, nearest_integer

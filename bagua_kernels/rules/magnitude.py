@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.quantizers import BlockQuantizer, safe_power
 from bagua_kernels.rules.rounding import bits_float, float_bits, nearest_integer
 

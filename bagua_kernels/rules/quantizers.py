@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.rounding import bits_float, nearest_integer, ordered
 
 

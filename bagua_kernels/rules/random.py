@@ -6,7 +6,7 @@ The mixing constants are those of the `lowbias32` integer hash; `docs/wire-forma
 
 from __future__ import annotations
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 
 
 def mix(x):

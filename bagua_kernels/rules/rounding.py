@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 
 
 def float_bits(x):

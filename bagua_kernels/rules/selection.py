@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.random import random_bits
 from bagua_kernels.rules.rounding import float_bits
 

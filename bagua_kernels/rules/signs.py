@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bagua_kernels.jit import vocabulary as tl
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.magnitude import finite_or_nan, inverse_unit, magnitude_unit
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bagua_kernels.rules.rounding import bits_float, float_bits, magnitude

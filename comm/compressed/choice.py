@@ -19,7 +19,7 @@ from bagua_kernels.comm.compressed.linear import LinearAllReduce
 from bagua_kernels.comm.compressed.sparse import SparseAllReduce
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.compression import Codec
-from bagua_kernels.compression.sparse import SparseCodec
+from bagua_kernels.compression.sparse.codec import SparseCodec
 
 _SMALLEST = 1 << 12
 _FAR = 1 << 18  # compared with the smallest, bytes show and not only latency

@@ -3,7 +3,7 @@
 import time
 
 from bagua_kernels.algorithms import GradientAllReduce
-from bagua_kernels.comm.local import run_ranks
+from bagua_kernels.comm.backends.local.communicator import run_ranks
 from bagua_kernels.jit import compiling
 from tests.algorithms.ranks import train
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, Guard, OneBitAdam, PowerSGD, QAdam, SignSGD
-from bagua_kernels.algorithms.trial import BLOCK_STEPS, BLOCKS
+from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Cast
 from tests.algorithms.ranks import Odd, batch

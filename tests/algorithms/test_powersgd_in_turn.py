@@ -11,7 +11,7 @@ from torch import nn
 from bagua_kernels.algorithms import PowerSGD
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import fold_seed
-from bagua_kernels.compression.orthonormal import gaussian, name_number
+from bagua_kernels.compression.powersgd.orthonormal import gaussian, name_number
 from tests.algorithms.ranks import batch, fill
 
 ROWS, COLUMNS = 512, 256

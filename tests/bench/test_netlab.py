@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import netlab_probe
-from bench.netlab import Lab, LabError, available, remove_remains
+from bench.netlab import probe as netlab_probe
+from bench.netlab.lab import Lab, LabError, available, remove_remains
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 20.0
@@ -53,7 +53,7 @@ dist.destroy_process_group()
 """
 OPEN = """
 import sys, time
-from bench.netlab import Lab
+from bench.netlab.lab import Lab
 with Lab(hosts=2, delay=1) as lab:
     lab.start(0, ["sleep", "1000"])
     print(lab.tag, flush=True)
@@ -152,7 +152,20 @@ def test_ranks_that_take_too_long_are_ended() -> None:
 
 
 def test_command_line_runs_ranks() -> None:
-    command = [sys.executable, "-m", "bench.netlab", "run", "-n", "2", "--rate", "100", "--", "sh", "-c", "exit {rank}"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.netlab.lab",
+        "run",
+        "-n",
+        "2",
+        "--rate",
+        "100",
+        "--",
+        "sh",
+        "-c",
+        "exit {rank}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert "rank 0: gave 0" in done.stderr

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from bagua_kernels import comm, knobs
 from bagua_kernels.comm import Communicator, TorchCommunicator, objects, run_ranks
-from bagua_kernels.comm.introduction import Introduction, job_secret
-from bagua_kernels.comm.secret import Secret
+from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CommunicationError
 

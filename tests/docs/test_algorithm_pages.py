@@ -18,7 +18,7 @@ from torch import nn
 
 from bagua_kernels import algorithms, comm
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names, registry
-from bagua_kernels.algorithms.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
 

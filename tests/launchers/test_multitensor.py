@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
-from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.launchers.multitensor import EXTRAS, FACTOR, SCALARS, SKIP, Table, Variant, launch
 from bagua_kernels.rules import optimizers
+from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, PLAIN_SGD, SGD, ElementwiseRule
 from bagua_kernels.rules.random import random_bits, random_key
 from bagua_kernels.rules.rounding import float_bfloat16_stochastic

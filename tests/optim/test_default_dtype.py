@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt8
-from bagua_kernels.optim import watch
-from bagua_kernels.optim.part import Part
+from bagua_kernels.optim.step import watch
+from bagua_kernels.optim.step.part import Part
 
 SHAPES = [(3, 5), (1, 1), (130, 2)]
 # Some of those that have a counter, a flag that no state has, or neither; and all that are not torch's.

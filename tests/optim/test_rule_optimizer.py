@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from bagua_kernels.jit import vocabulary as tl
 from bagua_kernels.optim import SGD, AdamW, Extras, rule_optimizer
-from bagua_kernels.optim.fuse import fuse_optimizer
+from bagua_kernels.optim.fuse.optimizer import fuse_optimizer
+from bagua_kernels.rules import vocabulary as tl
 
 F64 = npt.NDArray[np.float64]
 

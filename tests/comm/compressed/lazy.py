@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import ReduceOp
-from bagua_kernels.comm.local import LocalCommunicator
+from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.work import Pending, Work
 
 

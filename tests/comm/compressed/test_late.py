@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceScatter, all_reduce_for, passes
-from bagua_kernels.comm.striped import StripedCommunicator
 from bagua_kernels.compression import Cast, Codec, MinMaxUInt8, RandomK, TernGrad, TopK
 from tests.comm.compressed import simulation
 from tests.comm.compressed.lazy import make_late

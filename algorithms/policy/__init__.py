@@ -1,0 +1,1 @@
+"""Which codec encodes what, when, and whether it does at all."""

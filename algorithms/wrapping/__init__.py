@@ -1,0 +1,1 @@
+"""What happens to a module that is wrapped: checks between ranks, its buffers, its copies."""

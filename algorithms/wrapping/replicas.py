@@ -1,0 +1,172 @@
+"""Makes the replicas of a module equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua_kernels.algorithms.wrapping.options import Options, differences
+from bagua_kernels.bucket import dense_strides
+from bagua_kernels.comm import Communicator, ReduceOp
+
+_TOGETHER = 64 << 20  # bytes in one message
+
+
+def check_replicas(
+    module: torch.nn.Module,
+    communicator: Communicator,
+    kind: type,
+    options: Options,
+    excluded: frozenset[str],
+    problem: str,
+) -> None:
+    """Raises, on all ranks, unless all have the same algorithm with the same options, and modules that fit; collective.
+
+    One message tells all of it, as JSON.
+
+    Args:
+        module: whose parameters and buffers have the same names, shapes and dtypes on all ranks, on the communicator's device.
+        communicator: of all ranks.
+        kind: the algorithm's class.
+        options: its arguments.
+        excluded: the names of those that may differ.
+        problem: why this rank refuses the module anyway; empty if it does not.
+
+    Raises:
+        TypeError: a trainable parameter is complex.
+        ValueError: ranks differ, or some rank has a problem.
+    """
+    state = _described(module)
+    own = {
+        "problem": ["ValueError", problem] if problem else _problem(module, communicator),
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "options": options.described(excluded),
+        "module": hashlib.sha256("\n".join(state).encode()).hexdigest(),
+    }
+    everyone = gather_json(communicator, own)
+    for name, text in filter(None, [own["problem"], *(theirs["problem"] for theirs in everyone)]):
+        raise (TypeError if name == "TypeError" else ValueError)(text)
+    found = differences([[["", "the algorithm", {"": theirs["class"]}]] for theirs in everyone])
+    found = found or differences([theirs["options"] for theirs in everyone])
+    if found:
+        raise ValueError(f"{'; '.join(found)}: make {kind.__name__} with the same options on all ranks")
+    if len({theirs["module"] for theirs in everyone}) > 1:
+        _tell_difference(gather_json(communicator, state))
+
+
+def _described(module: torch.nn.Module) -> list[str]:
+    sparse = sparse_parameters(module)
+    return [
+        f"{name} {tuple(t.shape)} {t.dtype} trainable={t.requires_grad}"
+        + (f" strides={dense_strides(t)} sparse={t in sparse}" if t.requires_grad else "")
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    ]
+
+
+def _tell_difference(everyone: list[list[str]]) -> None:
+    for rank, theirs in enumerate(everyone):
+        for here, there in zip(everyone[0], theirs, strict=False):
+            if here != there:
+                raise ValueError(f"modules differ between ranks: rank 0 has {here!r} where rank {rank} has {there!r}")
+        if len(everyone[0]) != len(theirs):
+            raise ValueError(
+                f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
+            )
+
+
+def gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """Returns the values of all ranks, as JSON makes them, in rank order; collective.
+
+    Unlike pickled objects, a text from another process runs nothing when it is read.
+    """
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(communicator.device)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=communicator.device)
+    lengths = length.new_empty(communicator.size)
+    communicator.all_gather(lengths, length).wait()
+    sizes = [int(size) for size in lengths.tolist()]
+    padded = data.new_zeros(max(sizes))
+    padded[: data.numel()] = data
+    everything = data.new_empty(communicator.size, padded.numel())
+    communicator.all_gather(everything, padded).wait()
+    rows = everything.cpu().numpy()
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _problem(module: torch.nn.Module, communicator: Communicator) -> list[str] | None:
+    for name, parameter in module.named_parameters():
+        if parameter.device != communicator.device:
+            text = f"parameter {name!r} is on {parameter.device}, expected {communicator.device}: move the module there first"
+            return ["ValueError", text]
+        if parameter.requires_grad and not parameter.is_floating_point():
+            return [
+                "TypeError",
+                f"parameter {name!r} is {parameter.dtype}; trainable parameters must be real floating point",
+            ]
+    return None
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
+    """The weights of embeddings that make sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {part.weight for part in module.modules() if isinstance(part, kinds) and part.sparse}
+
+
+Write = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def synchronize(
+    tensors: Sequence[torch.Tensor], communicator: Communicator, src: int = 0, write: Write = torch.Tensor.copy_
+) -> None:
+    """Overwrites tensors with those of rank `src`, bit for bit, many in one message; collective.
+
+    Bytes are sent, not numbers: that serves every dtype and keeps NaN payloads and signs of zeros.
+
+    Args:
+        tensors: equal shapes and dtypes on all ranks; those of rank `src` are not written.
+        communicator: of all ranks.
+        src: the rank whose values become everyone's.
+        write: puts values, its second argument, into a tensor.
+    """
+    pending: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        pending.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _TOGETHER:
+            _broadcast_together(pending, communicator, src, write)
+            pending, size = [], 0
+    if size:
+        _broadcast_together(pending, communicator, src, write)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[torch.Tensor], communicator: Communicator, write: Write = torch.Tensor.copy_) -> None:
+    """Replaces tensors of floating point by their means over all ranks, and others by rank 0's; many in one message."""
+    synchronize([t for t in tensors if not t.is_floating_point()], communicator, write=write)
+    for dtype in sorted({t.dtype for t in tensors if t.is_floating_point()}, key=str):
+        parts = [t for t in tensors if t.dtype == dtype]
+        together = torch.cat([t.detach().reshape(-1) for t in parts])
+        communicator.all_reduce(together, ReduceOp.AVG).wait()
+        for tensor, mean in zip(parts, together.split([t.numel() for t in parts]), strict=True):
+            write(tensor, mean.view(tensor.shape))
+
+
+@torch.no_grad()
+def _broadcast_together(tensors: Sequence[torch.Tensor], communicator: Communicator, src: int, write: Write) -> None:
+    parts = [bytes_of(tensor) for tensor in tensors]
+    together = torch.cat(parts)
+    communicator.broadcast(together, src).wait()
+    if communicator.rank == src:
+        return
+    for tensor, part in zip(tensors, together.split([p.numel() for p in parts]), strict=True):
+        # An odd number of bytes before it may leave the part unaligned for the tensor's dtype; a clone is aligned.
+        write(tensor, part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes in the order of its elements, a view where that is possible."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

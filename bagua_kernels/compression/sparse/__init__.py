@@ -1,0 +1,1 @@
+"""Codecs that send a few elements, and what they share."""

@@ -1,0 +1,1 @@
+"""How a fused optimizer takes its step: tensors gathered into launches, scalars, and where memory lies."""

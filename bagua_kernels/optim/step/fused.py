@@ -1,0 +1,365 @@
+"""The step that all fused optimizers share: states as PyTorch keeps them, and one launch for all tensors of a kind."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bagua_kernels.compression.block import BlockCodec
+from bagua_kernels.launchers import multitensor
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER
+from bagua_kernels.optim.step.clipping import total_norm
+from bagua_kernels.optim.step.compressed import Encoded, PayloadStep
+from bagua_kernels.optim.step.extras import Extras
+from bagua_kernels.optim.step.launch import DRAWS, Launch
+from bagua_kernels.optim.step.plan import Plan
+from bagua_kernels.optim.step.scalars import Counters, Scalars
+from bagua_kernels.optim.step.update import CannotFuseError, Group, Update, counter_dtype
+
+logger = logging.getLogger(__name__)
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Fused(Optimizer):
+    """A mixin before an optimizer class: its constructor, states and checkpoints stay, its `step` becomes one pass.
+
+    A subclass says which rule updates a group (`_update`) and what its scalars are (`_advance`).
+
+    Attributes beside those of `torch.optim`: `clip_grad_norm_`, and the constructor's `extras`, see
+    `bagua_kernels.optim.Extras`. Gradients are only read, also under `torch.amp.GradScaler`.
+    """
+
+    _fuses = True
+    # Asks GradScaler for its scale and its verdict, so that it does not write unscaled gradients in a pass of its own.
+    _step_supports_amp_scaling = True
+    # Whether a step needs no more of the gradients than where they lie.
+    _by_address = True
+    # What of a parameter must not be spread over ranks.
+    _whole: str | None = None
+    _plan: Plan | None = None
+    _made: list[tuple[Tensor, str]]
+    _extras: Extras = Extras()
+    _clipping: Tensor | None = None
+    _encoded: Encoded | None = None
+    _reported: str | None = None
+
+    def __init__(self, *arguments: Any, extras: Extras | None = None, **options: Any) -> None:
+        self._extras = extras or Extras()
+        parent = type(self).__mro__[type(self).__mro__.index(Fused) + 1]
+        known = inspect.signature(parent).parameters
+        # Not every version of PyTorch has all of them.
+        lacking = [name for name, value in options.items() if name not in known and (value is None or value is False)]
+        super().__init__(*arguments, **{name: value for name, value in options.items() if name not in lacking})
+        # The compiler is loaded here, not in the first step.
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            if device.type in ("cpu", "cuda"):
+                multitensor.load_backend(device)
+
+    def _update(self, group: Group) -> Update:
+        """The rule and states of a group."""
+        raise NotImplementedError
+
+    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+        """Moves the counters to this step, and gives the rule's scalars.
+
+        Args:
+            group: options, as numbers; on a GPU those that are tensors stay tensors.
+            counters: to be replaced by those of this step.
+        """
+        raise NotImplementedError
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model anew and returns the loss.
+
+        Returns:
+            The closure's result; None without one.
+        """
+        loss = None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if "capturable" in self.defaults:
+                capture_check(self)()
+            if self._encoded is None:
+                self._step()
+            else:
+                self._step_from(self._encoded)
+        finally:
+            self._clipping = None
+        return loss
+
+    def _step(self) -> None:
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._made = []
+        ran = False
+        try:
+            if any(group.get("differentiable") for group in self.param_groups):
+                raise CannotFuseError("differentiable=True records every operation")
+            if self._plan is None or not self._plan.matches(self):
+                self._plan = None
+                self._plan = Plan(self)
+            ran = self._run(self._plan, found_inf, grad_scale)
+        except CannotFuseError as reason:
+            self._plan = None
+            self._unmake()
+            self._leave_to_torch(str(reason), found_inf, grad_scale)
+            ran = True
+        finally:
+            if self._plan is not None:
+                self._plan.end()
+            if not ran:
+                self._unmake()
+
+    def _run(self, plan: Plan, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
+        """Runs all launches, unless a gradient is known to be infinite; tells whether it did."""
+        on_host = any(not launch.on_device for launch in plan.launches)
+        if found_inf is not None and on_host and found_inf.item():
+            return False
+        launches = [launch for launch in plan.launches if launch.missing is None or not launch.missing.all()]
+        # An error in one leaves everything as it was.
+        prepared = list(map(self._scalars(found_inf, grad_scale).rows, launches))
+        for launch, (rows, keys, counted) in zip(launches, prepared, strict=True):
+            launch.begin()
+            self._launch(launch, rows, keys)
+            launch.store()
+            launch.count(counted)
+        # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
+        torch.autograd.graph.increment_version(plan.updated())
+        return True
+
+    def _scalars(self, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> Scalars:
+        average = float(self._extras.average or 0.0)
+        return Scalars(self._advance, average, self._extras.seed, grad_scale, self._clipping, found_inf)
+
+    def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
+        multitensor.launch(launch.variant, launch.table, rows, keys)
+
+    def _prepare(self, group: Group) -> set[int]:
+        """Makes missing states of a group's parameters that have a gradient, and tells which were missing, by `id`."""
+        update = self._update(group)
+        wanted = [name for name in (*update.states, *update.counters) if not name.startswith("_")]
+        active = [p for p in group["params"] if p.grad is not None]
+        fresh = {id(p) for p in active if any(self.state.get(p, {}).get(name) is None for name in wanted)}
+        make = getattr(super(), "_init_group", None)
+        if make is not None:
+            # PyTorch's own, with its errors; the lists that it fills follow the group.
+            make(group, *([] for _ in range(len(inspect.signature(make).parameters) - 1)))
+        for p in active:
+            if id(p) in fresh:
+                for name in update.states:
+                    self._make(p, name, torch.zeros_like, p, memory_format=torch.preserve_format)
+                for name in update.counters:
+                    if not name.startswith("_"):
+                        self._make(p, name, torch.zeros, (), dtype=counter_dtype())
+            extras, stochastic = self._extra_columns(p)
+            for name in extras:
+                self._make(p, name, extra_state, name, p)
+            if stochastic:
+                device = p.device if group.get("fused") or group.get("capturable") else "cpu"
+                self._make(p, DRAWS, torch.zeros, (), dtype=torch.float32, device=device)
+        return fresh
+
+    def _make(self, parameter: Tensor, name: str, make: Callable[..., Tensor], *given: Any, **options: Any) -> None:
+        """Makes a state that is not there; if the step is not taken, it goes again."""
+        state = self.state[parameter]
+        if state.get(name) is None:
+            state[name] = make(*given, **options)
+            self._made.append((parameter, name))
+
+    def _unmake(self) -> None:
+        """Takes away the states that were made for a step that was not taken."""
+        for parameter, name in self._made:
+            del self.state[parameter][name]
+            if not self.state[parameter]:
+                del self.state[parameter]
+        self._made = []
+
+    def _extra_columns(self, parameter: Tensor) -> tuple[tuple[str, ...], bool]:
+        """The names of the extra states of a parameter, and whether it is rounded at random."""
+        precision = self._extras.precision if parameter.dtype in HALVES else "nearest"
+        names = {"master": (MASTER,), "kahan": (COMPENSATION,)}.get(precision, ())
+        if self._extras.average is not None:
+            if parameter.is_complex():
+                raise TypeError(f"a running mean is kept of real parameters only, got {parameter.dtype}")
+            names = (*names, AVERAGE)
+        return names, precision == "stochastic"
+
+    def _leave_to_torch(self, reason: str, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        """Takes the step in PyTorch's own way."""
+        step = getattr(super(), "step", None)
+        if step is None or step.__func__ is Optimizer.step:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot take this step, since {reason}, and PyTorch has no other way"
+            )
+        if self._extras != Extras():
+            raise RuntimeError(f"{type(self).__name__} cannot take this step with {self._extras}, since {reason}")
+        if self._reported != reason:
+            self._reported = reason
+            logger.warning("%s: PyTorch's own step is used, since %s", type(self).__name__, reason)
+        if found_inf is not None and found_inf.item():
+            return
+        factor = None if grad_scale is None else grad_scale.double().reciprocal()
+        if self._clipping is not None:
+            factor = self._clipping if factor is None else factor * self._clipping
+        held: dict[str, Any] = {
+            name: vars(self).pop(name) for name in ("found_inf", "grad_scale") if name in vars(self)
+        }
+        params = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in params]
+        try:
+            if factor is not None:
+                for p in params:
+                    if p.grad is not None:
+                        p.grad = p.grad * factor.to(p.grad.device, torch.float32)
+            # The hooks are running already: around this step, by the wrapper that PyTorch puts around every class's own.
+            function = step.__func__
+            (function.__wrapped__ if getattr(function, "hooked", False) else function)(self)
+        finally:
+            vars(self).update(held)
+            if factor is not None:
+                for p, gradient in zip(params, gradients, strict=True):
+                    p.grad = gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, and how they were to be clipped."""
+        self._clipping = None
+        super().zero_grad(set_to_none)
+
+    def step_from_encoded(self, codec: BlockCodec, payloads: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Takes a step from gradients that are still encoded: decodes and updates in one pass.
+
+        Hooks run as in `step`. Parameters without a payload are skipped; nobody's `grad` is read or changed.
+
+        Args:
+            codec: what encoded them.
+            payloads: for each parameter, shape (ranks, `codec.payload_size(parameter.numel())`), uint8. Several are added up.
+            scale: factor of the sum; 1 / ranks for the mean.
+
+        Raises:
+            ValueError: a payload is for a parameter that the optimizer does not have, or has a wrong size.
+            RuntimeError: the optimizer needs norms of gradients, has `extras`, counts steps on a GPU, or a parameter is not
+                contiguous or has 64 bits.
+        """
+        self._encoded = Encoded(codec, payloads, scale)
+        try:
+            self.step()
+        finally:
+            self._encoded = None
+
+    def _step_from(self, encoded: Encoded) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if type(self)._launch is not Fused._launch or self._extras != Extras():
+            raise RuntimeError(
+                f"{type(self).__name__} with {self._extras} needs more of a gradient than an encoded one has; decode it before"
+            )
+        encoded.check(params)
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise RuntimeError(f"{type(self).__name__} cannot step from encoded gradients with differentiable=True")
+        self._made = []
+        ran = False
+        try:
+            with encoded.standing_for_gradients(params):
+                plan = Plan(self)
+            if any(launch.on_device for launch in plan.launches):
+                raise RuntimeError(
+                    "a step from encoded gradients counts on the host; set fused and capturable to False"
+                )
+            prepared = list(map(self._scalars().rows, plan.launches))
+            step = PayloadStep(encoded.codec, plan.launches, [rows for rows, _, _ in prepared])
+            for parameter, payloads in encoded.payloads.items():
+                step.apply(parameter, payloads, scale=encoded.scale)
+            for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
+                launch.count(counted)
+            ran = True
+        except CannotFuseError as reason:
+            raise RuntimeError(f"{type(self).__name__} cannot step from encoded gradients, since {reason}") from None
+        finally:
+            if not ran:
+                self._unmake()
+        torch.autograd.graph.increment_version(plan.params)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Lets the next step scale the gradients so that their total norm is at most `max_norm`; they are not changed.
+
+        Costs one pass that reads them, where `torch.nn.utils.clip_grad_norm_` makes three. With a GradScaler, call its
+        `unscale_` before.
+
+        Args:
+            max_norm: of all gradients together, the Euclidean one.
+            error_if_nonfinite: whether to raise if the norm is inf or NaN.
+
+        Returns:
+            The norm, shape (), float64.
+
+        Raises:
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        """
+        norm = total_norm([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the total norm of the gradients is {norm.item()}; set error_if_nonfinite=False to go on"
+            )
+        self._clipping = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_extras": self._extras}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plan = None
+        super().__setstate__(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave, here or in `torch.optim`.
+
+        Args:
+            state_dict: of this optimizer, or of PyTorch's of the same name.
+        """
+        given: list[dict[str, Any]] = []
+        # The last hook before sees what other hooks have made of the argument, the first one after comes before theirs.
+        before = self.register_load_state_dict_pre_hook(lambda _, state_dict: given.append(state_dict))
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_wide(given[0]), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_wide(self, state_dict: dict[str, Any]) -> None:
+        """Loads what PyTorch has cast to the parameters' dtype, which these states are there to be wider than."""
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, params, strict=True):
+            for name in (MASTER, AVERAGE, DRAWS):
+                value = state_dict["state"].get(index, {}).get(name)
+                if value is not None:
+                    self.state[p][name] = value.to(value.device if name == DRAWS else p.device, copy=True)
+
+
+def capture_check(optimizer: Optimizer) -> Callable[[], None]:
+    """PyTorch's refusal of steps that a CUDA graph would not replay."""
+    name = "_accelerator_graph_capture_health_check"
+    check = getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check
+    return cast(Callable[[], None], check)
+
+
+def extra_state(name: str, parameter: Tensor) -> Tensor:
+    """An extra state before the first step."""
+    if name == COMPENSATION:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    wide = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+    return parameter.detach().to(wide, copy=True, memory_format=torch.preserve_format)

@@ -1,0 +1,319 @@
+"""The tensors of one kernel launch: where they lie, checked at each step."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import call, is_, itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bagua_kernels.bucket import dense_strides
+from bagua_kernels.launchers.multitensor import GRADIENT, REAL, Table, Variant, needs_tensors
+from bagua_kernels.optim.step.layout import local, resolved, shard_of_gradient, steps
+from bagua_kernels.optim.step.update import Group, Update, counter_dtype
+from bagua_kernels.optim.step.watch import Watch, watch
+
+# A counter of every parameter that is rounded at random: how often it was.
+DRAWS = "draws"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter with a gradient.
+
+    Attributes:
+        position: its number among all parameters of the optimizer.
+        group: its parameter group.
+        update: how that is updated.
+        extras: names of the extra columns.
+        tensors: the columns of the table; of DTensors, the shards.
+    """
+
+    position: int
+    parameter: Tensor
+    state: dict[str, Any]
+    group: Group
+    update: Update
+    extras: tuple[str, ...]
+    stochastic: bool
+    fresh: bool
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """The names of all counters."""
+        return (*self.update.counters, DRAWS) if self.stochastic else self.update.counters
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the columns; those of complex numbers' parts."""
+        return tuple(REAL.get(t.dtype, t.dtype) for t in self.tensors)
+
+    def kind_of(self, counter: str) -> tuple[torch.dtype, torch.device]:
+        """The dtype and device of a counter."""
+        if not counter.startswith("_"):
+            value = self.state[counter]
+            return (value.dtype, value.device) if isinstance(value, Tensor) else (counter_dtype(), torch.device("cpu"))
+        resident = self.group.get("fused") or self.group.get("capturable")
+        return torch.float32, self.tensors[0].device if resident else torch.device("cpu")
+
+    def key(self) -> tuple[Any, ...]:
+        """What parameters must have in common to be in one launch."""
+        counters = tuple(map(self.kind_of, self.counters))
+        return self.update, self.extras, self.stochastic, self.tensors[0].device, self.dtypes, counters
+
+
+class Launch:
+    """The tensors of one kernel launch.
+
+    Gradients and states are the user's to free between steps, so the launch keeps none of them alive, but for the 0-dim views
+    of its counters. A state is recognised as the same object: a counter by the view that is kept, any other by a weak
+    reference, which a new tensor at a freed address does not satisfy.
+
+    Attributes:
+        params: the parameters.
+        spans: each group's part of them: the group, the first and the one after the last.
+        states: the state of each.
+        names: the state in each column of the table; empty for parameter and gradient.
+        variant: the kernel.
+        table: the tensors. Its columns are filled during a step, and only where they are read.
+        rows: the kernel's scalars.
+        counters: each counter of all parameters, of which the states hold 0-dim views.
+        positions: the parameters' numbers among all of the optimizer.
+        missing: which parameters have no gradient in this step; None if all have one.
+        staged: the cells of the table whose elements do not lie as the parameter's, so that kernels work on copies.
+    """
+
+    def __init__(self, entries: Sequence[Entry], *, by_address: bool) -> None:
+        first = entries[0]
+        self.params = [e.parameter for e in entries]
+        self.positions = np.array([e.position for e in entries])
+        self.variant = Variant(first.update.rule, first.dtypes, first.update.scalars, first.extras, first.stochastic)
+        self.rows = np.zeros((len(entries), self.variant.width), np.float64 if self.variant.double else np.float32)
+        self.missing: np.ndarray[Any, Any] | None = None
+        self.spans: list[tuple[Group, int, int]] = []
+        for i, e in enumerate(entries):
+            if self.spans and self.spans[-1][0] is e.group:
+                self.spans[-1] = (e.group, self.spans[-1][1], i + 1)
+            else:
+                self.spans.append((e.group, i, i + 1))
+        self._plain = all(type(t) in (Tensor, torch.nn.Parameter) for e in entries for t in (e.parameter, e.tensors[1]))
+        self._complex = first.tensors[0].is_complex()
+        self.states = [e.state for e in entries]
+        self.names = ("", "", *first.update.states, *first.extras)
+        self._share_counters(entries)
+        self._lay_out(entries, by_address)
+
+    def _share_counters(self, entries: Sequence[Entry]) -> None:
+        """Moves all values of a counter into one tensor, so that one operation advances them."""
+        self.counters: dict[str, Tensor] = {}
+        self._views: dict[str, list[Tensor]] = {}
+        for name in entries[0].counters:
+            if name.startswith("_"):
+                device = entries[0].kind_of(name)[1]
+                self.counters[name] = torch.tensor(
+                    [float(e.fresh) for e in entries], dtype=torch.float32, device=device
+                )
+                continue
+            values = [e.state[name] for e in entries]
+            flat = joined(values)
+            if flat is None:
+                dtype = entries[0].kind_of(name)[0]
+                flat = torch.stack([torch.as_tensor(v, dtype=dtype).detach().reshape(()) for v in values])
+                for e, view in zip(entries, flat.unbind(), strict=True):
+                    e.state[name] = view
+            self.counters[name] = flat
+            self._views[name] = [e.state[name] for e in entries]
+
+    def _lay_out(self, entries: Sequence[Entry], by_address: bool) -> None:
+        """Makes the table, and notes which tensors' elements do not lie as the parameter's, so that copies are needed."""
+        columns = [list(column) for column in zip(*(e.tensors for e in entries), strict=True)]
+        self._addresses = [[t.data_ptr() for t in column] for column in columns]
+        self._forms = [list(map(form, column)) for column in columns]
+        self._strides = [dense_strides(e.tensors[0]) for e in entries]
+        self.staged = [
+            (index, column)
+            for index, e in enumerate(entries)
+            for column, tensor in enumerate(e.tensors)
+            if steps(tensor) != steps(tensor, self._strides[index])
+        ]
+        self.table = Table(columns)
+        self.table.release()
+        # Most kernels need the addresses alone; but copies are made of tensors.
+        self._reads_tensors = not by_address or needs_tensors(self.table.device) or bool(self.staged)
+        self._skips = by_address
+        self._watchable = self._plain and not self._reads_tensors and not self._complex
+        self._watch: Watch | None = None
+        self._gradients: list[Any] = [e.tensors[GRADIENT] for e in entries]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._known = {n: [weakref.ref(state[n]) for state in self.states] for n in filter(None, self.names)}
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype of the counters that the states have."""
+        return next((views[0].dtype for views in self._views.values()), torch.float32)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the counters are on a GPU, where the host must not wait for them."""
+        return any(flat.is_cuda for flat in self.counters.values())
+
+    def numbers(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The counters as arrays over their memory, wherever that is by now."""
+        return {name: flat.numpy() for name, flat in self.counters.items()}
+
+    def count(self, counted: Mapping[str, Any]) -> None:
+        """Sets the counters, to arrays or tensors."""
+        for name, values in counted.items():
+            self.counters[name].copy_(torch.as_tensor(values))
+
+    def take(self) -> bool:
+        """Takes up this step's gradients. False if anything but these has changed."""
+        try:
+            if not self._recognised():
+                return False
+            if self._watch is not None:
+                addresses = np.empty(len(self.params), np.int64)
+                missing = np.zeros(len(self.params), bool)
+                if self._watch.look(addresses, missing):
+                    self.missing = missing if missing.any() else None
+                    self.table.replace(GRADIENT, addresses)
+                    return self._hold(addresses)
+                self._watch = None
+            taken = self._ask()
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            # A state is gone; a gradient is sparse and without an address.
+            return False
+        if taken and self._watchable and self.missing is None:
+            states = [s[n] for n in filter(None, self.names) for s in self.states]
+            self._watch = watch(self.params, [*states, *itertools.chain(*self._views.values())])
+            self._watchable = self._watch is not None
+        return taken
+
+    def _recognised(self) -> bool:
+        """Whether the states still have the tensors that they had when the launch was made: the same objects."""
+        return all(
+            all(map(is_, map(itemgetter(name), self.states), views)) for name, views in self._views.items()
+        ) and all(
+            all(map(is_, map(itemgetter(name), self.states), map(call, known))) for name, known in self._known.items()
+        )
+
+    def _hold(self, addresses: np.ndarray[Any, Any]) -> bool:
+        """Keeps the gradients alive until the kernel has read them, where another thread could free them meanwhile."""
+        if len(sys._current_frames()) == 1:
+            return True
+        self._gradients = [p.grad for p in self.params]
+        return [0 if g is None else g.data_ptr() for g in self._gradients] == list(map(int, addresses))
+
+    def _ask(self) -> bool:
+        """The same as a look, by asking PyTorch for each tensor."""
+        gradients: list[Any] = [p.grad for p in self.params]
+        missing = np.array([g is None for g in gradients])
+        self.missing = missing if missing.any() else None
+        if self.missing is not None and not self._skips:
+            return False
+        for i, (p, g) in enumerate(zip(self.params, gradients, strict=True)):
+            if g is not None and not self._plain:
+                gradients[i] = shard_of_gradient(p, g)
+        if self._complex or any(g is not None and g.is_neg() for g in gradients):
+            gradients = [None if g is None else resolved(g) for g in gradients]
+        if not all(_joins(views, self.counters[name]) for name, views in self._views.items()):
+            return False
+        addresses = [0 if g is None else g.data_ptr() for g in gradients]
+        for column, name in enumerate(self.names):
+            forms = self._forms[column]
+            if column == GRADIENT:
+                # A gradient that is zero without having memory is at address 0.
+                if any(
+                    g is not None and (not fits(g, f) or (not a and g.numel()))
+                    for g, f, a in zip(gradients, forms, addresses, strict=True)
+                ):
+                    return False
+                continue
+            tensors = self._current(name)
+            if [t.data_ptr() for t in tensors] != self._addresses[column] or not all(map(fits, tensors, forms)):
+                return False
+        self._gradients = gradients
+        self.table.replace(GRADIENT, addresses)
+        return True
+
+    def _current(self, name: str) -> list[Tensor]:
+        """The parameters, or a state of each."""
+        tensors = self.params if not name else [state[name] for state in self.states]
+        return tensors if self._plain else list(map(local, tensors))
+
+    def gradient(self, index: int) -> Tensor:
+        """The gradient of a parameter, as it is. Not for launches by address."""
+        gradient: Tensor = self._gradients[index]
+        return gradient
+
+    def begin(self) -> None:
+        """Makes the table ready for the kernel."""
+        if not self._reads_tensors:
+            return
+        columns = [self._gradients if i == GRADIENT else self._current(n) for i, n in enumerate(self.names)]
+        # What is not there is not read.
+        columns[GRADIENT] = [p if g is None else g for p, g in zip(columns[0], columns[GRADIENT], strict=True)]
+        columns = [list(column) for column in columns]
+        for index, column in self.staged:
+            if self.missing is None or not self.missing[index]:
+                tensor = columns[column][index]
+                copy = torch.empty_strided(
+                    tensor.shape, self._strides[index], dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+                columns[column][index] = copy
+                if column != GRADIENT:
+                    self._copies.append((tensor, copy))
+        self.table.fill(columns)
+
+    def store(self) -> None:
+        """Brings the results home that the kernel has written to copies."""
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+    def end(self) -> None:
+        """Lets go of gradients and states."""
+        self._gradients, self._copies = [], []
+        if self._reads_tensors:
+            self.table.release()
+
+
+def form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """What a kernel assumes of a tensor beside its address: dtype, shape and strides."""
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def fits(tensor: Tensor, known: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> bool:
+    """Whether a tensor has a form, but for strides that do not matter."""
+    dtype, shape, strides = known
+    if tensor.dtype != dtype or tensor.shape != shape:
+        return False
+    return tensor.stride() == strides or steps(tensor) == steps(tensor, strides)
+
+
+def joined(values: Sequence[Any]) -> Tensor | None:
+    """The tensor of which the values are all elements in order; None if they are not."""
+    first = values[0]
+    if not isinstance(first, Tensor) or first.untyped_storage().nbytes() != len(values) * first.element_size():
+        return None
+    if not all(isinstance(v, Tensor) and v.dtype == first.dtype and v.dim() == 0 for v in values):
+        return None
+    whole: Tensor = torch.empty(0, dtype=first.dtype, device=first.device)
+    whole.set_(first.untyped_storage(), 0, (len(values),), (1,))
+    return whole if _joins(values, whole) else None
+
+
+def _joins(views: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether the views of dtype and shape of an element are all elements of a vector, in order.
+
+    Addresses tell this, since the vector is alive: nothing else can be in its memory.
+    """
+    begin, step = whole.data_ptr(), whole.element_size()
+    return list(map(Tensor.data_ptr, views)) == list(range(begin, begin + step * len(views), step))

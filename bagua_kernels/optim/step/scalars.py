@@ -1,0 +1,156 @@
+"""The scalars of a fused step for each tensor: from the options of its group, and from how often it was updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bagua_kernels.launchers.multitensor import AVERAGE, FACTOR, SCALARS, SKIP
+from bagua_kernels.optim.step.launch import DRAWS, Launch
+from bagua_kernels.optim.step.update import Group
+
+MASK = 0xFFFFFFFF
+
+
+class Counters(dict[str, Any]):
+    """Values of counters by name: floats, or float64 tensors with one element a parameter.
+
+    Attributes:
+        dtype: as which the state keeps them.
+    """
+
+    dtype: torch.dtype
+
+
+# Moves counters to this step, and gives the rule's scalars.
+Advance = Callable[[Group, Counters], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What a step is to be taken with.
+
+    Attributes:
+        advance: the optimizer's.
+        average: decay of the running mean.
+        seed: of stochastic rounding.
+        grad_scale: what the gradients were multiplied by.
+        clipping: what to multiply them by.
+        found_inf: whether the step is to be skipped, where the host does not know.
+    """
+
+    advance: Advance
+    average: float
+    seed: int
+    grad_scale: Tensor | None = None
+    clipping: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def rows(self, launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
+        """What a launch needs.
+
+        Returns:
+            The kernel's scalars for each tensor; the keys of stochastic rounding; the counters after this step.
+        """
+        return self._on_device(launch) if launch.on_device else self._on_host(launch)
+
+    def _on_host(self, launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
+        rows, scalars = launch.rows, slice(SCALARS, SCALARS + launch.variant.scalars)
+        factor = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+        if self.clipping is not None:
+            factor *= float(self.clipping)
+        numbers = launch.numbers()
+        counted = {name: values.copy() for name, values in numbers.items()}
+        rows[:, SKIP] = 0.0 if launch.missing is None else launch.missing
+        if AVERAGE in launch.variant.extras:
+            rows[:, scalars.stop] = 1.0 - self.average
+        for group, begin, end in launch.spans:
+            options = as_numbers(group)
+            rows[begin:end, FACTOR] = -factor if options.get("maximize") else factor
+            present: Any = slice(begin, end)
+            if launch.missing is not None:
+                present = begin + np.flatnonzero(~launch.missing[begin:end])
+            for members in alike(list(numbers.values()), present):
+                counters = Counters({name: float(values[members][0]) for name, values in numbers.items()})
+                counters.dtype = launch.precision
+                rows[members, scalars] = self._count(options, counters)
+                for name, values in counted.items():
+                    values[members] = counters[name]
+        return rows, self._keys(launch, numbers.get(DRAWS)), counted
+
+    def _on_device(self, launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
+        """The same from counters on a GPU, without waiting for it, and so that a CUDA graph can replay it."""
+        device, length = launch.table.device, len(launch.table)
+
+        def column(value: Any, length: int) -> Tensor:
+            if isinstance(value, Tensor):
+                return value.to(device, torch.float64).reshape(-1).expand(length)
+            return torch.full((length,), float(value), dtype=torch.float64, device=device)
+
+        skip = column(0.0 if self.found_inf is None else self.found_inf, length)
+        if launch.missing is not None:
+            skip = torch.maximum(skip, torch.from_numpy(launch.missing).to(device, torch.float64))
+        factor = column(1.0 if self.grad_scale is None else self.grad_scale, length).reciprocal()
+        if self.clipping is not None:
+            factor = factor * column(self.clipping, length)
+        before = {name: values.double() for name, values in launch.counters.items()}
+        parts: list[Tensor] = []
+        counted: dict[str, list[Tensor]] = {name: [] for name in before}
+        for group, begin, end in launch.spans:
+            counters = Counters({name: values[begin:end] for name, values in before.items()})
+            counters.dtype = launch.precision
+            scalars = self._count(group, counters)
+            rate = [1.0 - self.average] if AVERAGE in launch.variant.extras else []
+            sign = -1.0 if group.get("maximize") else 1.0
+            values = [sign * factor[begin:end], skip[begin:end], *scalars, *rate]
+            parts.append(torch.stack([column(value, end - begin) for value in values], 1))
+            for name, found in counted.items():
+                found.append(column(counters[name], end - begin))
+        after = {name: torch.where(skip != 0, before[name], torch.cat(found)) for name, found in counted.items()}
+        rows = torch.cat(parts).to(torch.float64 if launch.variant.double else torch.float32)
+        return rows, self._keys(launch, launch.counters.get(DRAWS)), after
+
+    def _count(self, options: Group, counters: Counters) -> tuple[Any, ...]:
+        draws = counters.pop(DRAWS, None)
+        scalars = self.advance(options, counters)
+        if draws is not None:
+            counters[DRAWS] = draws + 1
+        return scalars
+
+    def _keys(self, launch: Launch, draws: Any) -> Any:
+        """Seeds of stochastic rounding: of each parameter's number, and of how often it was rounded."""
+        if not launch.variant.stochastic:
+            return None
+        first = (launch.positions + (self.seed * 0x9E3779B9 & MASK)) & MASK
+        if isinstance(draws, Tensor):
+            low = torch.from_numpy(first.astype(np.uint32).view(np.int32)).to(draws.device)
+            return torch.stack([low, draws.to(torch.int32)], 1)
+        return np.stack([first, draws], 1).astype(np.uint32)
+
+
+def as_numbers(group: Group) -> Group:
+    """The options of a group with tensors of one element as numbers."""
+    if not any(isinstance(value, (Tensor, tuple)) for value in group.values()):
+        return group
+
+    def number(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(number(v) for v in value)
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    return {name: value if name == "params" else number(value) for name, value in group.items()}
+
+
+def alike(columns: list[Any], present: Any) -> list[Any]:
+    """Which of the parameters that are present have the same counters: what selects each set of them."""
+    found = [column[present] for column in columns]
+    if all((column == column[0]).all() for column in found if len(column)):
+        return [] if isinstance(present, np.ndarray) and not len(present) else [present]
+    _, inverse = np.unique(np.stack(found, 1), axis=0, return_inverse=True)
+    indices = np.arange(present.start, present.stop) if isinstance(present, slice) else present
+    return [indices[inverse.reshape(-1) == k] for k in range(int(inverse.max()) + 1)]

@@ -1,0 +1,1 @@
+"""What every algorithm reaches: `python -m bench.convergence`."""

@@ -1,0 +1,199 @@
+"""What `bench.convergence` compares: each algorithm as it is by default, and what its options change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bagua_kernels import algorithms
+from bagua_kernels.algorithms import Algorithm
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.bucket import Bucket
+
+MOMENTUM = 0.9
+ADAM_RATE = 3e-3  # on images; at 1e-3 longer steps than Adam's, for whatever reason, would look like a merit
+BASELINE, WITH_MOMENTUM, WITH_ADAM = "all-reduce", "all-reduce, momentum", "all-reduce, Adam"
+DIGITS, FASHION, CHARACTERS = ("digits",), ("fashion",), ("characters",)
+IMAGES = (*DIGITS, *FASHION)
+ALL = (*IMAGES, *CHARACTERS)
+
+
+class ForgetfulPowerSGD(algorithms.PowerSGD):
+    """PowerSGD whose residuals are dropped, to see what they are good for."""
+
+    name = "forgetful_powersgd"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        """See `Algorithm.exchange`."""
+        super().exchange(bucket, step)
+        state = self._state(bucket)
+        kept = state.state_dict()
+        for residual in kept["residuals"].values():
+            residual.zero_()
+        state.load_state_dict(kept)
+
+
+class FrozenAllReduce(MomentumAllReduce):
+    """Adam whose second moment freezes and whose gradients are never compressed, to see what the freeze costs alone."""
+
+    name = "frozen_adam"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "codec": None})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        label: unique.
+        kind: the algorithm.
+        options: of its constructor; with none it counts as the algorithm's default.
+        bar: what is expected on digits: "near" the training loss of the baseline, "worse" than it, or nothing; "none": nor on
+            fashion.
+        rate: learning rate instead of the task's.
+        momentum: of the optimizer instead of the task's; `DGC` has its own.
+        optimizer: instead of the task's.
+        baseline: label of the row it is compared with.
+        tasks: those it is trained on.
+        begins: part of the steps before compression begins.
+    """
+
+    label: str
+    kind: type[Algorithm]
+    options: dict[str, Any] = field(default_factory=dict)
+    bar: str = ""
+    rate: float | None = None
+    momentum: float | None = None
+    optimizer: str | None = None
+    baseline: str = BASELINE
+    tasks: tuple[str, ...] = IMAGES
+    begins: float | None = None
+
+    def arguments(self, steps: int) -> dict[str, Any]:
+        """The options of a run of so many steps."""
+        if self.begins is None:
+            return self.options
+        own = issubclass(self.kind, MomentumAllReduce), issubclass(self.kind, algorithms.PowerSGD)
+        name = "freeze_step" if own[0] else "start_step" if own[1] else "warmup_steps"
+        return {**self.options, name: round(self.begins * steps)}
+
+
+FORGET = {"error_feedback": False}
+# What becomes of Adam's bias correction at a freeze, and how rows say so.
+CORRECTIONS = {"": {}, ", v uncorrected": {"v_correction": "none"}, ", v corrected": {"v_correction": "frozen"}}
+ROWS = [
+    Row(BASELINE, algorithms.GradientAllReduce, tasks=ALL),
+    Row(WITH_MOMENTUM, algorithms.GradientAllReduce, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
+    Row("sign", algorithms.SignSGD, bar="near", tasks=ALL),
+    Row("sign, no feedback", algorithms.SignSGD, FORGET, bar="worse", tasks=(*DIGITS, *CHARACTERS)),
+    Row("sign, majority vote", algorithms.SignSGD, {"majority_vote": True}, rate=1e-3, tasks=DIGITS),
+    Row("1-bit", algorithms.OneBitSGD, tasks=ALL),
+    Row("double squeeze", algorithms.DoubleSqueeze, bar="near", tasks=ALL),
+    Row(
+        "double squeeze, owners forget",
+        algorithms.CompressedAllReduce,
+        {"codec": "sign", "error_feedback": True, "owner_feedback": False},
+        bar="worse",
+        tasks=DIGITS,
+    ),
+    Row("top 1 %", algorithms.TopK, tasks=ALL),
+    Row("top 1 %, no feedback", algorithms.TopK, FORGET, tasks=DIGITS),
+    Row("top 0.1 %", algorithms.TopK, {"ratio": 0.001}, bar="near", tasks=DIGITS),
+    Row("top 0.1 %, no feedback", algorithms.TopK, {"ratio": 0.001, **FORGET}, bar="worse", tasks=DIGITS),
+    Row("random 5 %", algorithms.RandomK, tasks=ALL),
+    Row("random 5 %, no feedback", algorithms.RandomK, FORGET, tasks=DIGITS),
+    Row("DGC 1 %", algorithms.DGC, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
+    Row(
+        "DGC 0.1 %, masking",
+        algorithms.DGC,
+        {"ratio": 0.001, "masking": True},
+        momentum=MOMENTUM,
+        baseline=WITH_MOMENTUM,
+    ),
+    Row("PowerSGD rank 1", algorithms.PowerSGD, bar="near", tasks=ALL),
+    Row("PowerSGD rank 1, in turn", algorithms.PowerSGD, {"rank": 1, "alternate": True}, bar="near"),
+    *(
+        Row(
+            f"PowerSGD rank {rank}{sides}",
+            algorithms.PowerSGD,
+            {"rank": rank, "alternate": bool(sides)},
+            bar="near",
+            tasks=IMAGES if sides else ALL,
+        )
+        for rank in (2, 4)
+        for sides in ("", ", in turn")
+    ),
+    Row("PowerSGD rank 1, no feedback", ForgetfulPowerSGD, {"rank": 1}, bar="worse", tasks=DIGITS),
+    Row("ByteGrad", algorithms.ByteGrad, tasks=ALL),
+    Row("QSGD", algorithms.QSGD, tasks=ALL),
+    Row("TernGrad", algorithms.TernGrad, tasks=ALL),
+    Row("natural", algorithms.NaturalCompression, tasks=ALL),
+    Row("FP8", algorithms.FP8AllReduce, tasks=ALL),
+    Row("compressed, 4 bits", algorithms.CompressedAllReduce, {"codec": "absmax_int4"}, tasks=ALL),
+    # What the optimizer's momentum makes of error feedback.
+    Row("sign, momentum", algorithms.SignSGD, bar="none", momentum=MOMENTUM, baseline=WITH_MOMENTUM, tasks=FASHION),
+    # Adam: its second moment frozen after a fifth of the steps, alone and with momentum in few bits.
+    Row(
+        WITH_ADAM,
+        algorithms.GradientAllReduce,
+        rate=ADAM_RATE,
+        optimizer="adam",
+        baseline=WITH_ADAM,
+        tasks=IMAGES,
+        bar="none",
+    ),
+    *(
+        Row(
+            label + suffix,
+            kind,
+            options,
+            rate=ADAM_RATE,
+            optimizer="adam",
+            baseline=WITH_ADAM,
+            tasks=DIGITS if suffix else IMAGES,
+            begins=0.2,
+            bar="none",
+        )
+        for label, kind in (
+            ("frozen Adam", FrozenAllReduce),
+            ("QAdam", algorithms.QAdam),
+            ("1-bit Adam", algorithms.OneBitAdam),
+        )
+        for suffix, options in CORRECTIONS.items()
+    ),
+    # AdamW on characters: what sends more, and what begins later.
+    Row("QSGD, 8 bits", algorithms.QSGD, {"bits": 8}, tasks=CHARACTERS),
+    *(
+        Row(
+            f"{label}{suffix}, freeze at {begins * 100:.0f} %",
+            kind,
+            options,
+            tasks=CHARACTERS,
+            begins=begins,
+        )
+        for label, kind in (
+            ("frozen Adam", FrozenAllReduce),
+            ("QAdam", algorithms.QAdam),
+            ("1-bit Adam", algorithms.OneBitAdam),
+        )
+        for begins in (0.2, 0.5)
+        for suffix, options in CORRECTIONS.items()
+    ),
+    *(Row(f"PowerSGD rank {rank}", algorithms.PowerSGD, {"rank": rank}, tasks=CHARACTERS) for rank in (8, 16)),
+    *(Row(f"top {ratio * 100:.0f} %", algorithms.TopK, {"ratio": ratio}, tasks=CHARACTERS) for ratio in (0.1, 0.3)),
+    Row("random 30 %", algorithms.RandomK, {"ratio": 0.3}, tasks=CHARACTERS),
+    *(
+        Row(f"{label}, warm-up {begins * 100:.0f} %", kind, options, tasks=CHARACTERS, begins=begins)
+        for label, kind, options in (
+            ("sign", algorithms.SignSGD, {}),
+            ("top 1 %", algorithms.TopK, {}),
+            ("PowerSGD rank 2", algorithms.PowerSGD, {"rank": 2}),
+            ("PowerSGD rank 8", algorithms.PowerSGD, {"rank": 8}),
+            ("top 10 %", algorithms.TopK, {"ratio": 0.1}),
+        )
+        for begins in (0.2, 0.5)
+    ),
+    Row("DGC 1 %, AdamW", algorithms.DGC, tasks=CHARACTERS),
+]

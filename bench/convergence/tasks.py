@@ -1,0 +1,199 @@
+"""What `bench.convergence` trains: three small tasks, each with its data, its model and its learning rates."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples import datasets
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS_FOLDER = Path("data/scikit-learn")
+DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training and a test set.
+
+    Attributes:
+        x: inputs: float32, or the numbers of characters.
+        y: labels.
+        test_x: inputs of the test set.
+        test_y: labels of the test set.
+        digest: start of the data's SHA-256 where the data may differ between machines; else empty.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every algorithm is given.
+
+    Attributes:
+        name: on the command line.
+        data: loads it.
+        model: makes it, with PyTorch's global generator.
+        batch: examples a rank and step.
+        steps: of a run.
+        rate: learning rate; of SGD with momentum m it is (1 - m) times that.
+        momentum: of the optimizer, where an algorithm has none itself.
+        schedule: factor of the learning rate, of the part of all steps that is done.
+        looked_at: training examples of which the final loss is taken; all if there are fewer.
+        ranks: how many train together.
+        optimizer: "sgd" or "adamw".
+    """
+
+    name: str
+    data: Callable[[], Data]
+    model: Callable[[], nn.Module]
+    batch: int
+    steps: int
+    rate: float
+    momentum: float
+    schedule: Callable[[float], float]
+    looked_at: int = 10_000
+    ranks: int = 4
+    optimizer: str = "sgd"
+
+
+def digits() -> Data:
+    """The 1,797 digits of 8x8 pixels that come with scikit-learn; a fifth of each class is set aside for testing."""
+    with gzip.open(digits_file(), "rt") as file:
+        table = np.loadtxt(file, delimiter=",").astype(np.uint8)
+    train, test = datasets.split(table[:, :-1], table[:, -1])
+    x, test_x = (torch.from_numpy(part[0].astype(np.float32)) / 16 for part in (train, test))
+    y, test_y = (torch.from_numpy(part[1].astype(np.int64)) for part in (train, test))
+    return Data(x, y, test_x, test_y)
+
+
+def digits_file() -> Path:
+    """Finds the file, without importing scikit-learn, which would ask for more packages."""
+    spec = importlib.util.find_spec("sklearn")
+    installed = [Path(spec.origin).parents[2]] if spec and spec.origin else []
+    for folder in (*installed, DIGITS_FOLDER):
+        if (folder / DIGITS_FILE).exists():
+            return folder / DIGITS_FILE
+    raise datasets.DatasetError(
+        "the digits are in the Python package scikit-learn, which is not installed: "
+        f"pip install --no-deps --target {DIGITS_FOLDER} scikit-learn"
+    )
+
+
+def fashion() -> Data:
+    """Fashion-MNIST, as the example reads it."""
+    train, test = datasets.load("fashion-mnist")
+    return Data(*train.tensors, *test.tensors)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def convolutions() -> nn.Module:
+    """The network of `examples/train_images.py`."""
+    # A script, whose neighbours it imports as top-level modules.
+    sys.path.append(str(ROOT / "examples"))
+    try:
+        script: Any = importlib.import_module("train_images")
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    model: nn.Module = script.Net()
+    return model
+
+
+CONTEXT = 64  # characters that the transformer sees
+
+
+def characters() -> Data:
+    """The text of Python's own language reference, which `help()` shows, in windows; its last tenth is for testing."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+    stream = torch.tensor(list(text))
+    windows = (len(text) - 1) // CONTEXT
+    x, y = (stream[first : first + windows * CONTEXT].view(windows, CONTEXT) for first in (0, 1))
+    kept = windows - windows // 10
+    return Data(x[:kept], y[:kept], x[kept:], y[kept:], hashlib.sha256(text).hexdigest()[:16])
+
+
+class Block(nn.Module):
+    """One layer of a transformer: causal attention, then two linear layers, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.attention(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+
+
+class Transformer(nn.Module):
+    """Says which ASCII character comes next: three layers of width 96, 0.37 M parameters.
+
+    Its output has the classes in dimension 1, as `F.cross_entropy` takes them.
+    """
+
+    def __init__(self, known: int = 128, width: int = 96, layers: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(known, width), nn.Embedding(CONTEXT, width)
+        for embedding in (self.characters, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, known, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.characters(x) + self.places.weight[: x.shape[1]]
+        return self.head(self.norm(self.blocks(hidden))).transpose(1, 2)
+
+
+def one_drop(done: float) -> float:
+    return 1.0 if done < 0.7 else 0.1
+
+
+def up_and_down(done: float) -> float:
+    """Linearly up in the first fifth, and down to zero."""
+    return done / 0.2 if done < 0.2 else (1 - done) / 0.8
+
+
+TASKS = {
+    "digits": Task("digits", digits, perceptron, 16, 2000, 0.1, 0.0, one_drop),
+    "fashion": Task("fashion", fashion, convolutions, 16, 937, 0.2, 0.0, up_and_down),
+    "characters": Task(
+        "characters",
+        characters,
+        Transformer,
+        8,
+        600,
+        3e-3,
+        0.0,
+        up_and_down,
+        looked_at=2000,
+        ranks=2,
+        optimizer="adamw",
+    ),
+}

@@ -1,0 +1,1 @@
+"""Collectives on emulated hosts: `python -m bench.network`."""

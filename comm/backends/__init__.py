@@ -1,0 +1,1 @@
+"""How tensors move between ranks: one folder a transport, each with a communicator over it."""

@@ -1,0 +1,252 @@
+"""Ranks as threads of one process: for tests, and for looking at an algorithm without a launcher."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from bagua_kernels.comm.backends.local.meeting import Combine, Group, LocalWorld, Meeting, MeetingWork, Parts
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.objects import Seal
+from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
+from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.errors import CollectiveTimeoutError, MismatchError
+
+T = TypeVar("T")
+
+_LONGEST_RUN = 600.0  # seconds: a rank that computes for ever must not hold a test for ever
+
+
+class LocalCommunicator(Communicator):
+    """One rank of a `LocalWorld`; made by `LocalWorld.communicator` or `run_ranks`.
+
+    Inputs are copied when an operation starts and outputs are written in `wait`, on the waiting thread: an algorithm
+    that forgets to wait sees no result. Reductions run in rank order, in the tensor's dtype, once for all ranks.
+    `send` is buffered. Ranks that call different operations, or the same with different arguments, all get a
+    `CommunicationError`. `bytes_sent` counts what the ring algorithms of a network would send.
+    """
+
+    def __init__(self, world: LocalWorld, group: Group, rank: int) -> None:
+        self.rank = rank
+        self.size = len(group.ranks)
+        self.device = world.device
+        self.timeout = world.timeout
+        self.bytes_sent = 0
+        self._world = world
+        self._group = group
+        self._sequence = 0
+        self._splits: dict[tuple[int, ...], int] = {}
+        self._messages: dict[tuple[int, int, int], int] = {}
+        self._seal = Seal(group.secret)
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """See `Communicator.abort`."""
+        self._leave(reason)
+
+    def close(self, limit: float | None = None) -> None:
+        """See `Communicator.close`; `limit` is not needed, for threads of one process do not hang unseen."""
+        if not self._unusable():
+            self.barrier().wait()
+            self._leave("it was closed")
+
+    def _leave(self, reason: str) -> None:
+        with self._world.changed:
+            self._group.gone.setdefault(self.rank, reason)
+            self._world.changed.notify_all()
+
+    def _unusable(self) -> str:
+        return self._group.gone.get(self.rank, "")
+
+    def _split(self, ranks: tuple[int, ...]) -> LocalCommunicator:
+        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
+        members = tuple(self._group.ranks[rank] for rank in ranks)
+        group = self._world.group((self._group, ranks, count), members)
+        return LocalCommunicator(self._world, group, ranks.index(self.rank))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        sent = 0 if self.rank == (src - 1) % self.size else tensor.nbytes
+        signature = ("broadcast", tensor.dtype, tensor.numel(), src)
+        return self._meet(signature, tensor, tensor, lambda parts: [parts[src]] * len(parts), sent)
+
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
+        sent = 0 if self.rank == dst else tensor.nbytes
+        output = tensor if self.rank == dst else None
+        signature = ("reduce", tensor.dtype, tensor.numel(), dst, op)
+        return self._meet(signature, tensor, output, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        sent = 2 * (self.size - 1) * tensor.nbytes // self.size
+        signature = ("all_reduce", tensor.dtype, tensor.numel(), op)
+        return self._meet(signature, tensor, tensor, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        sent = (self.size - 1) * input.nbytes
+        signature = ("all_gather", input.dtype, input.numel())
+        return self._meet(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
+        sent = (self.size - 1) * output.nbytes
+        signature = ("reduce_scatter", input.dtype, input.numel(), op)
+        return self._meet(signature, input, output, lambda p: list(reduce_in_order(p, op).chunk(len(p))), sent)
+
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        def deal(parts: list[Any]) -> Parts:
+            everyone = range(len(parts))
+            pieces = [data.split(splits) for data, splits, _ in parts]
+            for src in everyone:
+                for dst in everyone:
+                    if pieces[src][dst].numel() != parts[dst][2][src]:
+                        raise ValueError(
+                            f"rank {src} sends {pieces[src][dst].numel()} elements to rank {dst}, which expects "
+                            f"{parts[dst][2][src]}"
+                        )
+            return [torch.cat([row[rank] for row in pieces]) for rank in everyone]
+
+        sent = input.nbytes - input_splits[self.rank] * input.itemsize
+        brought = (input.reshape(-1).clone(), input_splits, output_splits)
+        return self._meet(("all_to_all", input.dtype), brought, output, deal, sent)
+
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
+        sent = 0 if self.rank == dst else input.nbytes
+        signature = ("gather", input.dtype, input.numel(), dst)
+        return self._meet(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
+
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
+        sent = 0 if input is None else input.nbytes - output.nbytes
+        brought = output.new_empty(0) if input is None else input
+        signature = ("scatter", output.dtype, output.numel(), src)
+        return self._meet(signature, brought, output, lambda parts: list(parts[src].chunk(len(parts))), sent)
+
+    def _barrier(self) -> Work:
+        return self._meet(("barrier",), torch.empty(0, dtype=torch.uint8), None, lambda parts: parts, 0)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        with self._world.changed:
+            self._group.mail[self._message(self.rank, dst, tag)] = tensor.reshape(-1).clone()
+            self._world.changed.notify_all()
+        self.bytes_sent += tensor.nbytes
+        return FINISHED
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        key = self._message(src, self.rank, tag)
+        mail = self._group.mail
+        return self._work(f"recv from rank {src}", lambda: [] if key in mail else [src], lambda: mail.pop(key), tensor)
+
+    def _message(self, src: int, dst: int, tag: int) -> tuple[int, int, int, int]:
+        before = self._messages.get((src, dst, tag), 0)
+        self._messages[src, dst, tag] = before + 1
+        return src, dst, tag, before
+
+    def _meet(
+        self, signature: tuple[object, ...], brought: Any, output: torch.Tensor | None, combine: Combine, sent: int
+    ) -> Work:
+        """Brings this rank's part to collective number `_sequence`; the last rank to arrive computes for all."""
+        if isinstance(brought, torch.Tensor):
+            brought = brought.reshape(-1).clone()
+        group, number = self._group, self._sequence
+        self._sequence += 1
+        self.bytes_sent += sent
+        with self._world.changed:
+            meeting = group.meetings.setdefault(number, Meeting(signature, self.rank))
+            meeting.brought[self.rank] = brought
+            complete = len(meeting.brought) == self.size
+            if meeting.signature != signature:
+                meeting.mismatch = (
+                    f"rank {self.rank} called {_call(signature)} where rank {meeting.first} called "
+                    f"{_call(meeting.signature)}: all ranks must issue the same operations in the same order"
+                )
+                self._world.changed.notify_all()
+            if complete:
+                meeting.last = self.rank
+                del group.meetings[number]
+        if complete:
+            # Outside the lock, so that other groups go on; nobody takes a result before it is announced below.
+            results, reason = None, meeting.mismatch
+            if not reason:
+                try:
+                    results = combine([meeting.brought[rank] for rank in range(self.size)])
+                except ValueError as error:
+                    reason = str(error)
+            with self._world.changed:
+                meeting.results, meeting.mismatch = results, reason
+                self._world.changed.notify_all()
+
+        def missing() -> list[int]:
+            if meeting.mismatch:
+                raise MismatchError(f"{signature[0]} #{number} failed: {meeting.mismatch}")
+            absent = [rank for rank in range(self.size) if rank not in meeting.brought]
+            # Where all are here but nothing is announced yet, the last to arrive is still computing.
+            return absent if absent or meeting.results is not None else [meeting.last]
+
+        def take() -> torch.Tensor:
+            assert meeting.results is not None
+            return meeting.results[self.rank]
+
+        return self._work(f"{signature[0]} #{number}", missing, take, output)
+
+    def _work(
+        self,
+        name: str,
+        missing: Callable[[], list[int]],
+        take: Callable[[], torch.Tensor],
+        output: torch.Tensor | None,
+    ) -> Work:
+        return MeetingWork(self._world, self._group, self.rank, name, missing, take, output)
+
+
+def _call(signature: tuple[object, ...]) -> str:
+    name, *arguments = signature
+    return f"{name}({', '.join(map(str, arguments))})"
+
+
+def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 20.0) -> list[T]:
+    """Runs `fn(communicator, *args)` on `size` threads, each a rank of one `LocalWorld`.
+
+    A rank that returns or raises while others still wait for it makes them raise `RankLostError`.
+
+    Args:
+        size: the number of ranks.
+        fn: what every rank runs.
+        args: given to every rank after its communicator: the same objects, shared.
+        timeout: seconds after which an operation that does not finish raises an error.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        BaseException: what the first rank to fail raised, with a note that names the rank.
+        CollectiveTimeoutError: if a rank still runs after ten minutes.
+    """
+    world = LocalWorld(size, timeout)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        communicator = LocalCommunicator(world, world.group("world", tuple(range(size))), rank)
+        try:
+            results[rank] = fn(communicator, *args)
+        except BaseException as error:  # of whatever kind: it is raised again below, on the caller's thread
+            error.add_note(f"raised by rank {rank} of {size}")
+            errors.append(error)
+            world.lose(rank, f"it raised {type(error).__name__}: {error}")
+        else:
+            world.lose(rank, "its function has returned")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LONGEST_RUN
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if running:
+        raise CollectiveTimeoutError(f"ranks {running} still run after {_LONGEST_RUN:g} s", ranks=running)
+    return [results[rank] for rank in range(size)]

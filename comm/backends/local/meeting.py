@@ -1,0 +1,160 @@
+"""What ranks that are threads share: who is lost, which collectives are under way, and how to wait for one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm.joining.secret import Secret
+from bagua_kernels.comm.work import Pending
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
+
+Parts = list[torch.Tensor]
+Combine = Callable[[list[Any]], Parts]
+
+
+class Group:
+    """Ranks (numbers of the world), the collectives under way among them, and their undelivered messages."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.secret = Secret.random()
+        self.gone: dict[int, str] = {}
+        self.meetings: dict[int, Meeting] = {}
+        # (from, to, tag, how many went before) -> message, so that receives are served in the order they were started.
+        self.mail: dict[tuple[int, int, int, int], torch.Tensor] = {}
+
+
+class Meeting:
+    """One collective: what every rank brought, and once all are there, what every rank takes home."""
+
+    def __init__(self, signature: tuple[object, ...], first: int) -> None:
+        self.signature = signature
+        self.first = first
+        self.brought: dict[int, Any] = {}
+        self.results: Parts | None = None
+        self.mismatch = ""
+        self.last = first
+
+
+class LocalWorld:
+    """What ranks that are threads have in common: one lock, who is lost and why, and the groups they have made.
+
+    Args:
+        size: the number of ranks.
+        timeout: seconds after which an operation that does not finish raises an error.
+        device: where tensors are; the CPU by default.
+    """
+
+    def __init__(self, size: int, timeout: float = 20.0, device: torch.device | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"expected at least one rank, got {size=}")
+        if not timeout > 0:
+            raise ValueError(f"expected a number of seconds above zero, got {timeout=}")
+        self.size = size
+        self.timeout = timeout
+        self.device = torch.device("cpu") if device is None else device
+        self.changed = threading.Condition()
+        self.lost: dict[int, str] = {}
+        self._groups: dict[object, Group] = {}
+
+    def group(self, key: object, ranks: tuple[int, ...]) -> Group:
+        """Returns the group of that key, made by whoever asks first."""
+        with self.changed:
+            return self._groups.setdefault(key, Group(ranks))
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Marks a rank as lost: whoever waits for it raises `RankLostError`."""
+        with self.changed:
+            self.lost.setdefault(rank, reason)
+            self.changed.notify_all()
+
+    def reason(self, group: Group, rank: int) -> str:
+        """Returns why rank `rank` of a group is lost, or an empty text; the caller holds the lock."""
+        return group.gone.get(rank) or self.lost.get(group.ranks[rank], "")
+
+
+class MeetingWork(Pending):
+    """Waits until no rank is missing, then copies the result into the output on the waiting thread.
+
+    Args:
+        world: whose lock and list of lost ranks count.
+        group: the ranks that take part.
+        rank: this rank in the group.
+        name: what to call the operation in an error.
+        missing: returns the ranks of the group that are waited for; raises if the operation has failed for all.
+        take: returns the result, once nobody is missing.
+        output: where the result goes, if anywhere.
+    """
+
+    def __init__(
+        self,
+        world: LocalWorld,
+        group: Group,
+        rank: int,
+        name: str,
+        missing: Callable[[], list[int]],
+        take: Callable[[], torch.Tensor],
+        output: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self._world = world
+        self._group = group
+        self._rank = rank
+        self._name = name
+        self._missing = missing
+        self._take = take
+        self._output = output
+
+    def is_completed(self) -> bool:
+        """Returns whether `wait` would return, or raise, at once."""
+        with self._world.changed:
+            try:
+                return self._done or self._error is not None or self._ready()
+            except CommunicationError:
+                return True
+
+    def _complete(self) -> None:
+        deadline = (time.monotonic() if self._started is None else self._started) + self._world.timeout
+        with self._world.changed:
+            while not self._ready():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._late(self._missing())
+                self._world.changed.wait(left)
+
+    def _conclude(self) -> None:
+        with self._world.changed:
+            result = self._take()
+        if self._output is None:
+            return
+        if self._output.numel() != result.numel():
+            raise MismatchError(
+                f"{self._name} expects {self._output.numel()} elements where {result.numel()} were sent"
+            )
+        self._output.view(-1).copy_(result)
+
+    def _ready(self) -> bool:
+        """Returns whether all that is waited for is there; raises if it never will be."""
+        missing = self._missing()
+        if not missing:
+            return True
+        if reason := self._group.gone.get(self._rank):
+            raise CommunicationError(f"{self._name} was given up: {reason}")
+        reasons = {rank: self._world.reason(self._group, rank) for rank in missing}
+        lost = [rank for rank in missing if reasons[rank]]
+        if lost:
+            text = "; ".join(f"rank {rank} was lost ({reasons[rank]})" for rank in lost)
+            raise RankLostError(f"{text} during {self._name}", ranks=lost)
+        return False
+
+    def _late(self, missing: list[int]) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{self._name} did not end within {self._world.timeout:g} s: rank {', '.join(map(str, missing))} did not "
+            "take part; make all ranks issue the same operations, or raise timeout=",
+            ranks=missing,
+        )

@@ -1,0 +1,1 @@
+"""NCCL through CuPy."""

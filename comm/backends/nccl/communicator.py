@@ -1,0 +1,414 @@
+"""A communicator over NCCL, called through CuPy, on a stream of its own."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from bagua_kernels import knobs
+from bagua_kernels.comm.backends.nccl import binding as nccl_binding
+from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
+from bagua_kernels.comm.backends.nccl.work import Lane, NcclWork, Ticket
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.failures import liveness_store
+from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.secret import Secret
+from bagua_kernels.comm.objects import Seal
+from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
+from bagua_kernels.comm.work import Work
+from bagua_kernels.errors import BackendUnavailableError
+
+_PATIENCE = 10.0  # seconds for NCCL to free a communicator
+_LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
+
+_Finish = Callable[[], None] | None
+
+_log = logging.getLogger(__name__)
+
+
+class NcclCommunicator(Communicator):
+    """The ranks of a torch process group, one GPU each, over NCCL without torch's process group in between.
+
+    Operations run on a CUDA stream of high priority that belongs to this communicator. An operation waits there for
+    what the current stream held when it was called, and `Work.wait` makes the current stream wait for the operation;
+    the host waits for neither, nor does anything copy a tensor, except where a reduction says so. A thread watches the
+    operations: when the GPU has spent the timeout on one, or NCCL or another rank reports a failure, it aborts NCCL's
+    communicator, so that the GPU runs on (with outputs that mean nothing), and later calls raise the error.
+
+    All ranks must issue their operations in one order. `send` and `recv` are issued when one of them is waited for or
+    another operation is called; those of one tag are issued as one group, so that ranks which all send first do not
+    block one another. Within a tag, what one rank sends to another is received in order; the ranks concerned must wait
+    for several tags in the same order.
+
+    Operations can be captured in a CUDA graph, `wait` included, which must come before the capture ends; call them once
+    before, for NCCL connects ranks when they first speak. Operations called before the capture must be waited for
+    before it. Replays are not watched. A communicator that is forgotten stays open until the process ends: close it.
+
+    AVG divides halves before and other floats after the sum, as `ReduceOp` says. Reductions that NCCL lacks (of int16,
+    and bitwise ones, hence all of bool) move the inputs and reduce them in rank order where the result is needed.
+
+    `bytes_sent` counts what NCCL's ring algorithms send, for n ranks and b bytes a rank: all_reduce 2(n-1)/n b;
+    all_gather (n-1) b; reduce_scatter (n-1)/n b of the input; all_to_all what goes to others; reduce (n-1)/n b, and b/n
+    more except at the destination; gather b except at the destination; scatter (n-1)/n b at the source; broadcast b
+    except at the end of the chain. Of the reductions that NCCL lacks, all_reduce sends (n-1) b and reduce b except at
+    the destination.
+
+    Args:
+        group: a torch process group of any backend, through which the ranks find one another; None for the default
+            group. Making a communicator is collective over it.
+        timeout: seconds after which an operation that does not finish is aborted; by default `BAGUA_KERNELS_TIMEOUT`.
+        watch: keeps signs of life, so that an error names the rank at fault: a thread and a connection to rank 0.
+        device: the GPU of this rank; by default the current one. NCCL wants a GPU for each rank.
+
+    Raises:
+        BackendUnavailableError: on every rank, if CuPy's NCCL is missing on one.
+        CollectiveTimeoutError: if not all ranks arrive in time.
+        ValueError: if torch.distributed is not initialised, or `device` is no GPU.
+    """
+
+    _owned_liveness: Liveness | None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float | None = None,
+        watch: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError("NcclCommunicator needs torch.distributed: call its init_process_group first")
+        if group is None:
+            group = dist.distributed_c10d._get_default_group()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ValueError("NcclCommunicator expects a group of which this process is a member")
+        if device is not None and device.type != "cuda":
+            raise ValueError(f"NcclCommunicator expects a CUDA device, got {device=}: use TorchCommunicator on a CPU")
+        exchange = Introduction(group, job_secret(_get_default_store()))
+        reasons = exchange(nccl_binding.unavailable())
+        if told := "; ".join(f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason):
+            raise BackendUnavailableError(f"NcclCommunicator needs a GPU and NCCL through CuPy on every rank: {told}")
+        runtime = nccl_binding.load()
+        if device is None or device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
+        liveness = None
+        if watch and size > 1:
+            liveness = liveness_store.connect(rank, size, exchange, exchange.secret, timeout=min(20.0, timeout / 2))
+        session = Session("world", timeout, rank, tuple(range(size)), liveness)
+        try:
+            self._assemble(session, exchange.name, _get_default_store(), device, runtime, exchange.secret)
+        except BaseException as error:
+            if liveness is not None:
+                liveness.stop(f"it could not make its communicator: {error}")
+            raise
+        self._owned_liveness = liveness
+
+    @classmethod
+    def over(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        key: str,
+        device: torch.device,
+        timeout: float | None = None,
+        liveness: Liveness | None = None,
+        runtime: Runtime | None = None,
+    ) -> NcclCommunicator:
+        """Makes a communicator of ranks that share nothing but a store; every rank calls it.
+
+        Args:
+            store: where the ranks find one another.
+            rank: this rank, of `size`.
+            size: their number.
+            key: a name that no other communicator over this store ever had.
+            device: the GPU of this rank.
+            timeout: as of the class.
+            liveness: signs of life that the caller keeps and stops; None for errors without names.
+            runtime: the GPU's libraries; by default those of this process.
+        """
+        self = cls.__new__(cls)
+        timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
+        session = Session("world", timeout, rank, tuple(range(size)), liveness)
+        self._assemble(
+            session, key, store, device, runtime or nccl_binding.load(), job_secret(store).derive("over", key)
+        )
+        return self
+
+    def _assemble(
+        self, session: Session, key: str, store: Store, device: torch.device, runtime: Runtime, secret: Secret
+    ) -> None:
+        self.rank = session.rank
+        self.size = len(session.members)
+        self.device = device
+        self.timeout = session.timeout
+        self.bytes_sent = 0
+        self._session = session
+        self._key = key
+        self._store = store
+        self._secret = secret
+        self._seal = Seal(secret)
+        self._runtime = runtime
+        self._numbers = itertools.count()
+        self._splits: dict[tuple[int, ...], int] = {}
+        self._owned_liveness = None
+        self._order = next(_order)
+        self._family: object = session.liveness or self
+        if self.size > 1:
+            self._lane = Lane(session, runtime, self._connect(), device)
+            self._token = torch.zeros(1, dtype=torch.uint8, device=device)
+        session.abandon = self._abandon
+        _made[self._order] = self
+        # What is registered last runs first: before the signs of life, the store and whatever else it needs are gone.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+
+    def _connect(self) -> Endpoint:
+        store, runtime = PrefixStore(f"bagua_kernels/{self._key}", self._store), self._runtime
+        unique_id = nccl_binding.meet(store, self.rank, self.size, self.timeout, runtime.unique_id)
+        made: list[Any] = []
+
+        def connect() -> Endpoint:
+            call = lambda: made.append(runtime.connect(self.size, unique_id, self.rank))  # noqa: E731
+            if not runtime.bounded(call, self.device, self.timeout):
+                raise RuntimeError(f"NCCL timed out: it did not connect the ranks within {self.timeout:g} s")
+            return Endpoint(runtime, made[0], runtime.open_stream(self.device))
+
+        return self._session.guard("init", connect)
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """See `Communicator.abort`."""
+        self._session.abort(reason)
+        self._abandon()
+        self._release(reason)
+
+    def close(self, limit: float | None = None) -> None:
+        """See `Communicator.close`; at the end of the process it runs by itself, unless an exception ended it."""
+        if self._session.ended:
+            self._release(self._session.ended)
+            return
+        if limit is not None:
+            self._session.timeout = min(limit, self._session.timeout)
+        if self.size > 1:
+            self._session.leaving = True
+            self._barrier().wait_on_host()
+        self._session.close()
+        if self.size > 1 and not self._runtime.bounded(self._lane.endpoint.destroy, self.device, _PATIENCE):
+            _log.warning("NCCL did not free communicator %r within %g s", self._session.name, _PATIENCE)
+        self._release("it closed its communicator")
+
+    def close_relatives(self) -> None:
+        """See `Communicator.close_relatives`."""
+        for each in list(_made.values()):
+            if each._family is self._family and not each._session.ended:
+                each._session.close()
+                each._abandon()
+                each._release("its relatives were closed")
+
+    def _release(self, reason: str) -> None:
+        _made.pop(self._order, None)
+        if self.size > 1:
+            self._lane.watch.stop()
+        if self._owned_liveness is not None:
+            self._owned_liveness.stop(reason)
+
+    def _abandon(self) -> None:
+        try:
+            if self.size > 1 and not self._runtime.bounded(self._lane.abort, self.device, _PATIENCE):
+                _log.warning("NCCL did not abort communicator %r within %g s", self._session.name, _PATIENCE)
+        except RuntimeError as error:
+            _log.warning("NCCL did not abort communicator %r: %s", self._session.name, error)
+
+    def _check_usable(self) -> None:
+        # A failure mostly shows only here, after its work was waited for: it keeps its kind and its ranks.
+        if self._session._failure is not None:
+            raise self._session.failure("this call", None, None, None, timed_out=False)
+        super()._check_usable()
+
+    def _unusable(self) -> str:
+        return self._session.ended
+
+    def _split(self, ranks: tuple[int, ...]) -> NcclCommunicator:
+        # NCCL's own split must be called by all ranks of the parent with nothing under way; this one by its members.
+        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
+        label = f"{'-'.join(map(str, ranks)) if len(ranks) < self.size else 'all'}.{count}"
+        session = self._session.child(label, ranks)
+        child = NcclCommunicator.__new__(NcclCommunicator)
+        secret = self._secret.derive("split", label)
+        child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime, secret)
+        child._family = self._family
+        return child
+
+    def _start(
+        self,
+        operation: str,
+        issue: Callable[[Endpoint], None],
+        sent: int,
+        tensors: list[torch.Tensor],
+        finish: _Finish = None,
+        peers: Sequence[int] | None = None,
+    ) -> NcclWork:
+        """Issues one operation.
+
+        Args:
+            operation: its name.
+            issue: puts it on the stream.
+            sent: bytes that it puts on the wire.
+            tensors: all that it reads and writes.
+            finish: completes the outputs once it is done.
+            peers: the other ranks that take part; None for all of them, in a collective.
+        """
+        self._lane.issue_queued()
+        number = next(self._numbers) if peers is None else None
+        if number is not None:
+            self._session.entered(number, operation)
+        self.bytes_sent += sent
+        ticket = Ticket(operation, number, tuple(peers or ()))
+        return self._lane.start(ticket, issue, tensors, finish)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        sent = 0 if (self.rank - src) % self.size == self.size - 1 else tensor.nbytes
+        return self._start("broadcast", lambda nccl: nccl.broadcast(tensor, src), sent, [tensor])
+
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
+        n, b, here = self.size, tensor.nbytes, self.rank == dst
+        if not nccl_binding.reduces(tensor.dtype, op):
+            everything = tensor.new_empty(n, tensor.numel()) if here else None
+            finish = None if everything is None else self._reduce_into(tensor, everything, op)
+            return self._collect("reduce", everything, tensor, dst, finish)
+        data = self._divided(tensor, op, tensor if here else None)
+        sent = (n - 1) * b // n + (0 if here else b // n)
+        finish = self._divide_after(data, op) if here else None
+        return self._start("reduce", lambda nccl: nccl.reduce(data, op, dst, receives=here), sent, [data], finish)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        if not nccl_binding.reduces(tensor.dtype, op):
+            everything, sent = tensor.new_empty(self.size, tensor.numel()), (self.size - 1) * tensor.nbytes
+            total = self._reduce_into(tensor, everything, op)
+            issue = lambda nccl: nccl.all_gather(everything, tensor)  # noqa: E731
+            return self._start("all_reduce", issue, sent, [everything, tensor], total)
+        self._divided(tensor, op, tensor)
+        sent = 2 * (self.size - 1) * tensor.nbytes // self.size
+        finish = self._divide_after(tensor, op)
+        return self._start("all_reduce", lambda nccl: nccl.all_reduce(tensor, op), sent, [tensor], finish)
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        sent = (self.size - 1) * input.nbytes
+        return self._start("all_gather", lambda nccl: nccl.all_gather(output, input), sent, [output, input])
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
+        sent = (self.size - 1) * output.nbytes
+        if not nccl_binding.reduces(input.dtype, op):
+            received = torch.empty_like(input).view(self.size, -1)
+            parts, mine = _by_rank(received.unbind(0)), _by_rank(input.view(self.size, -1).unbind(0))
+            total, tensors = self._reduce_into(output, received, op), [received, input]
+            return self._start("reduce_scatter", lambda nccl: nccl.exchange(parts, mine), sent, tensors, total)
+        data, finish = self._divided(input, op), self._divide_after(output, op)
+        issue = lambda nccl: nccl.reduce_scatter(output, data, op)  # noqa: E731
+        return self._start("reduce_scatter", issue, sent, [output, data], finish)
+
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        parts, mine = _by_rank(output.view(-1).split(output_splits)), _by_rank(input.view(-1).split(input_splits))
+        sent = (input.numel() - input_splits[self.rank]) * input.itemsize
+        return self._start("all_to_all", lambda nccl: nccl.exchange(parts, mine), sent, [output, input])
+
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
+        return self._collect("gather", output, input, dst)
+
+    def _collect(
+        self, operation: str, output: torch.Tensor | None, input: torch.Tensor, dst: int, finish: _Finish = None
+    ) -> Work:
+        """Puts the inputs of all ranks, in rank order, into the output of rank `dst`, which alone has one."""
+        parts = {} if output is None else _by_rank(output.view(self.size, -1).unbind(0))
+        tensors = [input] if output is None else [output, input]
+        sent = input.nbytes if output is None else 0
+        return self._start(operation, lambda nccl: nccl.exchange(parts, {dst: [input]}), sent, tensors, finish)
+
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
+        parts = {} if input is None else _by_rank(input.view(self.size, -1).unbind(0))
+        tensors = [output] if input is None else [output, input]
+        sent = 0 if input is None else input.nbytes - output.nbytes
+        return self._start("scatter", lambda nccl: nccl.exchange({src: [output]}, parts), sent, tensors)
+
+    def _neighbour_exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], tag: int) -> Work:
+        parts, mine = _by_rank(outputs), _by_rank(inputs)
+        sent = sum(tensor.nbytes for tensor in inputs.values())
+        peers, tensors = sorted({*outputs, *inputs}), [*outputs.values(), *inputs.values()]
+        issue = lambda nccl: nccl.exchange(parts, mine)  # noqa: E731
+        return self._start("neighbour_exchange", issue, sent, tensors, peers=peers)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        self.bytes_sent += tensor.nbytes
+        return self._lane.queue("send", dst, tensor, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        return self._lane.queue("recv", src, tensor, tag)
+
+    def _barrier(self) -> NcclWork:
+        return self._start("barrier", lambda nccl: nccl.all_reduce(self._token, ReduceOp.MAX), 0, [self._token])
+
+    def _reduce_into(self, output: torch.Tensor, parts: torch.Tensor, op: ReduceOp) -> Callable[[], None]:
+        def finish() -> None:
+            output.view(-1).copy_(reduce_in_order(parts.unbind(0), op))
+
+        return finish
+
+    def _divided(self, tensor: torch.Tensor, op: ReduceOp, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns what goes into the sum: a new tensor, or `out`, where halves are averaged, else the tensor itself."""
+        return torch.div(tensor, self.size, out=out) if op is ReduceOp.AVG and tensor.dtype in HALF else tensor
+
+    def _divide_after(self, tensor: torch.Tensor, op: ReduceOp) -> _Finish:
+        if op is not ReduceOp.AVG or tensor.dtype in HALF:
+            return None
+
+        def finish() -> None:
+            tensor.div_(self.size)
+
+        return finish
+
+
+def _by_rank(tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    return {rank: [one] for rank, one in (tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors))}
+
+
+_order = itertools.count()
+# Garbage is collected on one rank and not on another, and on any thread: what is open stays, and can say goodbye.
+_made: dict[int, NcclCommunicator] = {}
+
+
+# A forked child has no connection to close.
+os.register_at_fork(after_in_child=_made.clear)
+
+
+def _close_all() -> None:
+    """Closes what is still open, in the order in which it was made, the same on all ranks; aborts it after a failure."""
+    error, deadline = getattr(sys, "last_value", None), time.monotonic() + _LONGEST_GOODBYE
+    reason = "" if error is None else f"its process exited after {type(error).__name__}: {error}"
+    for communicator in list(_made.values()):
+        try:
+            if reason and not communicator._session.ended:
+                communicator.abort(reason)
+            else:
+                communicator.close(max(0.0, deadline - time.monotonic()))
+        except RuntimeError as failure:
+            _log.warning("the other ranks did not close communicator %r: %s", communicator._session.name, failure)
+            reason = "its process exited"
+            communicator.abort(reason)

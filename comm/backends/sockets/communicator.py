@@ -1,0 +1,317 @@
+"""A communicator over sockets of its own, for CPUs on a network that is long, slow or lossy."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm.backends.sockets import mesh, schedules
+from bagua_kernels.comm.backends.sockets.loop import Loop
+from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.failures.session import Session, SessionWork
+from bagua_kernels.comm.objects import Seal
+from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.tuning.table import Tuning
+from bagua_kernels.comm.work import Work
+from bagua_kernels.errors import CommunicationError
+
+_BRIEF = 64 << 10  # bytes of an operation that are sent on the caller's thread
+_MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
+
+
+class StripedCommunicator(Communicator):
+    """The ranks of another communicator, joined by one or more sockets of their own for each pair.
+
+    Gloo's all-reduce is a ring: on n ranks a message waits for 4 (n - 1) one-way delays, its reduce-scatter sends
+    twice what it has to, and each pair has one socket. Here small tensors take 1 delay, medium ones 2, a
+    reduce-scatter sends each part once, and large messages may be cut over several sockets (which is what BAGUA-Net
+    did for NCCL). Which way is taken for which size says `tuning`, which `tune` measures; where the communicator
+    beneath is faster, it is used.
+
+    Results are reduced in rank order where one rank reduces, and have the same bits on all ranks in any case.
+    `bytes_sent` counts what goes into the sockets, without headers.
+
+    Args:
+        base: a communicator on the CPU, which this one owns from now on: Gloo, or ranks as threads.
+        stripes: sockets between two ranks; how many of them are used says `tuning`.
+        tuning: equal on all ranks.
+        host: the address to listen on; by default that of the interface which Gloo would use.
+
+    Raises:
+        ValueError: if `base` is not on the CPU.
+        CommunicationError: if the ranks cannot connect.
+    """
+
+    def __init__(self, base: Communicator, *, stripes: int = 1, tuning: Tuning | None = None, host: str = "") -> None:
+        if base.device.type != "cpu":
+            raise ValueError(f"StripedCommunicator expects a communicator on the CPU, got one on {base.device}")
+        if isinstance(base, StripedCommunicator):
+            raise ValueError("StripedCommunicator expects a communicator without sockets of its own: pass its base")
+        if not hasattr(select, "epoll"):
+            raise ValueError("StripedCommunicator needs epoll, which only Linux has: use its base")
+        if stripes < 1:
+            raise ValueError(f"expected at least one socket between two ranks, got {stripes=}")
+        self.rank = base.rank
+        self.size = base.size
+        self.device = base.device
+        self.timeout = base.timeout
+        self.bytes_sent = 0
+        self.base = base
+        self.stripes = stripes
+        self._host = host
+        self._ranks = Ranks(base.rank, base.size)
+        self._numbers = itertools.count()
+        self._messages: dict[tuple[int, int, int], int] = {}
+        self._counting = threading.Lock()
+        everyone = tuple(range(base.size))
+        if isinstance(base, TorchCommunicator):
+            self._session = base._session.child("sockets", everyone)
+        else:
+            self._session = Session("world", base.timeout, base.rank, everyone, None)
+        self._session.abandon = self._abandon
+        self._loop: Loop | None = None
+        self.tuning = tuning or Tuning()
+        self._seal = Seal(base._sealed().secret.derive("striped"))
+        if self.size > 1:
+            secret = base._sealed().secret.derive("sockets")
+            links = mesh.connect(
+                self.rank, self.size, stripes, base.all_gather_object, base.timeout, host, secret=secret
+            )
+            # The thread must not keep a communicator alive that nobody uses any more.
+            counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
+            self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
+            self._loop.use(self.tuning.stripes, self.tuning.split)
+            weakref.finalize(self, self._loop.stop, "it was forgotten, or its process exits")
+            _open.add(self)
+
+    def retune(self, tuning: Tuning) -> None:
+        """Follows another table from now on; every rank calls it with the same one, with nothing under way."""
+        self.tuning = tuning
+        if self._loop is not None:
+            self._loop.use(tuning.stripes, tuning.split)
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """See `Communicator.abort`."""
+        self._session.abort(reason)
+        self._stop(reason)
+        self.base.abort(reason)
+
+    def close(self, limit: float | None = None) -> None:
+        """See `Communicator.close`."""
+        if limit is not None:
+            self._session.timeout = min(limit, self._session.timeout)
+        deadline = time.monotonic() + self._session.timeout
+        try:
+            if not self.is_ended():
+                if self.size > 1:
+                    self._session.leaving = True
+                    self.barrier().wait()
+                self._session.close()
+                # What is left of the time, for both farewells are one; the other ranks are there, as the first one shows.
+                self.base.close(max(deadline - time.monotonic(), self._session.timeout / 10))
+        finally:
+            # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
+            self._session.ended = self._session.ended or "it was closed"
+            self._stop("it was closed")
+
+    def close_relatives(self) -> None:
+        """See `Communicator.close_relatives`."""
+        for communicator in list(_open):
+            if self._session.liveness is not None and communicator._session.liveness is self._session.liveness:
+                communicator._session.close()
+                communicator._stop("its relatives were closed")
+        self.base.close_relatives()
+
+    def _abandon(self) -> None:
+        self._stop("an operation has failed")
+        if isinstance(self.base, TorchCommunicator):
+            self.base._session.ended = self.base._session.ended or self._session.ended
+            self.base._group.abandon()
+        else:
+            self.base.abort()
+
+    def _stop(self, reason: str) -> None:
+        if self._loop is not None:
+            self._loop.stop(reason)
+        _open.discard(self)
+
+    def _unusable(self) -> str:
+        return self._session.ended or self.base._unusable()
+
+    def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
+        base = self.base._split(ranks)
+        try:
+            return StripedCommunicator(base, stripes=self.stripes, tuning=self.tuning, host=self._host)
+        except CommunicationError as error:
+            base.abort(str(error))
+            raise
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.bytes_sent += nbytes
+
+    def _beneath(self, call: Callable[[], Work]) -> Work:
+        before = self.base.bytes_sent
+        work = call()
+        self._count(self.base.bytes_sent - before)
+        return work
+
+    def _start(
+        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Steps]], nbytes: int, *, number: int | None = None,
+        peer: int | None = None, finish: Callable[[], None] | None = None,
+    ) -> Work:  # fmt: skip
+        collective = number is None
+        number = next(self._numbers) if number is None else number
+        if collective:
+            self._session.entered(number, name)
+        operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
+        assert self._loop is not None
+        self._loop.submit(operation)
+        return SessionWork(
+            self._session, operation, name, number if collective else None, peer, finish, on_stream=False
+        )
+
+    def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+        """Cuts flat tensors of one length at the same places, `size` bytes apart."""
+        flat = [tensor.view(-1) for tensor in tensors]
+        parts = cut(flat[0].numel(), max(1, size // flat[0].itemsize))
+        return (tuple(tensor[part] for tensor in flat) for part in parts)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        way = self.tuning.way("all_reduce", tensor.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._all_reduce(tensor, op))
+        make = _ALL_REDUCE[way]
+        # Around a ring, a piece travels as one chunk a rank.
+        size = self.tuning.link * self.size if way == "ring" else self.tuning.piece
+        lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
+        return self._start(
+            "all_reduce", signature("all_reduce", tensor.dtype, op, way, nbytes=tensor.nbytes), lanes, tensor.nbytes
+        )
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        way = self.tuning.way("all_gather", input.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._all_gather(output, input))
+        code = signature("all_gather", input.dtype, way, nbytes=input.nbytes)
+        size = self.tuning.link if way == "ring" else self.tuning.piece
+        pieces = self._pieces(size, input, *output.view(self.size, -1).unbind(0))
+        if way == "ring":
+            lanes = (schedules.ring_all_gather(self._ranks, outputs, mine) for mine, *outputs in pieces)
+        else:
+            lanes = (schedules.all_to_all(self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces)
+        return self._start("all_gather", code, lanes, output.nbytes)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
+        way = self.tuning.way("reduce_scatter", output.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
+        code = signature("reduce_scatter", input.dtype, op, way, nbytes=input.nbytes)
+        make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
+        size = self.tuning.link if way == "ring" else self.tuning.piece
+        pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
+        lanes = (make(self._ranks, into, parts, op) for into, *parts in pieces)
+        return self._start("reduce_scatter", code, lanes, input.nbytes)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """See `Communicator.all_to_all`."""
+        # Decided here, for all_to_all_v must not ask: parts that are even on one rank may be uneven on another.
+        if self.size > 1 and isinstance(input, torch.Tensor):
+            self._check_usable()
+            if self.tuning.way("all_to_all", input.nbytes // self.size) == "base":
+                return self._beneath(lambda: self.base.all_to_all(output, input))
+        return super().all_to_all(output, input)
+
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
+        lane = schedules.all_to_all(self._ranks, outputs, inputs)
+        return self._start("all_to_all", signature("all_to_all", input.dtype), [lane], output.nbytes + input.nbytes)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        way = self.tuning.way("broadcast", tensor.nbytes)
+        if way == "base":
+            return self._beneath(lambda: self.base._broadcast(tensor, src))
+        code = signature("broadcast", tensor.dtype, src, way, nbytes=tensor.nbytes)
+        if way == "star":
+            flat = tensor.view(-1)
+            star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
+            return self._start("broadcast", code, [star], tensor.nbytes)
+        lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor))
+        return self._start("broadcast", code, lanes, tensor.nbytes)
+
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
+        lanes = (
+            schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(self.tuning.piece, tensor)
+        )
+        return self._start(
+            "reduce", signature("reduce", tensor.dtype, dst, op, nbytes=tensor.nbytes), lanes, tensor.nbytes
+        )
+
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
+        code = signature("gather", input.dtype, dst, nbytes=input.nbytes)
+        outputs: list[torch.Tensor] = []
+        if output is not None:
+            outputs = list(output.view(self.size, -1).unbind(0))
+            if outputs[dst].data_ptr() != input.data_ptr():
+                outputs[dst].copy_(input.view(-1))
+        star = schedules.star(self._ranks, dst, outputs, [input.view(-1)], inward=True)
+        return self._start("gather", code, [star], input.nbytes * self.size)
+
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
+        code = signature("scatter", output.dtype, src, nbytes=output.nbytes)
+        inputs: list[torch.Tensor] = []
+        if input is not None:
+            inputs = list(input.view(self.size, -1).unbind(0))
+            if inputs[src].data_ptr() != output.data_ptr():
+                output.view(-1).copy_(inputs[src])
+        star = schedules.star(self._ranks, src, [output.view(-1)], inputs, inward=False)
+        return self._start("scatter", code, [star], output.nbytes * self.size)
+
+    def _barrier(self) -> Work:
+        token = torch.empty(0, dtype=torch.uint8, device="cpu")
+        lane = schedules.all_to_all(self._ranks, [token] * self.size, [token] * self.size)
+        return self._start("barrier", signature("barrier"), [lane], 0)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        lane = schedules.messages(sends=[(dst, tensor.view(-1))])
+        number = self._message(self.rank, dst, tag)
+        return self._start("send", signature("send"), [lane], tensor.nbytes, number=number, peer=dst)
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        lane = schedules.messages(receives=[(src, tensor.view(-1))])
+        number = self._message(src, self.rank, tag)
+        return self._start("recv", signature("send"), [lane], tensor.nbytes, number=number, peer=src)
+
+    def _message(self, src: int, dst: int, tag: int) -> int:
+        """Numbers messages between two ranks, those of each tag by themselves, so that they match in order."""
+        count = self._messages[src, dst, tag] = self._messages.get((src, dst, tag), -1) + 1
+        return _MESSAGE | (tag & 0x7FFFFFFF) << 32 | count & 0xFFFFFFFF
+
+
+_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane], Steps]]] = {
+    "exchange": schedules.exchange,
+    "doubling": schedules.doubling,
+    "direct": schedules.direct,
+    "halving": schedules.halving,
+    "ring": schedules.ring,
+}
+
+_open: weakref.WeakSet[StripedCommunicator] = weakref.WeakSet()
+
+
+def _tell(count: weakref.WeakMethod[Any], nbytes: int) -> None:
+    method = count()
+    if method is not None:
+        method(nbytes)

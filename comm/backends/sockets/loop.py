@@ -1,0 +1,488 @@
+"""The thread that moves bytes between this rank's operations and its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm.backends.sockets.channel import (
+    HEADER,
+    Arrival,
+    Channel,
+    Key,
+    MismatchPeerError,
+    Part,
+    PeerError,
+)
+from bagua_kernels.comm.backends.sockets.scratch import Scratch
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
+from bagua_kernels.comm.failures.forked import FORKED
+
+_AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
+_TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
+# Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link segments would
+# wake it one by one, and each time it takes the interpreter from whoever computes.
+_GATHER = 1 << 17
+
+
+class Loop:
+    """Moves the messages of operations; everything but `submit` and `stop` happens on its thread.
+
+    A brief operation takes its first steps on the thread that submits it, if the loop has nothing else in hand: waking
+    a thread takes about as long as a small message.
+
+    Args:
+        name: of the thread.
+        links: the connected sockets to each other rank; the loop owns them from now on.
+        sent: told the bytes of every message that this rank sends.
+    """
+
+    def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], sent: Callable[[int], None]) -> None:
+        self._links = {peer: [Channel(peer, sock) for sock in socks] for peer, socks in links.items()}
+        self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
+        self._stripes = self._split = 1
+        self._sent = sent
+        self._posted: dict[Key, Transfer] = {}
+        self._arrivals: dict[Key, Arrival] = {}
+        self._ahead = dict.fromkeys(self._links, 0)
+        self._wanted = dict.fromkeys(self._links, 0)
+        self._running: dict[Operation, set[Transfer]] = {}
+        self._scratch = Scratch()
+        self._ready: deque[Lane] = deque()
+        self._lost: dict[int, BaseException] = {}
+        self._submitted: deque[Operation] = deque()
+        self._stopping = ""
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+        # A signal handler may call `stop` while its own thread is in `submit`.
+        self._lock = threading.RLock()
+        # Held by whoever touches channels, transfers and lanes. It knows its owner, but is not taken twice.
+        self._moving: Any = threading.RLock()
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        for channel in self._channels.values():
+            channel.sock.setblocking(False)
+            self._epoll.register(channel.fd, select.EPOLLIN)
+        _loops.add(self)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def use(self, stripes: int, split: int) -> None:
+        """Cuts messages of at least `split` bytes over the first `stripes` sockets; others take the least busy of these."""
+        self._stripes, self._split = stripes, split
+
+    def submit(self, operation: Operation) -> None:
+        """Starts an operation; from any thread."""
+        operation.missing = partial(self._missing, operation)
+        if operation.brief and self._start_here(operation):
+            return
+        with self._lock:
+            if not self._stopping:
+                self._submitted.append(operation)
+                self._nudge()
+            if not self._stopping:
+                return
+        operation.end(ConnectionAbortedError(self._stopping))
+
+    def stop(self, reason: str) -> None:
+        """Ends what is under way, closes the sockets and ends the thread; from any thread, more than once."""
+        with self._lock:
+            if not self._stopping:
+                self._stopping = reason
+                self._nudge()
+        # A signal handler may interrupt `_start_here`, for whose end the thread waits.
+        if threading.current_thread() is not self._thread and not self._moving._is_owned():
+            self._thread.join(5.0)
+
+    def forget(self) -> None:
+        """Closes the copies of everything that a forked child has; the parent's connections stay."""
+        # Threads that no longer exist may have held the locks.
+        self._lock, self._moving = threading.RLock(), threading.RLock()
+        if self._woken < 0:
+            return
+        self._stopping = self._stopping or FORKED
+        # Not unregistered before: the parent's epoll is the same one.
+        self._epoll.close()
+        for channels in self._links.values():
+            for channel in channels:
+                channel.sock.close()
+        os.close(self._wake)
+        os.close(self._woken)
+        self._woken = -1
+
+    def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
+        """See `Lane.send`."""
+        operation, channels, total = lane.operation, self._links[peer][: self._stripes], len(data)
+        if peer in self._lost:
+            raise self._lost[peer]
+        if total < self._split or len(channels) == 1:
+            channels = [min(channels, key=lambda channel: channel.queued)]
+        # Parts begin at multiples of a page, so that no element is cut.
+        step = max(1, -(-total // (len(channels) * 4096)) * 4096)
+        starts = range(0, max(1, total), step)
+        transfer = Transfer(lane, peer, data, len(starts))
+        self._running[operation].add(transfer)
+        self._sent(total)
+        for offset, channel in zip(starts, channels, strict=False):
+            part = data[offset : offset + step]
+            header = HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
+            channel.out.append(Part(header, part, transfer))
+            channel.queued += len(part)
+            if not channel.writing:
+                self._guarded(channel, self._write)
+        return transfer
+
+    def receive(self, lane: Lane, peer: int, tag: int, data: memoryview | int) -> Transfer:
+        """See `Lane.receive`, and `Lane.receive_anywhere` if a number of bytes is given."""
+        operation = lane.operation
+        to, total = (None, data) if isinstance(data, int) else (data, len(data))
+        transfer = Transfer(lane, peer, to, total)
+        key = (peer, operation.number, tag)
+        self._running[operation].add(transfer)
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            self._check(arrival.code, len(arrival.data), transfer)
+        if peer in self._lost and (arrival is None or arrival.left):
+            raise self._lost[peer]
+        self._wanted[peer] += 1
+        if arrival is None:
+            self._posted[key] = transfer
+        else:
+            arrival.transfer = transfer
+            if not arrival.left:
+                self._arrived(arrival)
+        self._unpark(peer)
+        return transfer
+
+    def _missing(self, operation: Operation) -> list[int]:
+        if self._moving._is_owned() or not self._moving.acquire(timeout=0.1):
+            return []
+        try:
+            return sorted({transfer.peer for transfer in self._running.get(operation, ()) if not transfer.done})
+        finally:
+            self._moving.release()
+
+    def free(self, own: torch.Tensor) -> None:
+        """See `Lane.free`."""
+        self._scratch.give(own)
+
+    def _start_here(self, operation: Operation) -> bool:
+        """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
+        if self._moving._is_owned():  # in a signal handler
+            return False
+        try:
+            if not self._moving.acquire(blocking=False) or self._stopping or self._submitted:
+                return False
+            with torch.inference_mode():
+                self._start(operation)
+                self._advance()
+        except BaseException as error:
+            # Raised by a signal's handler between what went to the kernel and the note of it, say: the stream of bytes cannot
+            # be continued.
+            with self._lock:
+                self._stopping = self._stopping or f"{operation.name} was interrupted: {error!r}"
+                self._nudge()
+            raise
+        finally:
+            if self._moving._is_owned():
+                self._moving.release()
+        return True
+
+    @torch.inference_mode()  # without it, tensors that were made in that mode could not be written
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:  # whatever it is, those who wait have to hear of it
+            self._stopping = self._stopping or f"its thread has ended: {error!r}"
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        while not self._stopping:
+            events = self._epoll.poll()
+            with self._moving:
+                self._move(events)
+
+    def _move(self, events: list[tuple[int, int]]) -> None:
+        for fd, event in events:
+            if fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                continue
+            channel = self._channels.get(fd)
+            if channel is not None and channel.parked is not None:
+                # Since `poll` returned, another thread may have parked it: that there is something to read is no error.
+                if event & (select.EPOLLHUP | select.EPOLLERR):
+                    self._guarded(channel, self._hang_up)
+            elif channel is not None and event & ~select.EPOLLOUT:
+                self._guarded(channel, self._read)
+            if fd in self._channels and event & select.EPOLLOUT:
+                self._guarded(self._channels[fd], self._write)
+            self._advance()
+        while self._submitted:
+            self._start(self._submitted.popleft())
+        self._advance()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stopping = self._stopping or "its thread has ended"
+        # Not for ever, for an exception may have come between taking and giving it back.
+        owned = self._moving.acquire(timeout=5.0)
+        self._drop(ConnectionAbortedError(self._stopping))
+        if owned:
+            self._moving.release()
+        with self._lock:
+            os.close(self._wake)
+            os.close(self._woken)
+            self._woken = -1
+
+    def _drop(self, error: BaseException) -> None:
+        for operation in [*self._running, *self._submitted]:
+            operation.end(error)
+        for channel in self._channels.values():
+            channel.sock.close()
+        for kept in (self._running, self._posted, self._arrivals, self._channels, self._links):
+            kept.clear()
+        self._ready.clear()
+        self._submitted.clear()
+        self._scratch = Scratch()
+        self._epoll.close()
+
+    def _nudge(self) -> None:
+        if self._woken >= 0:
+            # A full pipe wakes it too.
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._woken, b"x")
+
+    def _start(self, operation: Operation) -> None:
+        self._running[operation] = set()
+        for peer, number, code in [(*key[:2], arrival.code) for key, arrival in self._arrivals.items()]:
+            self._compare(peer, number, code)
+        self._refill(operation)
+
+    def _refill(self, operation: Operation) -> None:
+        while operation.active < operation.window:
+            steps = next(operation.lanes, None)
+            if steps is None:
+                break
+            lane = Lane(operation, operation.started, self)
+            operation.started += 1
+            operation.active += 1
+            lane.steps = steps(lane)
+            self._ready.append(lane)
+        if not operation.active and operation in self._running:
+            del self._running[operation]
+            operation.end()
+
+    def _advance(self) -> None:
+        while self._ready:
+            lane = self._ready.popleft()
+            operation = lane.operation
+            if operation not in self._running:
+                continue
+            try:
+                if not lane.advance():
+                    continue
+            except Exception as error:  # whatever a step may raise: the waiting thread gets it
+                if any(channel.torn for channel in self._channels.values()):
+                    raise
+                self._fail(operation, error)
+                continue
+            operation.active -= 1
+            self._refill(operation)
+
+    def _done(self, transfer: Transfer) -> None:
+        transfer.done = True
+        lane = transfer.lane
+        transfers = self._running.get(lane.operation)
+        if transfers is None:
+            return
+        transfers.discard(transfer)
+        if transfer.awaited:
+            lane.pending -= 1
+            if not lane.pending:
+                self._ready.append(lane)
+
+    def _guarded(self, channel: Channel, move: Callable[[Channel], None]) -> None:
+        try:
+            move(channel)
+        except OSError as error:
+            self._lose(channel, error)
+
+    def _lose(self, channel: Channel, error: BaseException) -> None:
+        """Gives a rank up: without one of its sockets nothing that it takes part in can finish."""
+        peer = channel.peer
+        said = PeerError(peer, f"the connection to rank {peer} broke: {error}")
+        self._lost.setdefault(peer, said)
+        for other in self._links[peer]:
+            if other.fd in self._channels:
+                del self._channels[other.fd]
+                self._epoll.unregister(other.fd)
+                other.sock.close()
+        for operation, transfers in list(self._running.items()):
+            if any(transfer.peer == peer for transfer in transfers):
+                self._fail(operation, said)
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        transfers = self._running.pop(operation, set())
+        for key in [key for key, transfer in self._posted.items() if transfer in transfers]:
+            del self._posted[key]
+            self._wanted[key[0]] -= 1
+        operation.end(error)
+
+    def _write(self, channel: Channel) -> None:
+        left = channel.flush(self._done)
+        if left != channel.writing:
+            channel.writing = left
+            self._register(channel)
+
+    def _register(self, channel: Channel) -> None:
+        events = (0 if channel.parked else select.EPOLLIN) | (select.EPOLLOUT if channel.writing else 0)
+        self._epoll.modify(channel.fd, events)
+
+    def _read(self, channel: Channel) -> None:
+        """Takes what has arrived."""
+        self._take(channel)
+        channel.expect(min(len(channel.rest), _GATHER))
+
+    def _take(self, channel: Channel) -> None:
+        taken = 0
+        while taken < _TURN and channel.parked is None:
+            into = channel.rest if len(channel.rest) else channel.staging[channel.end :]
+            try:
+                count = channel.sock.recv_into(into)
+            except BlockingIOError:
+                return
+            if not count:
+                raise ConnectionResetError("it was closed at the other end")
+            taken += count
+            if len(channel.rest):
+                self._filled(channel, count)
+            else:
+                channel.end += count
+                self._parse(channel)
+            if count < len(into):
+                return
+
+    def _filled(self, channel: Channel, count: int) -> None:
+        arrival = channel.arrival
+        assert arrival is not None
+        channel.rest = channel.rest[count:]
+        arrival.left -= count
+        if not len(channel.rest):
+            # Even an empty view would keep the tensor's memory.
+            channel.rest, channel.arrival = memoryview(b""), None
+            if not arrival.left:
+                self._arrived(arrival)
+
+    def _parse(self, channel: Channel) -> None:
+        """Takes headers, and what follows each, out of what was read ahead."""
+        while channel.end - channel.begin >= HEADER.size:
+            number, code, tag, offset, length, total = HEADER.unpack_from(channel.staging, channel.begin)
+            arrival = self._arrival((channel.peer, number, tag), code, total)
+            if arrival is None:
+                channel.parked = (channel.peer, number, tag)
+                self._register(channel)
+                break
+            channel.begin += HEADER.size
+            channel.arrival = arrival
+            channel.rest = arrival.data[offset : offset + length]
+            count = min(length, channel.end - channel.begin)
+            channel.rest[:count] = channel.staging[channel.begin : channel.begin + count]
+            channel.begin += count
+            self._filled(channel, count)
+            if len(channel.rest):
+                break
+        # What is left is less than a header, or waits for its operation.
+        left = channel.end - channel.begin
+        if channel.begin:
+            channel.staging[:left] = bytes(channel.staging[channel.begin : channel.end])
+        channel.begin, channel.end = 0, left
+
+    def _arrival(self, key: Key, code: int, total: int) -> Arrival | None:
+        """Returns where a message goes: to where it was asked for, else to memory of its own; None while that is used up."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            return arrival
+        transfer = self._posted.pop(key, None)
+        if transfer is not None:
+            try:
+                self._check(code, total, transfer)
+            except PeerError as error:
+                self._wanted[key[0]] -= 1
+                self._fail(transfer.lane.operation, error)
+                transfer = None
+        peer = key[0]
+        if transfer is not None:
+            to = self._scratch.take(total, torch.uint8) if transfer.data is None else transfer.data
+            arrival = Arrival(key, code, transfer, to)
+        elif not self._wanted[peer] and self._ahead[peer] + total > _AHEAD:
+            # Where something is wanted it may lie behind this in the same socket.
+            return None
+        else:
+            arrival = Arrival(key, code, None, self._scratch.take(total, torch.uint8))
+            self._ahead[peer] += total
+            self._compare(peer, key[1], code)
+        self._arrivals[key] = arrival
+        return arrival
+
+    def _compare(self, peer: int, number: int, code: int) -> None:
+        """Ends an operation of this number that is another one than a rank's: its messages may never be asked for."""
+        for operation in list(self._running):
+            if operation.number == number and operation.code != code:
+                self._fail(operation, MismatchPeerError(peer, *mismatch(code, operation.code)))
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Hands over a complete message, if it has been asked for."""
+        transfer = arrival.transfer
+        if transfer is None:
+            return
+        del self._arrivals[arrival.key]
+        self._wanted[transfer.peer] -= 1
+        if arrival.early:
+            self._ahead[transfer.peer] -= len(arrival.data)
+        if transfer.data is None:
+            transfer.own = arrival.own
+        elif arrival.own is not None:
+            transfer.data[:] = arrival.data
+            self._scratch.give(arrival.own)
+        self._done(transfer)
+
+    def _unpark(self, peer: int) -> None:
+        for channel in self._links[peer]:
+            if channel.parked is not None and channel.fd in self._channels:
+                channel.parked = None
+                self._register(channel)
+                self._parse(channel)
+
+    def _hang_up(self, channel: Channel) -> None:
+        raise ConnectionResetError("it broke while nothing was asked of it")
+
+    def _check(self, code: int, total: int, transfer: Transfer) -> None:
+        operation, expected = transfer.lane.operation, transfer.left
+        if code != operation.code:
+            raise MismatchPeerError(transfer.peer, *mismatch(code, operation.code))
+        if total != expected:
+            raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))
+
+
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for loop in list(_loops):
+        loop.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,218 @@
+"""Connects every rank with every other, by as many sockets as are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+from bagua_kernels import knobs
+from bagua_kernels.comm.joining import hello
+from bagua_kernels.comm.joining.gate import Gate, listen
+from bagua_kernels.comm.joining.secret import Secret
+from bagua_kernels.errors import CommunicationError
+
+_LIMIT = "`ulimit -n`"
+_SIOCGIFADDR = 0x8915
+
+
+def connect(
+    rank: int,
+    size: int,
+    stripes: int,
+    exchange: Callable[[Any], list[Any]],
+    timeout: float,
+    host: str = "",
+    *,
+    secret: Secret,
+) -> dict[int, list[socket.socket]]:
+    """Connects the ranks; collective.
+
+    Each rank listens and tells all where; a rank connects to those before it and is connected to by those after it.
+    Both ends of a connection prove that they know the secret before anything else is read from it.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        stripes: sockets between two ranks.
+        exchange: gathers an object of every rank, in rank order.
+        timeout: seconds for all of it.
+        host: the address to listen on; by default that of the interface `GLOO_SOCKET_IFNAME`, else the one from which
+            MASTER_ADDR, else the host's name, is reached.
+        secret: shared by the ranks.
+
+    Returns:
+        For each other rank its sockets, in an order that is the same at both ends.
+
+    Raises:
+        CommunicationError: if a connection could not be made; on all ranks, naming the ranks concerned.
+    """
+    # Whoever fails waits for the others to tell them, and their wait has to end before its own does.
+    deadline = time.monotonic() + 0.8 * timeout
+    found: dict[tuple[int, int], socket.socket] = {}
+    problem, token = "", secrets.token_hex(16)
+    with contextlib.ExitStack() as unfinished:
+        with contextlib.ExitStack() as stack:
+            listener = None
+            try:
+                listener = stack.enter_context(listen(host or own_address(), size * stripes))
+            except (OSError, ValueError) as error:
+                problem = _told(error)
+            offers = exchange((listener.getsockname()[:2] if listener else problem, token))
+            if listener is not None and not any(isinstance(where, str) for where, _ in offers):
+                unfinished.callback(_close, found)
+                key = secret.derive("mesh", offers[0][1])
+                try:
+                    _meet(
+                        rank,
+                        size,
+                        stripes,
+                        listener,
+                        [(where[0], where[1]) for where, _ in offers],
+                        key,
+                        deadline,
+                        found,
+                    )
+                except OSError as error:
+                    problem = _told(error)
+        problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
+        if problems:
+            told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
+            cure = (
+                "set GLOO_SOCKET_IFNAME to the network interface that the ranks share, and see that no firewall closes its "
+                "ports"
+            )
+            if any(_LIMIT in text for text in problems.values()):
+                cure = "raise the limit on open files there, or close what is not needed"
+            raise CommunicationError(f"the ranks could not connect to one another: {told}; {cure}")
+        unfinished.pop_all()
+    return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
+
+
+def _meet(
+    rank: int,
+    size: int,
+    stripes: int,
+    listener: socket.socket,
+    addresses: list[tuple[str, int]],
+    key: Secret,
+    deadline: float,
+    found: dict[tuple[int, int], socket.socket],
+) -> None:
+    """Calls the ranks before this one and is called by those after it, all at once; puts connections into `found`.
+
+    Raises:
+        OSError: if some of them could not be made.
+    """
+    wanted = {(peer, number) for peer in range(size) if peer != rank for number in range(stripes)}
+
+    def expected(peer: int, number: int) -> bool:
+        return peer > rank and (peer, number) in wanted - found.keys()
+
+    def admit(sock: socket.socket, peer: int, number: int) -> None:
+        found[peer, number] = sock
+
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        patience = max(1.0, deadline - time.monotonic())
+        gate = Gate(selector, listener, key, rank, expected, admit, patience)
+        stack.callback(gate.close)
+        calls: dict[tuple[int, int], hello.Call] = {}
+        for peer, number in sorted(wanted):
+            if peer < rank:
+                made = calls[peer, number] = hello.Call(selector, addresses[peer], key, rank, number, peer)
+                stack.callback(made.close)
+        while len(found) < len(wanted):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(_missing(wanted - found.keys(), calls, gate))
+            if gate.shortage:
+                raise OSError(errno.EMFILE, gate.shortage)
+            pause = min(left, gate.tick(), *(each.tick() for each in calls.values()))
+            for ready, _ in selector.select(pause):
+                ready.data(ready.fileobj)
+            for where in [where for where, each in calls.items() if each.sock is not None]:
+                found[where] = cast(socket.socket, calls.pop(where).sock)
+
+
+def _told(error: Exception) -> str:
+    """Returns what to tell the other ranks of an error."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"its process or host is out of file descriptors ({_LIMIT} is {limit} there)"
+    return str(error) or type(error).__name__
+
+
+def _close(found: dict[tuple[int, int], socket.socket]) -> None:
+    for sock in found.values():
+        sock.close()
+
+
+def _missing(missing: Collection[tuple[int, int]], calls: dict[tuple[int, int], hello.Call], gate: Gate) -> str:
+    callers = sorted({peer for peer, number in missing if (peer, number) not in calls})
+    told = [f"ranks {callers} did not connect in time"] if callers else []
+    for peer in sorted({peer for peer, _ in missing} - set(callers)):
+        trouble = next(each.trouble for (to, _), each in calls.items() if to == peer)
+        told.append(f"rank {peer} was not reached in time ({trouble})")
+    if refused := sorted(gate.refused & set(callers)):
+        told.append(f"some that called themselves ranks {refused} did not know the job's secret")
+    return ", ".join(told)
+
+
+def own_address() -> str:
+    """Returns the address of this host under which the other ranks most likely reach it."""
+    interface = knobs.GLOO_SOCKET_IFNAME.get().split(",")[0]
+    if interface:
+        return address_of(interface)
+    master = knobs.MASTER_ADDR.get()
+    if master in ("localhost", "127.0.0.1", "::1"):
+        return "127.0.0.1"
+    # The last one is an address that nobody has: on its way there lies the interface to the world.
+    for name in filter(None, (master, socket.gethostname(), "192.0.2.1")):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                # No packet is sent: connecting a datagram socket only chooses the route, and with it the address.
+                probe.connect(address)
+                found = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        # A host's own name often stands for its loopback, where other hosts cannot reach it.
+        if not ipaddress.ip_address(found.split("%")[0]).is_loopback:
+            return found
+    return "127.0.0.1"
+
+
+def address_of(interface: str) -> str:
+    """Returns the IPv4 address of a network interface, or its first IPv6 address of wider than link scope.
+
+    Raises:
+        ValueError: if there is no such interface, or it has no address.
+    """
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={interface!r} is no network interface of this host; it has {', '.join(known)}"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(reply[20:24])
+        except OSError:
+            pass  # it has no IPv4 address
+    if os.path.exists("/proc/net/if_inet6"):
+        with open("/proc/net/if_inet6") as table:
+            for digits, _, _, scope, _, name in map(str.split, table):
+                if name == interface and scope in ("00", "10"):
+                    return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    raise ValueError(f"the network interface {interface!r} has no address: choose another by GLOO_SOCKET_IFNAME")

@@ -1,0 +1,1 @@
+"""`torch.distributed`: Gloo, NCCL as torch drives it, and process groups of the user."""

@@ -1,0 +1,226 @@
+"""The connections beneath a `TorchCommunicator`: a Gloo or NCCL backend of its own, or the group of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from bagua_kernels import knobs
+from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
+from bagua_kernels.comm.failures.forked import Sockets
+from bagua_kernels.comm.reduction import BITWISE, ReduceOp
+
+
+@dataclass(eq=False)
+class Group:
+    """Connections among some ranks.
+
+    Attributes:
+        backend: torch's backend (or process group), whose methods start the operations.
+        kind: "gloo", "nccl" or the name of another backend.
+        store: where members of new groups find one another.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: seconds.
+        device: where tensors are.
+        host: the address whose interface Gloo uses; empty for torch's choice.
+        sockets: those of Gloo.
+        messages: sends and receives of Gloo under way; None for other backends.
+    """
+
+    backend: Any
+    kind: str
+    store: Store
+    rank: int
+    size: int
+    timeout: float
+    device: torch.device
+    host: str
+    sockets: Sockets = field(default_factory=Sockets)
+    messages: GlooMessages | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Prepares for messages and forks."""
+        _groups.add(self)
+        if self.kind == "gloo" and self.size > 1:
+            self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
+
+    def child(self, key: str, ranks: tuple[int, ...]) -> Group:
+        """Connects some of the ranks.
+
+        torch's `new_group` will not do: either all processes of the job must call it, or it names the group by how many
+        groups this process is in, which differs between members.
+
+        Args:
+            key: a name that no other group of the job ever had.
+            ranks: the members, ascending; this rank is one.
+        """
+        if self.kind not in ("gloo", "nccl"):
+            raise ValueError(f"a group over torch's backend {self.kind!r} cannot be split; use gloo or nccl")
+        rank, size = ranks.index(self.rank), len(ranks)
+        sockets = Sockets()
+        with sockets.gather():
+            backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
+        return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
+
+    def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
+        """Starts to send bytes; returns torch's work, or what has its methods."""
+        return self._message(self.backend.send([data], dst, tag), data)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int) -> Any:
+        """Starts to receive bytes; returns torch's work, or what has its methods."""
+        return self._message(self.backend.recv([data], src, tag), data)
+
+    def _message(self, handle: Any, data: torch.Tensor) -> Any:
+        return handle if self.messages is None else self.messages.start(handle, data)
+
+    def exchange(self, outputs: Mapping[int, torch.Tensor], inputs: Mapping[int, torch.Tensor], tag: int) -> Any:
+        """Sends bytes to some ranks and receives some, as one operation of NCCL; returns torch's work.
+
+        NCCL puts messages that are not grouped on one stream for each peer, one behind the other: two ranks that both
+        receive first would wait for one another for ever.
+        """
+        backend = self.backend
+        backend._start_coalescing()
+        try:
+            for peer, tensor in outputs.items():
+                backend.recv([tensor], peer, tag)
+            for peer, tensor in inputs.items():
+                backend.send([tensor], peer, tag)
+        finally:
+            work = backend._end_coalescing()
+        return work
+
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        """Returns whether the backend has this reduction."""
+        if self.kind == "gloo":
+            return dtype is not torch.int16
+        return op not in BITWISE and dtype is not torch.int16
+
+    def broadcast_copies(self, src: int) -> int:
+        """Returns to how many ranks this rank passes on a broadcast."""
+        position = (self.rank - src) % self.size
+        if self.kind != "gloo":
+            return int(position < self.size - 1)
+        # Gloo's binomial tree: position p sends to p + 2^i for every 2^i below its lowest set bit.
+        lowest = position & -position if position else 1 << (self.size - 1).bit_length()
+        steps = (1 << i for i in range(lowest.bit_length() - 1))
+        return sum(position + step < self.size for step in steps)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the time that operations may take from now on, and that new groups have to connect."""
+        self.timeout = seconds
+        if self.kind in ("gloo", "nccl") and self.backend is not None:
+            self.backend._set_default_timeout(timedelta(seconds=seconds))
+
+    def close(self) -> None:
+        """Frees the connections, once all ranks are done with them."""
+        self._sever()
+        self.backend = self.messages = None
+
+    def abandon(self) -> None:
+        """Gives the connections up while operations may be under way, without waiting for those.
+
+        Gloo's destructor waits for its operations, even when the process exits, so it must never run.
+        """
+        self._sever()
+        if self.kind == "nccl" and self.backend is not None:
+            self.backend.abort()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
+    def _sever(self) -> None:
+        if self.messages is not None:
+            self.messages.sever()
+
+
+def open_group(
+    group: dist.ProcessGroup,
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    device: torch.device | None,
+    host: str,
+) -> Group:
+    """Opens the connections of a new communicator beside a process group.
+
+    Args:
+        group: the user's group.
+        store: the job's store.
+        name: a name that no other group of the job ever had.
+        rank: this rank in the group.
+        size: the group's size.
+        timeout: seconds.
+        device: where tensors will be; None for the device that the group serves.
+        host: the address whose interface Gloo uses; empty for torch's choice.
+
+    Raises:
+        ValueError: if the group serves no tensors on `device`.
+    """
+    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if device is None:
+        on_cuda = torch.cuda.is_available() and served.get("cuda", "gloo") != "gloo"
+        device = torch.device("cuda" if on_cuda else "cpu")
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    kind = served.get(device.type)
+    if kind is None or (kind == "gloo" and device.type != "cpu"):
+        raise ValueError(
+            f"expected a group that serves {device=}, got one with the backends {served}: initialise torch.distributed "
+            "with backend='cpu:gloo,cuda:nccl'"
+        )
+    own = kind in ("gloo", "nccl") and size > 1
+    sockets = Sockets()
+    with sockets.gather() if own else contextlib.nullcontext():
+        backend = _open(kind, store, name, rank, size, timeout, host) if own else group
+    return Group(backend, kind, store, rank, size, timeout, device, host, sockets)
+
+
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _drop_sockets() -> None:
+    for group in list(_groups):
+        group.sockets.drop()
+        # Gloo's destructor would wait for threads that a forked child does not have.
+        if group.backend is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.backend))
+
+
+os.register_at_fork(after_in_child=_drop_sockets)
+
+
+def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: float, host: str) -> Any:
+    prefixed = PrefixStore(f"bagua_kernels/{key}", store)
+    limit = timedelta(seconds=timeout)
+    if size == 1:
+        return None
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = limit
+    options._devices = [_device(host)]
+    return gloo(prefixed, rank, size, options)
+
+
+def _device(host: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    if host:
+        return gloo.create_device(hostname=host)
+    # Torch reads the variable for its own groups only.
+    interface = knobs.GLOO_SOCKET_IFNAME.get().split(",")[0]
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()

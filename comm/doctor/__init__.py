@@ -1,0 +1,1 @@
+"""`python -m bagua_kernels.comm.doctor`: what is wrong with the ranks of a job and the network between them."""

@@ -1,0 +1,262 @@
+"""Decides from the signs of life who is at fault when an operation has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bagua_kernels.comm.failures.evidence import State
+from bagua_kernels.comm.failures.signs import Sign, describe
+from bagua_kernels.comm.failures.verdict import Kind, Verdict
+
+HOST = 0  # the rank whose process holds the store
+SILENT = 6.0  # heartbeats without a sign of life after which a rank counts as lost
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation that failed.
+
+    Attributes:
+        communicator: its name.
+        members: its ranks, as numbers of the world.
+        number: which operation of it failed; None for one that has no number (send and receive).
+        operation: its name.
+        since: when it failed.
+        timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
+        beyond: ranks that take no part, but may be what a member waits for.
+        broken: ranks to which a connection broke, where the transport knows them.
+    """
+
+    communicator: str
+    members: Sequence[int]
+    number: int | None
+    operation: str
+    since: float
+    timed_out: bool
+    beyond: Sequence[int] = ()
+    broken: Sequence[int] = ()
+
+
+@dataclass
+class Seen:
+    """The last sign of life of a rank.
+
+    Attributes:
+        sign: what the rank wrote.
+        changed: when it was first seen, by this rank's clock.
+        moved: whether it was seen to follow another one, so that the rank was certainly alive just before `changed`.
+    """
+
+    sign: Sign
+    changed: float
+    moved: bool
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What keeps this rank from reading the signs of life.
+
+    Attributes:
+        text: what it is.
+        unanswered: True if the store has not answered for long, False if the connection to it broke.
+        own: True if the fault lies in this process.
+    """
+
+    text: str
+    unanswered: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank knows of the others.
+
+    Attributes:
+        rank: that rank.
+        heartbeat: seconds between two signs of life.
+        now: the time.
+        read_at: when the signs were last read.
+        seen: the last sign of each other rank.
+        ended: ranks whose processes have ended, and of which everything that they wrote has been read.
+        reports: what ranks have reported, in order.
+        trouble: what keeps this rank from reading signs; None if nothing does.
+        state: returns what the operating system knows of a rank's process.
+        pid: returns the number of a rank's process.
+    """
+
+    rank: int
+    heartbeat: float
+    now: float
+    read_at: float
+    seen: Mapping[int, Seen]
+    ended: Iterable[int]
+    reports: Sequence[Verdict]
+    trouble: Trouble | None
+    state: Callable[[int], State]
+    pid: Callable[[int], int]
+
+
+def ended_text(rank: int, pid: int, doing: str) -> str:
+    """Returns how the end of a rank's process is told."""
+    return (
+        f"the process of rank {rank} (pid {pid}) has ended without a farewell; at its last sign of life it was {doing}"
+    )
+
+
+def judge(case: Case, view: View) -> Verdict | None:
+    """Returns the verdict on an operation, or None while the signs do not suffice."""
+    return _Judge(case, view).verdict()
+
+
+class _Judge:
+    def __init__(self, case: Case, view: View) -> None:
+        self._case = case
+        self._view = view
+        self._others = [rank for rank in case.members if rank != view.rank]
+        self._over = view.now - case.since >= 2 * SILENT * view.heartbeat
+
+    def verdict(self) -> Verdict | None:
+        case, view = self._case, self._view
+        for report in view.reports:
+            if report.concerns(case.communicator, [*case.members, *case.beyond]):
+                return report
+        if view.trouble is not None:
+            return self._without_store(view.trouble)
+        if view.read_at < case.since or any(rank not in view.seen for rank in self._others):
+            return self._undecided()
+        gone = self._gone(self._others) or self._gone([rank for rank in case.beyond if rank in view.seen])
+        if gone:
+            return self._cause(gone) or self._told("lost", gone)
+        closed = [rank for rank in self._others if (self._doing(rank) or (0, "", False))[1] == "closed"]
+        if closed:
+            return self._told("closed", {rank: f"rank {rank} has closed this communicator" for rank in closed})
+        # A rank for which another waits in vain may itself be waiting for a third one that is gone.
+        for watched in (self._others, [r for r in case.beyond if case.timed_out and r in view.seen]):
+            silent = [rank for rank in watched if self._silence(rank) > SILENT * view.heartbeat]
+            if silent:
+                return self._cause(silent) or self._blame(silent)
+        if not all(self._proven(rank) for rank in self._others):
+            return self._undecided()
+        if case.number is None and len(self._others) == 1:
+            return self._end_of_chain()
+        if case.number is None:
+            return self._unknown("every rank still answers; which of several peers is missing is not known")
+        called = {rank: self._other_call(rank) for rank in self._others}
+        if any(called.values()):
+            told = {rank: call for rank, call in called.items() if call}
+            return self._told("mismatch", {view.rank: f"rank {view.rank} called {case.operation}", **told})
+        late = {
+            rank: f"rank {rank} answers but is not in it: it is {describe(self._doing(rank))}"
+            for rank in self._others
+            if self._is_late(rank, case.number)
+        }
+        return self._told("late", late) if late else self._unknown("every rank still answers and has entered it")
+
+    def _without_store(self, trouble: Trouble) -> Verdict | None:
+        case, view = self._case, self._view
+        if trouble.own:
+            return self._unknown(f"the signs of life of this rank have ended: {trouble.text}")
+        concerned = [*self._others, *case.beyond]
+        told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
+        # The others may have ended because of that, and what they reported cannot be read.
+        seems_gone = view.state(HOST) == "unknown" and not trouble.unanswered
+        if HOST in concerned and (view.state(HOST) == "gone" or seems_gone):
+            return self._told("lost", {HOST: told})
+        ended = [rank for rank in concerned if view.state(rank) == "gone"]
+        if ended:
+            return self._told("lost", {rank: self._end(rank) for rank in ended})
+        stopped = [rank for rank in concerned if case.timed_out and view.state(rank) == "stopped"]
+        if stopped:
+            return self._told("lost", {rank: f"the process of rank {rank} is stopped" for rank in stopped})
+        if HOST not in self._others and not (case.timed_out and HOST in case.beyond):
+            return self._unknown(f"the liveness store on rank {HOST} cannot be reached: {trouble.text}")
+        # An interpreter that pauses for a moment is no reason for a connection to break.
+        if trouble.unanswered and not case.timed_out and view.state(HOST) != "unknown" and not self._over:
+            return None
+        return self._told("lost", {HOST: told})
+
+    def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        left = {rank: self._view.seen[rank].sign.left for rank in ranks}
+        found = {rank: f"rank {rank} left: {reason}" for rank, reason in left.items() if reason}
+        return found or {rank: self._end(rank) for rank in left if rank in self._view.ended}
+
+    def _blame(self, silent: list[int]) -> Verdict | None:
+        """Chooses among ranks that have fallen silent: a busy interpreter falls silent too, for a while."""
+        case, state = self._case, self._view.state
+        if case.timed_out:
+            blamed = [rank for rank in silent if state(rank) == "stopped"]
+            longest = max(self._silence(rank) for rank in silent)
+            blamed = blamed or [rank for rank in silent if self._silence(rank) > longest / 2]
+        else:
+            # A process that is there keeps its connections, so it broke none.
+            blamed = [rank for rank in silent if state(rank) == "unknown"]
+            blamed = [rank for rank in blamed if rank in case.broken] or blamed
+            certain = all(self._proven(rank) for rank in self._others if rank not in silent)
+            if not self._over and (len(blamed) != 1 or not certain):
+                return None
+            blamed = blamed or silent
+        return self._told("lost", {rank: self._quiet(rank) for rank in blamed})
+
+    def _quiet(self, rank: int) -> str:
+        state = self._view.state(rank)
+        pid = self._view.pid(rank)
+        process = {"stopped": f" (its process {pid} is stopped)", "there": f" (its process {pid} is there)"}.get(
+            state, ""
+        )
+        text = f"rank {rank} gave no sign of life for {self._silence(rank):.1f} s{process}; at the last one it was "
+        return text + describe(self._doing(rank))
+
+    def _end(self, rank: int) -> str:
+        return ended_text(rank, self._view.pid(rank), describe(self._doing(rank)))
+
+    def _silence(self, rank: int) -> float:
+        return self._view.now - self._view.seen[rank].changed
+
+    def _proven(self, rank: int) -> bool:
+        """Returns whether a rank was alive when the operation failed, or after it if a connection broke."""
+        case, seen = self._case, self._view.seen[rank]
+        # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
+        proof = case.since + (-2 if case.timed_out else 1.5) * self._view.heartbeat
+        return seen.moved and seen.changed > proof
+
+    def _is_late(self, rank: int, number: int) -> bool:
+        doing = self._doing(rank)
+        return doing is None or doing[0] < number
+
+    def _other_call(self, rank: int) -> str:
+        """Returns what a rank called instead of this operation; empty if it has not called anything else."""
+        doing = self._doing(rank)
+        if doing is None or doing[0] != self._case.number or doing[1] == self._case.operation:
+            return ""
+        return f"rank {rank} called {doing[1]}"
+
+    def _doing(self, rank: int) -> tuple[int, str, bool] | None:
+        seen = self._view.seen.get(rank)
+        return None if seen is None else seen.sign.doing.get(self._case.communicator)
+
+    def _cause(self, gone: Iterable[int]) -> Verdict | None:
+        """Returns what ranks that are gone had reported before: who goes because others were lost is not to blame."""
+        return next((report for report in self._view.reports if report.kind == "lost" and report.by in gone), None)
+
+    def _end_of_chain(self) -> Verdict:
+        """Names the rank for which, from one to the next, all wait whose messages do not come."""
+        culprit, passed = self._others[0], [self._view.rank]
+        while culprit not in passed and culprit in self._view.seen:
+            following = self._view.seen[culprit].sign.waits.get(self._case.communicator)
+            if following is None:
+                told = f"rank {culprit} answers, but has not sent or received what others wait for"
+                return self._told("late", {culprit: told})
+            passed.append(culprit)
+            culprit = following
+        chain = " for ".join(f"{rank}" for rank in [*passed, culprit])
+        return self._unknown(f"every rank still answers, and they wait for one another (rank {chain})")
+
+    def _undecided(self) -> Verdict | None:
+        return self._unknown("the signs of life do not tell who failed") if self._over else None
+
+    def _unknown(self, text: str) -> Verdict:
+        return Verdict("unknown", (), text, self._case.communicator, self._view.rank)
+
+    def _told(self, kind: Kind, found: Mapping[int, str]) -> Verdict:
+        return Verdict(kind, tuple(found), "; ".join(found.values()), self._case.communicator, self._view.rank)

@@ -1,0 +1,115 @@
+"""A rank's connection to the store of the signs of life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+from bagua_kernels.comm.failures.liveness_server import LENGTH, LONGEST
+
+_LONGEST_CALL = 60.0  # seconds for an answer
+
+
+class StoreError(RuntimeError):
+    """The store of the signs of life cannot be reached, or refuses a request."""
+
+
+class Client:
+    """A connection to the store, with the methods of torch's stores that `Liveness` uses.
+
+    Any thread may call `close`, which ends a call under way; other calls come from one thread at a time. Every call
+    raises `StoreError` where there is no answer within a minute.
+
+    Args:
+        sock: to the server, both sides recognised.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._closed = False
+        _clients.add(self)
+
+    def set(self, key: str, value: str) -> None:
+        """Stores a text."""
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a text; it must be there."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Returns some texts; they must be there."""
+        return [str(value).encode() for value in self._ask("multi_get", keys)]
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys are there."""
+        return bool(self._ask("check", keys))
+
+    def add(self, key: str, value: int) -> int:
+        """Adds to a number, at first 0, and returns the sum."""
+        return int(self._ask("add", key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Stores `desired` if the text is `expected` (empty: if there is none); returns the text that is there then."""
+        return str(self._ask("compare_set", key, expected, desired)).encode()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                # Wakes a thread that waits for an answer.
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.close()
+
+    def forget(self) -> None:
+        """Closes this process's copy of the connection, which goes on in the process that it was forked from."""
+        self._closed = True
+        self._sock.close()
+
+    def _ask(self, *request: Any) -> Any:
+        body = json.dumps(request).encode()
+        if len(body) > LONGEST:
+            raise StoreError(f"{request[0]} of {len(body)} bytes is too long for the store")
+        deadline = time.monotonic() + _LONGEST_CALL
+        try:
+            with self._lock:
+                self._sock.settimeout(_LONGEST_CALL)
+                self._sock.sendall(len(body).to_bytes(LENGTH, "little") + body)
+                length = int.from_bytes(self._receive(LENGTH, deadline), "little")
+                answer = json.loads(self._receive(length, deadline))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise StoreError(f"the store of the signs of life: {error}") from error
+        if "error" in answer:
+            raise StoreError(f"the store of the signs of life refused {request[0]}: {answer['error']}")
+        return answer["value"]
+
+    def _receive(self, length: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+            found = self._sock.recv(min(length - len(data), 1 << 18))
+            if not found:
+                raise ConnectionResetError("its process has ended")
+            data += found
+        return bytes(data)
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Closes what a forked child has inherited, so that the server sees its ranks come to an end."""
+    for client in list(_clients):
+        client.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,92 @@
+"""What the ranks write into the store of the signs of life, and how it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bagua_kernels.comm.failures.evidence import Process
+from bagua_kernels.comm.failures.verdict import KINDS, Verdict
+
+Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life.
+
+    Attributes:
+        beat: its number.
+        left: why the rank has left the job; empty while it has not.
+        doing: the last operation of each communicator.
+        waits: for each communicator the rank of the world whose message the rank waits for.
+        process: the rank's process.
+    """
+
+    beat: int
+    left: str
+    doing: Mapping[str, Doing]
+    waits: Mapping[str, int]
+    process: Process
+
+    def to_json(self) -> str:
+        """Returns it as text."""
+        return json.dumps({**vars(self), "process": self.process.told()})
+
+    @classmethod
+    def parse(cls, text: bytes) -> Sign:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        read = _fields(text, cls)
+        beat, left, doing, waits = read["beat"], read["left"], read["doing"], read["waits"]
+        if type(beat) is not int or not isinstance(left, str):
+            raise ValueError(f"expected a number and a text, got {beat=} and {left=}")
+        if not isinstance(doing, dict) or any(
+            not isinstance(one, list) or [type(part) for part in one] != [int, str, bool] for one in doing.values()
+        ):
+            raise ValueError(f"expected operations as [number, name, finished], got {doing!r}")
+        if not isinstance(waits, dict) or any(type(peer) is not int for peer in waits.values()):
+            raise ValueError(f"expected numbers of ranks, got {waits!r}")
+        done: dict[str, Doing] = {name: (one[0], one[1], one[2]) for name, one in doing.items()}
+        return cls(beat, left, done, waits, Process.parse(read["process"]))
+
+
+def report_to_json(verdict: Verdict) -> str:
+    """Returns a report as text."""
+    return json.dumps(asdict(verdict))
+
+
+def parse_report(text: bytes, size: int) -> Verdict:
+    """Reads what `report_to_json` wrote, in a world of `size` ranks.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    read = _fields(text, Verdict)
+    ranks, by = read["ranks"], read["by"]
+    if read["kind"] not in KINDS or not isinstance(read["text"], str) or not isinstance(read["communicator"], str):
+        raise ValueError(f"expected a verdict of kind {' or '.join(KINDS)}, got {read!r}")
+    if not isinstance(ranks, list) or any(type(rank) is not int or not 0 <= rank < size for rank in [*ranks, by]):
+        raise ValueError(f"expected numbers of ranks below {size}, got {ranks=} and {by=}")
+    return Verdict(**{**read, "ranks": tuple(ranks)})
+
+
+def describe(doing: Doing | None) -> str:
+    """Returns where in a communicator's operations a rank is, in words."""
+    if not doing:
+        return "before its first operation"
+    number, operation, done = doing
+    return f"{'after' if done else 'in'} {operation} #{number}"
+
+
+def _fields(text: bytes, kind: type[Sign] | type[Verdict]) -> dict[str, Any]:
+    read = json.loads(text)
+    wanted = {field.name for field in fields(kind)}
+    if not isinstance(read, dict) or set(read) != wanted:
+        raise ValueError(f"expected an object with {', '.join(sorted(wanted))}, got {text[:100]!r}")
+    return read

@@ -1,0 +1,103 @@
+"""How the ranks of a torch process group find out that they share a secret, and tell one another where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import secrets
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from bagua_kernels import knobs
+from bagua_kernels.comm.joining.secret import Secret
+from bagua_kernels.errors import CommunicationError
+
+_KEY = "bagua_kernels/secret"  # in torch's store
+_LONGEST = 1 << 20  # bytes of a value: lengths are read before signatures
+
+
+def job_secret(store: Store) -> Secret:
+    """Returns the secret of this job: that of `BAGUA_KERNELS_SECRET`, else one that its ranks share through torch's store.
+
+    Args:
+        store: shared by all ranks. The first rank that asks makes the secret.
+    """
+    text = knobs.SECRET.get()
+    if text:
+        return Secret.from_text(text)
+    return Secret.from_text(store.compare_set(_KEY, "", secrets.token_hex(Secret.NBYTES)).decode())
+
+
+class Introduction:
+    """Gathers values of all ranks of a torch process group as JSON, signed; all ranks call it in one order.
+
+    A pickle is a program, and a stranger may have written what torch's groups receive. Nothing is unpickled here, and no
+    value is read before its signature has been checked.
+
+    Args:
+        group: the ranks; making this is collective over it.
+        secret: of the job.
+
+    Attributes:
+        name: a name that all ranks agree on, and that no other introduction has.
+        secret: a key that the same holds of.
+
+    Raises:
+        CommunicationError: on all ranks, if they do not share the secret.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, secret: Secret) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        kind = "cpu" if "cpu" in served else next(iter(served))
+        self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self._numbers = itertools.count()
+        # A nonce of every rank goes in, so that nothing that was recorded of an earlier introduction is valid in this one.
+        nonces = self._gather(secrets.token_bytes(Secret.NBYTES))
+        self.name = hashlib.sha256(b"".join(nonces)).hexdigest()[:32]
+        self.secret = secret.derive("introduction", *nonces)
+        self(None)
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in rank order, as JSON leaves them: tuples have become lists.
+
+        Raises:
+            CommunicationError: if a rank does not know the secret.
+        """
+        number = str(next(self._numbers)).encode()
+        body = json.dumps(value).encode()
+        if len(body) > _LONGEST:
+            raise ValueError(f"expected a value of at most {_LONGEST} bytes as JSON, got {len(body)}")
+        signed = self.secret.sign(b"value", number, str(self._rank).encode(), body) + body
+        lengths = [int.from_bytes(length, "little") for length in self._gather(len(signed).to_bytes(8, "little"))]
+        if max(lengths) > _LONGEST + Secret.NBYTES or min(lengths) < Secret.NBYTES:
+            raise CommunicationError(f"ranks have sent values of impossible lengths, {lengths} bytes")
+        texts: list[bytes] = []
+        strangers: list[int] = []
+        for rank, (length, data) in enumerate(zip(lengths, self._gather(signed.ljust(max(lengths))), strict=True)):
+            signature, text = data[: Secret.NBYTES], data[Secret.NBYTES : length]
+            texts.append(text)
+            if not self.secret.verify(signature, b"value", number, str(rank).encode(), text):
+                strangers.append(rank)
+        if strangers:
+            many = "ranks" if len(strangers) > 1 else "rank"
+            raise CommunicationError(
+                f"rank {self._rank} and {many} {', '.join(map(str, strangers))} do not have the same secret: give all "
+                f"ranks the same {knobs.SECRET.variable}, or none of them one"
+            )
+        return [json.loads(text) for text in texts]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """Returns bytes of all ranks, the same number of each."""
+        if self._size == 1:
+            return [data]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [one.cpu().numpy().tobytes() for one in everyone]

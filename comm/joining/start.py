@@ -1,0 +1,240 @@
+"""The start of a job: the store at MASTER_ADDR, one deadline for everything, and who is at fault where it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from bagua_kernels.comm.failures.evidence import Evidence
+from bagua_kernels.comm.joining.bounded import BoundedStore
+from bagua_kernels.comm.joining.incarnation import agree
+from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError, CommunicationError, RankLostError
+
+HOST = 0  # the rank whose process holds the store, unless a launcher does
+_LONGEST_GRACE = 2.0  # seconds that ranks whose start has failed wait for one another's word
+_POLL = 0.05  # seconds
+_RETRY = 0.1  # seconds between two attempts to connect
+
+
+def open_store(address: str, port: int, rank: int, timeout: float, launcher: bool) -> Store:
+    """Opens the store at MASTER_ADDR; does not wait for other ranks than its host.
+
+    Args:
+        address: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: this rank.
+        timeout: seconds to wait for the host.
+        launcher: whether a launcher holds the store, rather than rank 0.
+
+    Raises:
+        CollectiveTimeoutError: if rank 0, which should hold the store, has not come.
+        CommunicationError: if the launcher's store cannot be reached, or the port is in use.
+    """
+    where, hosts = f"MASTER_ADDR:MASTER_PORT={address}:{port}", rank == HOST and not launcher
+    deadline = time.monotonic() + timeout
+    if not hosts:
+        # TCPStore itself tries for up to twice its timeout, and prints pages.
+        trouble = _await(address, port, deadline)
+        if trouble and launcher:
+            raise CommunicationError(
+                f"rank {rank} could not reach the store at {where}: see that the launcher runs there [cause: {trouble}]"
+            )
+        if trouble:
+            raise CollectiveTimeoutError(
+                f"rank {HOST} did not open the store at {where} within {timeout:g} s: see that rank {HOST} started, that it "
+                f"runs there and that no firewall closes the port, or raise timeout= [cause: {trouble}]",
+                [HOST],
+            )
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        return TCPStore(
+            address, port, is_master=hosts, timeout=left, wait_for_workers=False, multi_tenant=not launcher
+        )  # fmt: skip
+    except RuntimeError as error:
+        cure = (
+            "see that no other process, such as rank 0 of an earlier start, uses the port, or set another MASTER_PORT"
+            if hosts
+            else f"see that {'the launcher' if launcher else f'rank {HOST}'} runs there and that no other job uses the port"
+        )
+        verb = "open" if hosts else "reach"
+        raise CommunicationError(
+            f"rank {rank} could not {verb} the store at {where}: {cure} [torch: {_line(error)}]"
+        ) from error
+
+
+class Start:
+    """What the ranks that start together tell one another through the store at MASTER_ADDR.
+
+    Args:
+        store: that store.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: seconds for the whole start, of which some may have passed.
+        since: when it began, as of `time.monotonic`.
+        launcher: whether a launcher holds the store, rather than rank 0.
+
+    Attributes:
+        name: a name that no other start had, the same on all ranks.
+
+    Raises:
+        CollectiveTimeoutError: if ranks are missing; it names them.
+        RankLostError: if the store has gone with rank 0.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, since: float, launcher: bool) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._host = -1 if launcher else HOST
+        self._evidence = Evidence()
+        self._store = BoundedStore(store, since + timeout)
+        try:
+            agreed = agree(self._store, rank, size, since + timeout - time.monotonic())
+        except (TimeoutError, RuntimeError) as error:
+            self._store.close()
+            if isinstance(error, CommunicationError):
+                raise
+            raise self._without_store(error) from error
+        self.name = agreed.name
+        for peer, process in enumerate(agreed.processes):
+            self._evidence.add(peer, process)
+        # From here on all ranks have the same time left, so that those that fail, fail together.
+        self._over = time.monotonic() + agreed.seconds
+        self._grace = min(_LONGEST_GRACE, agreed.seconds / 3)
+        self._key = f"bagua_kernels/start/{self.name}"
+
+    def left(self) -> float:
+        """Returns the seconds that the next part of the start may take."""
+        return max(0.1, self._over - self._grace - time.monotonic())
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Turns errors of the transport that come out of the block into this package's, and tells the other ranks.
+
+        Raises:
+            RankLostError: if a rank has died or does not answer; it is named.
+            CommunicationError: if the start failed otherwise.
+        """
+        try:
+            yield
+        except (CommunicationError, BackendUnavailableError) as error:
+            self._tell(list(getattr(error, "ranks", ())), str(error))
+            raise
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        except BaseException as error:
+            self._tell([self._rank], f"init raised {type(error).__name__} on rank {self._rank}: {error}")
+            raise
+        finally:
+            self._store.close()
+
+    def _failure(self, error: RuntimeError) -> CommunicationError:
+        """Finds out who is at fault: ranks that failed for the same cause say so within the grace."""
+        said = f" [cause: {_line(error)}]"
+        self._tell([], str(error))
+        until = max(self._over, time.monotonic() + self._grace) - self._grace / 3
+        named, silent, ended = self._listen(until)
+        if named is not None:
+            found: CommunicationError = RankLostError(
+                f"the start failed at {_ranks(named[0])}: {named[1]}{said}", named[0]
+            )
+        elif ended:
+            text = f"the start failed, for the process of {_ranks(ended)} has ended"
+            self._tell(ended, text)
+            found = RankLostError(text + said, ended)
+        elif silent:
+            text = f"the start failed, for {_ranks(silent)} did not answer within {self._timeout:g} s"
+            self._tell(silent, text)
+            found = RankLostError(text + said, silent)
+        else:
+            found = CommunicationError(
+                f"the start failed on all ranks; see that they reach one another, set GLOO_SOCKET_IFNAME to the network "
+                f"interface that they share, or raise timeout={said}"
+            )
+        self._linger(until + self._grace / 3)
+        return found
+
+    def _listen(self, until: float) -> tuple[tuple[list[int], str] | None, list[int], list[int]]:
+        """Waits for words of the other ranks.
+
+        Returns:
+            Who is at fault and how it showed, if one says so; the ranks that say nothing; those whose processes have ended.
+        """
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        silent = others
+        while True:
+            ended = [rank for rank in silent if self._evidence.state(rank) == "gone"]
+            # A host that is stopped does not answer, and one that has ended will not.
+            if ended or self._evidence.state(self._host) in ("stopped", "gone"):
+                return None, [self._host], ended
+            try:
+                self._store.deadline = until
+                words = {rank: self._word(rank) for rank in others}
+            except (TimeoutError, RuntimeError):
+                return None, ([] if self._host < 0 or self._rank == self._host else [self._host]), ended
+            named = next((word for word in words.values() if word is not None and word[0]), None)
+            silent = [rank for rank in others if words[rank] is None]
+            if named or not silent or time.monotonic() > until:
+                return named, silent, ended
+            time.sleep(_POLL)
+
+    def _word(self, rank: int) -> tuple[list[int], str] | None:
+        """Returns what a rank has told of a failure; None if it has told of none."""
+        if not self._store.check(f"{self._key}/failed/{rank}"):
+            return None
+        at, text = json.loads(self._store.get(f"{self._key}/failed/{rank}"))
+        return [int(one) for one in at], str(text)
+
+    def _tell(self, ranks: list[int], text: str) -> None:
+        self._store.deadline = time.monotonic() + self._grace / 3
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            self._store.set(f"{self._key}/failed/{self._rank}", json.dumps([ranks, text]))
+
+    def _linger(self, until: float) -> None:
+        """Keeps the store, if this process holds it, until the others have read it."""
+        self._store.deadline = until
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            self._store.set(f"{self._key}/heard/{self._rank}", "1")
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            while self._rank == self._host and time.monotonic() < until:
+                if all(
+                    self._evidence.state(r) == "gone" or self._store.check(f"{self._key}/heard/{r}") for r in others
+                ):
+                    return
+                time.sleep(_POLL)
+
+    def _without_store(self, error: BaseException) -> CommunicationError:
+        said = f"does not answer any more [cause: {_line(error)}]"
+        if self._host < 0 or self._rank == self._host:
+            return CommunicationError(f"the start failed, for the store at MASTER_ADDR:MASTER_PORT {said}")
+        text = f"the start failed, for rank {self._host}, which holds the store at MASTER_ADDR:MASTER_PORT, {said}"
+        return RankLostError(text, [self._host])
+
+
+def _await(address: str, port: int, deadline: float) -> str:
+    """Waits until something listens there; returns what is in the way when the time is over."""
+    while True:
+        try:
+            left = max(_RETRY, deadline - time.monotonic())
+            socket.create_connection((address, port), timeout=left).close()
+            return ""
+        except OSError as error:
+            trouble = str(error)
+        if time.monotonic() + _RETRY > deadline:
+            return trouble
+        time.sleep(_RETRY)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,369 @@
+"""Gradients on their way into a bucket: copied, lent, adopted, or let go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels import bucket as bucket_module
+from bagua_kernels import optim
+from bagua_kernels.algorithms import (
+    QSGD,
+    Algorithm,
+    ByteGrad,
+    CompressedAllReduce,
+    DoubleSqueeze,
+    GradientAllReduce,
+    Guard,
+    PowerSGD,
+)
+from bagua_kernels.algorithms.engine import engine as engine_module
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.ranks import batch, fill, gradients
+
+
+class Lending(GradientAllReduce):
+    """Notes which gradients are still where backward has left them."""
+
+    name = "lending"
+    lends = True
+
+    def place(self, name: str, parameter: nn.Parameter) -> tuple[Hashable, bool]:
+        return None, parameter.dim() < 2
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        self.lent = list(bucket.lent)
+        bucket.collect()
+        super().exchange(bucket, step)
+
+
+def test_gradients_are_lent() -> None:
+    """What is to be compressed; not what has no gradient, or a weight."""
+
+    def rank(communicator: Communicator) -> None:
+        module, plain = (nn.ModuleList([nn.Linear(7, 5), nn.Linear(7, 5)]) for _ in range(2))
+        fill(module)
+        fill(plain)
+        algorithm, other = (
+            kind(m, communicator=communicator) for kind, m in ((Lending, module), (GradientAllReduce, plain))
+        )
+        for step, weight in ((0, None), (1, None), (2, 0.5 + communicator.rank)):
+            for each in (algorithm, other):
+                each.zero_grad()
+                if weight is not None:
+                    each.weigh(weight)
+                x = batch(communicator.rank, step)
+                used = each.module[0](x) + (each.module[1](x) if step == 1 else 0)
+                used.square().mean().backward()
+            (bucket,) = algorithm._engine.buckets
+            names = [bucket.names[slot] for slot in algorithm.lent]
+            assert sorted(names) == [["0.weight"], ["0.weight", "1.weight"], []][step]
+            assert not bucket.lent
+            for a, b in zip(gradients(module), gradients(plain), strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(a, b)
+
+    run_ranks(2, rank)
+
+
+class Looking(GradientAllReduce):
+    """Notes which parameters' gradients are in the bucket when it is exchanged."""
+
+    name = "looking"
+
+    def exchange(self, bucket: Bucket, step: int) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name, view in zip(bucket.names, bucket.views, strict=True):
+            gradient = parameters[name].grad
+            self.inside[name] = gradient is not None and gradient.data_ptr() == view.data_ptr()
+        super().exchange(bucket, step)
+
+
+def test_what_was_copied_is_let_go() -> None:
+    """Not where a later hook is at work on the gradient, and nothing is there without one."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.ModuleList([nn.Linear(7, 5), nn.Linear(7, 5)])
+        algorithm = Looking(module, communicator=communicator)
+        algorithm.inside = {}
+        module[0].bias.register_post_accumulate_grad_hook(lambda p: None)
+        module[0](batch(communicator.rank, 0)).square().mean().backward()
+        assert algorithm.inside == {"0.weight": True, "0.bias": False, "1.weight": False, "1.bias": False}
+        assert all((p.grad is None) == name.startswith("1.") for name, p in module.named_parameters())
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", [GradientAllReduce, Lending])
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float, kind: type[Algorithm]) -> None:
+    """However fast the thread is that exchanges them."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = nn.Linear(7, 3, bias=False)
+        fill(module)
+        algorithm = kind(module, communicator=communicator)
+
+        def change(parameter: torch.Tensor) -> None:
+            time.sleep(seconds)
+            parameter.grad.mul_(2)
+
+        if communicator.rank == 1:
+            module.weight.register_post_accumulate_grad_hook(change)
+        algorithm(batch(communicator.rank, 0)).square().mean().backward()
+        return module.weight.grad
+
+    found = run_ranks(2, rank)
+    expected = nn.Linear(7, 3, bias=False)
+    fill(expected)
+    sum(expected(batch(r, 0)).square().mean() / 2 for r in range(2)).backward()
+    for gradient in found:
+        assert torch.allclose(gradient, expected.weight.grad, atol=1e-6)
+
+
+class Copying(GradientAllReduce):
+    """Has buckets of the same memory in all steps."""
+
+    name = "copying"
+    adopts = False
+
+
+def layers() -> nn.Module:
+    """The second one's gradient has 4 * 64 * 64 bytes."""
+    module = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((7, 64), (64, 64), (64, 3))))
+    fill(module)
+    return module
+
+
+@pytest.fixture
+def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each gradient that a bucket might adopt, whether it did; busy machines are waited for."""
+    monkeypatch.setattr(bucket_module, "_PATIENCE", 10_000)
+    found, adopt = [], Bucket.adopt
+
+    def noted(self: Bucket, tensor: torch.Tensor) -> bool:
+        found.append(adopt(self, tensor))
+        return found[-1]
+
+    monkeypatch.setattr(Bucket, "adopt", noted)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"wait_in_forward": True}], ids=["backward", "forward"])
+def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict[str, bool]) -> None:
+    """Parameters have the bits that they have with copies."""
+
+    def rank(communicator: Communicator) -> list[list[torch.Tensor]]:
+        found = []
+        for kind in (GradientAllReduce, Copying):
+            module = layers()
+            optimizer = optim.Adam(module.parameters(), lr=0.01)
+            algorithm = kind(
+                module,
+                optimizer,
+                communicator=communicator,
+                bucket_bytes=4 * 64 * 64,
+                apply_in_backward=True,
+                **options,
+            )
+            for step in range(4):
+                algorithm(batch(communicator.rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            algorithm.wait()
+            found.append([p.detach().clone() for p in module.parameters()])
+            algorithm.close()
+        return found
+
+    for ours, others in run_ranks(2, rank):
+        assert all(torch.equal(*pair) for pair in zip(ours, others, strict=True))
+    assert sum(adopted) == 8
+
+
+@pytest.mark.parametrize("bucket_bytes", [4 * 64 * 64, 10 << 20])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_memory_of_large_gradients_becomes_the_buckets(
+    adopted: list[bool], size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
+    monkeypatch.setattr(engine_module, "_ALONE_BYTES", 4 * 64 * 64)
+
+    def rank(communicator: Communicator) -> None:
+        modules = [layers(), layers()]
+        algorithms = []
+        for module, kind in zip(modules, (GradientAllReduce, Copying), strict=True):
+            algorithms.append(kind(module, communicator=communicator, bucket_bytes=bucket_bytes, lanes=1))
+        # Who copies gains nothing by buckets of one tensor.
+        if size > 1 and bucket_bytes > 4 * 64 * 64:
+            assert [len(algorithm._engine.buckets) for algorithm in algorithms] == [2, 1]
+        first: list[torch.Tensor] = []
+        for step, (drop, weight) in enumerate([(True, None), (True, None), (False, None), (True, 0.5), (False, 2.0)]):
+            for algorithm in algorithms:
+                algorithm.module.zero_grad(set_to_none=drop)
+                if weight is not None:
+                    algorithm.weigh(weight + communicator.rank)
+                algorithm(batch(communicator.rank, step)).square().mean().backward()
+            for one, other in zip(*map(gradients, modules), strict=True):
+                assert torch.equal(one, other)
+            first = first or [modules[0][1].weight.grad, modules[0][1].weight.grad.clone()]
+            # Who keeps a gradient that was dropped finds it unchanged.
+            assert step != 1 or torch.equal(*first)
+
+    run_ranks(size, rank)
+    # The large matrix's, of each step in which gradients were dropped.
+    assert sum(adopted) == (0 if size == 1 else 3 * size)
+
+
+def test_what_is_adopted() -> None:
+    """Plain tensors with the bucket's format that have all of their memory, which PyTorch can free, to themselves."""
+    bucket = Bucket([torch.empty(5, 4)], align=1)
+    inferred = torch.inference_mode()(torch.ones)(5, 4)
+    foreign = torch.from_numpy(np.ones((5, 4), np.float32))
+    for refused in (
+        torch.ones(6, 4)[1:],
+        torch.empty(0).set_(torch.ones(24).untyped_storage(), 0, (5, 4), (4, 1)),
+        torch.ones(4, 5).t(),
+        torch.ones(5, 4, dtype=torch.float64),
+        torch.ones(5, 4, requires_grad=True),
+        nn.Parameter(torch.ones(5, 4)),
+        inferred,
+        foreign,
+        bucket.views[0],
+    ):
+        assert not bucket.adopt(refused)
+    held = torch.ones(5, 4)
+    other = held.view(20)
+    assert not bucket.adopt(held)
+    del other
+    assert bucket.adopt(held)
+    assert bucket.views[0].data_ptr() == bucket.whole.data_ptr() == held.data_ptr()
+    assert not Bucket([torch.empty(5, 4)], align=1, flags=1).adopt(torch.ones(5, 4))
+    assert not Bucket([torch.empty(5, 4)], align=8).adopt(torch.ones(5, 4))
+    assert not Bucket([torch.empty(5, 2)] * 2, align=1).adopt(torch.ones(5, 4))
+    turned = torch.empty_strided((5, 4), (1, 5))
+    bucket = Bucket([torch.empty(4, 5).t()], align=1)
+    assert bucket.adopt(turned)
+    assert bucket.views[0].stride() == turned.stride()
+
+
+def test_memory_that_several_gradients_share_is_not_adopted(adopted: list[bool]) -> None:
+    """Of parameters that are added up in several shapes, backward leaves one tensor's views."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.zeros(shape)) for shape in ((6,), (2, 3), (3, 2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((self.a + self.b.view(6) + self.c.view(6)) * x).sum()
+
+    alone = Shared()
+    alone(torch.ones(6)).backward()
+    assert len({p.grad.untyped_storage().data_ptr() for p in alone.parameters()}) < 3, "nothing is shared to begin with"
+
+    def rank(communicator: Communicator) -> None:
+        module = Shared()
+        algorithm = GradientAllReduce(module, communicator=communicator, bucket_bytes=1)
+        for step in range(3):
+            module.zero_grad()
+            algorithm(torch.arange(6.0) * (communicator.rank + step)).backward()
+            for parameter in module.parameters():
+                assert torch.equal(parameter.grad.flatten(), torch.arange(6.0) * (0.5 + step))
+
+    run_ranks(2, rank)
+
+
+class Mixed(nn.Module):
+    """Large and small matrices, a transposed one, and a convolution whose parameters may be channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 8, 3)
+        self.large = nn.Linear(72, 65)
+        self.transposed = nn.Parameter(torch.empty(40, 65).t())
+        self.small = nn.Linear(40, 3)
+        self.unused = nn.Linear(9, 8)
+        fill(self)
+        self.convolution.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.view(-1, 4, 5, 5)).flatten(1)
+        return self.small(torch.tanh(self.large(x)) @ self.transposed)
+
+
+def trained(
+    communicator: Communicator, kind: type[Algorithm], dtype: torch.dtype, keep: bool, **options: object
+) -> list[torch.Tensor]:
+    module = Mixed().to(dtype)
+    algorithm = kind(module, communicator=communicator, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=not keep)
+        if step == 4:
+            algorithm.weigh(1.0 + communicator.rank)
+        algorithm(batch(communicator.rank, step, 100).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+    algorithm.close()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ByteGrad, {}),
+        (QSGD, {"warmup_steps": 2}),
+        (CompressedAllReduce, {"codec": {0: "minmax_uint8:block=64", 3: "minmax_uint8:block=128"}}),
+        (CompressedAllReduce, {"codec": "absmax_int8", "guard": Guard(every=2, bound=1.0), "error_feedback": False}),
+        (DoubleSqueeze, {}),
+        (PowerSGD, {"rank": 2, "start_step": 2}),
+        (PowerSGD, {"rank": 4, "bucket_bytes": 1 << 12}),
+    ],
+)
+def test_lent_gradients_train_as_copied_ones(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Algorithm], options: dict, dtype: torch.dtype, keep: bool
+) -> None:
+    """Bit for bit, and some are lent."""
+    lent = []
+    lend = Bucket.lend
+
+    def noted(bucket: Bucket, slot: int, tensor: torch.Tensor) -> bool:
+        done = lend(bucket, slot, tensor)
+        lent.append(done)
+        return done
+
+    monkeypatch.setattr(Bucket, "lend", noted)
+    copying = type(f"Copying{kind.__name__}", (kind,), {"lends": property(lambda self: False)})
+    expected = run_ranks(2, lambda c: trained(c, copying, dtype, keep, **options))
+    assert not lent
+    found = run_ranks(2, lambda c: trained(c, kind, dtype, keep, **options))
+    assert any(lent)
+    assert all(p.isfinite().all() for p in expected[0])
+    for each in (*found, *expected):
+        for a, b in zip(each, expected[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_subclass_finds_gradients_in_the_bucket() -> None:
+    """One that has an exchange of its own."""
+
+    class Halved(ByteGrad):
+        def exchange(self, bucket: Bucket, step: int) -> None:
+            assert not bucket.lent
+            bucket.whole.mul_(0.5)
+            super().exchange(bucket, step)
+
+    class Own(PowerSGD):
+        def exchange(self, bucket: Bucket, step: int) -> None:
+            assert not bucket.lent
+            super().exchange(bucket, step)
+
+    for kind in (Halved, Own):
+        run_ranks(2, lambda c, kind=kind: trained(c, kind, torch.float32, False))

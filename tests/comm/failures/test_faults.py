@@ -1,0 +1,157 @@
+"""A rank is killed, stopped or unplugged in the middle of each collective: every survivor raises and ends in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua_kernels import comm
+from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.testing import Processes, process_command
+from bagua_kernels.errors import CommunicationError
+
+RANKS, VICTIM, TIMEOUT, BEAT, N = 3, 1, 4.0, 0.1, 300_000
+BUSY = 1.0  # seconds more for a machine that has other things to do
+ENVIRONMENT = {"BAGUA_KERNELS_HEARTBEAT": str(BEAT)}
+
+
+def calls(c: Communicator) -> dict[str, Callable[[], object]]:
+    """Each collective, blocking, on a megabyte a rank."""
+    x, wide = torch.ones(N), torch.ones(N * c.size)
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    y, out = torch.empty(N), torch.empty(N * c.size)
+    at_root = c.rank == 0
+
+    def pass_on() -> None:
+        works = [c.send(x, right), c.recv(y, left)]
+        for work in works:
+            work.wait()
+
+    return {
+        "all_reduce": lambda: c.all_reduce(x, comm.ReduceOp.MAX).wait(),
+        "small_all_reduce": lambda: c.all_reduce(x[:10], comm.ReduceOp.MAX).wait(),
+        "all_gather": lambda: c.all_gather(out, x).wait(),
+        "reduce_scatter": lambda: c.reduce_scatter(y, wide).wait(),
+        "all_to_all": lambda: c.all_to_all(out, wide).wait(),
+        "broadcast": lambda: c.broadcast(x, 0).wait(),
+        "reduce": lambda: c.reduce(x, 0, comm.ReduceOp.MAX).wait(),
+        "gather": lambda: c.gather(x, out if at_root else None, 0).wait(),
+        "scatter": lambda: c.scatter(y, wide if at_root else None, 0).wait(),
+        "send_recv": pass_on,
+        "neighbour_exchange": lambda: c.neighbour_exchange({left: y}, {right: x}).wait(),
+        "barrier": lambda: c.barrier().wait(),
+        "all_gather_object": lambda: c.all_gather_object({"rank": c.rank}),
+    }
+
+
+OPERATIONS = sorted(
+    [
+        "all_reduce", "small_all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
+        "scatter", "send_recv", "neighbour_exchange", "barrier", "all_gather_object",
+    ]
+)  # fmt: skip
+
+
+def repeat(operation: str) -> None:
+    """One rank: repeats an operation until it fails, and prints what it raised and when."""
+    c = comm.init(timeout=TIMEOUT)
+    call = calls(c)[operation]
+    for _ in range(5):
+        call()
+    print("GOING", flush=True)
+    while True:
+        try:
+            call()
+            if operation in ("broadcast", "gather", "scatter", "reduce"):
+                # A rank that only sends could run ahead for ever.
+                c.barrier().wait()
+        except CommunicationError as error:
+            told = {"at": time.time(), "kind": type(error).__name__, "ranks": list(getattr(error, "ranks", ()))}
+            print("RAISED", json.dumps({**told, "text": str(error)}), flush=True)
+            break
+    comm.shutdown()
+    print("ENDED", flush=True)
+
+
+def check_survivor(
+    rank: int, output: str, returncode: int | None, errors: str, broken: float, victim: int, limit: float
+) -> None:
+    """It raised within the timeout, naming the victim and the operation, and ended in order."""
+    assert returncode == 0, f"rank {rank}: {returncode}\n{output}\n{errors}"
+    assert output.splitlines()[-1] == "ENDED", output
+    raised = json.loads(output.split("RAISED ", 1)[1].splitlines()[0])
+    assert raised["kind"] in ("RankLostError", "CollectiveTimeoutError"), raised
+    assert raised["ranks"] == [victim], raised
+    assert raised["at"] - broken < limit, raised
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "operation", [op if op in ("all_reduce",) else pytest.param(op, marks=pytest.mark.slow) for op in OPERATIONS]
+)
+def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
+    with Processes(repeat, RANKS, args=[operation], env=ENVIRONMENT) as processes:
+        for rank in range(RANKS):
+            processes.wait_for_output(rank, "GOING", timeout=60)
+        time.sleep(0.1)
+        broken = time.time()
+        processes.send_signal(VICTIM, fault)
+        # Who was killed is missed at once, through its sockets.
+        limit = TIMEOUT / 2 if fault is signal.SIGKILL else TIMEOUT + BUSY
+        survivors = [rank for rank in range(RANKS) if rank != VICTIM]
+        for rank, result in zip(survivors, processes.wait(40, ranks=survivors), strict=True):
+            check_survivor(rank, result.stdout, result.returncode, result.stderr, broken, VICTIM, limit)
+
+
+@contextmanager
+def in_lab(operation: str) -> Iterator[tuple[object, list[subprocess.Popen[str]], list[Path]]]:
+    """Starts the ranks on a host each; yields the lab, their processes and the files of their output."""
+    from bench.netlab import lab as netlab
+
+    if reason := netlab.available(delay=False):
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as folder, netlab.Lab(RANKS, rate=1000) as lab:
+        paths = [Path(folder) / f"rank{rank}" for rank in range(RANKS)]
+        processes = []
+        for rank, path in enumerate(paths):
+            environment = {**lab.environment(rank), **ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            with path.open("wb") as file:
+                processes.append(
+                    lab.start(rank, process_command(repeat, [operation]), environment, file, subprocess.STDOUT)
+                )
+        yield lab, processes, paths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [VICTIM, 0])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_unplugged(operation: str, victim: int) -> None:
+    """The unplugged rank raises too, though it cannot know whether it is itself that was cut off."""
+    with in_lab(operation) as (lab, processes, paths):
+        deadline = time.monotonic() + 60
+        while not all("GOING" in path.read_text() for path in paths):
+            assert time.monotonic() < deadline, [path.read_text() for path in paths]
+            time.sleep(0.05)
+        time.sleep(0.2)
+        broken = time.time()
+        lab.cut(victim)  # type: ignore[attr-defined]
+        for rank, (process, path) in enumerate(zip(processes, paths, strict=True)):
+            process.wait(60)
+            output = path.read_text()
+            if rank != victim:
+                check_survivor(rank, output, process.returncode, "", broken, victim, TIMEOUT + BUSY)
+            else:
+                assert "RAISED" in output, output
+                assert (process.returncode, output.splitlines()[-1]) == (0, "ENDED"), output

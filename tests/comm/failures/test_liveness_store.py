@@ -1,0 +1,319 @@
+"""The store of the signs of life: what ranks write, where it listens, and what strangers do to it in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua_kernels.comm.failures import liveness_client, liveness_store
+from bagua_kernels.comm.failures.liveness_client import Client, StoreError
+from bagua_kernels.comm.failures.liveness_store import Host
+from bagua_kernels.comm.joining import hello
+from bagua_kernels.comm.joining.secret import Secret
+
+KEY = Secret.random()
+
+
+@pytest.fixture(params=["process", "thread"])
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """A store for three ranks, in each of the two ways."""
+    if request.param == "thread":
+        monkeypatch.setattr(sys, "executable", "")
+    made = Host("127.0.0.1", KEY, 3)
+    made.wait_until_ready(30.0)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def client(host: Host, rank: int = 0) -> Iterator[Client]:
+    made = Client(hello.call(host.address, KEY, rank, 0, 0, 30.0))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the other side ends a connection, with no word but that the secret is another."""
+    sock.settimeout(30)
+    try:
+        return sock.recv(100) in (b"", hello.REFUSAL)
+    except ConnectionResetError:
+        return True
+
+
+def test_operations_are_those_of_torchs_stores(host: Host) -> None:
+    """What one rank writes others read, and torch's store gives the same answers."""
+    from torch.distributed import HashStore
+
+    with client(host) as mine, client(host, 1) as theirs:
+        torchs = HashStore()
+        for store, other in ((mine, theirs), (torchs, torchs)):
+            assert not other.check(["a"])
+            store.set("a", "1")
+            assert other.get("a") == b"1"
+            assert other.check(["a"])
+            assert not other.check(["a", "b"])
+            store.set("b", "Ω" * 100_000)
+            assert other.multi_get(["b", "a"]) == [("Ω" * 100_000).encode(), b"1"]
+            assert [store.add("n", 2), other.add("n", -3), store.add("n", 0)] == [2, -1, -1]
+            assert store.compare_set("r", "", "first") == b"first"
+            assert other.compare_set("r", "", "second") == b"first"
+            assert other.compare_set("r", "first", "third") == b"third"
+            assert store.get("r") == b"third"
+
+
+def test_requests_that_make_no_sense(host: Host) -> None:
+    """They are refused one by one, and the connection goes on."""
+    with client(host) as mine:
+        with pytest.raises(StoreError, match="KeyError"):
+            mine.get("nothing")
+        with pytest.raises(StoreError, match="expected a text"):
+            mine.set("a", 1)  # type: ignore[arg-type]
+        with pytest.raises(StoreError, match="KeyError"):
+            mine._ask("shutdown")
+        mine.set("a", "1")
+        assert mine.get("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"\xff\xff\xff\xff", (1 << 31).to_bytes(4, "little") + b"x", b"\x00\x00\x00\x00", b"\x05\x00\x00\x00abcde"],
+    ids=["longest", "long", "empty", "not JSON"],
+)
+def test_malformed_frames_of_a_rank(host: Host, frame: bytes) -> None:
+    """They end that rank's connection, or are refused, and touch no other."""
+    with client(host, 1) as theirs, client(host, 2) as broken:
+        broken._sock.sendall(frame)
+        broken._sock.settimeout(30)
+        answer = broken._sock.recv(1 << 16)
+        assert answer == b"" or b"error" in answer
+        theirs.set("a", "1")
+        assert theirs.get("a") == b"1"
+
+
+STRANGERS: dict[str, bytes] = {
+    "silent": b"",
+    "rubbish": os.urandom(1000),
+    "request": (13).to_bytes(4, "little") + b'["set","a",1]',
+    "torch": b"\x00\x3a\x1d\xe1\x0d\x00\x00\x00",
+    "length": b"\xff" * 16,
+    "pickle": pickle.dumps(Path("/")),
+    "half": b"bagua\x00\x01\n" + bytes(30),
+    "megabytes": b"bagua\x00\x01\n" + bytes(1 << 22),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers(host: Host, kind: str) -> None:
+    """Neither what they send nor their number keeps ranks from the store, and they leave nothing in it."""
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(client(host))
+        mine.set("beat/0", "mine")
+        for _ in range(100):
+            sock = stack.enter_context(socket.create_connection(host.address))
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.send(STRANGERS[kind])
+        theirs = stack.enter_context(client(host, 1))
+        assert theirs.get("beat/0") == b"mine"
+        assert not theirs.check(["a"])
+        if kind not in ("silent", "half"):
+            assert hung_up(sock)
+        theirs.set("beat/1", "theirs")
+        assert mine.multi_get(["beat/0", "beat/1"]) == [b"mine", b"theirs"]
+
+
+def test_rank_that_comes_again(host: Host) -> None:
+    """Its older connection ends; ranks that the job does not have are turned away."""
+    with client(host, 1) as old, client(host, 1) as new:
+        new.set("a", "1")
+        assert hung_up(old._sock)
+        assert new.get("a") == b"1"
+    with pytest.raises(OSError, match="no connection within"):
+        hello.call(host.address, KEY, 3, 0, 0, 1.0)
+
+
+def test_close_ends_a_call_under_way(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for an answer does not outlive the connection."""
+    ours, _theirs = socket.socketpair()
+    with _theirs:
+        store, told = Client(ours), []
+
+        def ask() -> None:
+            try:
+                store.set("a", "1")
+            except StoreError as error:
+                told.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        until(lambda: store._lock.locked())
+        store.close()
+        thread.join(30)
+        assert len(told) == 1
+
+
+def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose answer trickles in."""
+    monkeypatch.setattr(liveness_client, "_LONGEST_CALL", 0.2)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        store = Client(ours)
+        theirs.sendall(b"\x10")
+        with pytest.raises(StoreError, match="timed out"):
+            store.get("a")
+
+
+def test_everything_ends_with_the_host() -> None:
+    """Neither the process nor a file descriptor is left, and its clients notice."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    host = Host("127.0.0.1", KEY, 3)
+    host.wait_until_ready(30.0)
+    process = host._process
+    assert process is not None
+    with client(host) as mine:
+        host.close()
+        with pytest.raises(StoreError, match="process has ended"):
+            mine.check(["a"])
+    assert process.returncode == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_server_answers_while_this_interpreter_does_not() -> None:
+    """A rank 0 that is busy in a call that holds the interpreter's lock keeps nobody waiting."""
+    host = Host("127.0.0.1", KEY, 3)
+    host.wait_until_ready(30.0)
+    # The other rank is a process, for in this one no thread runs.
+    rank = (
+        "import sys, time\n"
+        "from bagua_kernels.comm import hello\n"
+        "from bagua_kernels.comm.secret import Secret\n"
+        "from bagua_kernels.comm.liveness_client import Client\n"
+        f"store = Client(hello.call({host.address!r}, Secret(bytes.fromhex({KEY.export()!r})), 1, 0, 0, 30.0))\n"
+        "print('here', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "began = time.monotonic()\n"
+        "while time.monotonic() - began < 1:\n"
+        "    store.set('beat/1', str(time.monotonic() - began))\n"
+        "print('done', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"here\n"
+        with client(host) as mine:
+            # PyDLL holds the interpreter's lock for the length of the call.
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+            ctypes.PyDLL(None).usleep(900_000)
+            # What was written while this process could not run lies there already.
+            assert float(mine.get("beat/1")) > 0.3
+        assert process.stdout.readline() == b"done\n"
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.stdout.close()  # type: ignore[union-attr]
+        process.kill()
+        process.wait()
+        host.close()
+
+
+def test_server_ends_with_a_killed_owner_whose_child_lives(tmp_path: Path) -> None:
+    """A forked child that has inherited everything keeps neither the server nor its connections."""
+    owner = (
+        "import os, sys, time\n"
+        "from bagua_kernels.comm.liveness_store import Host\n"
+        "from bagua_kernels.comm.secret import Secret\n"
+        f"host = Host('127.0.0.1', Secret(bytes.fromhex({KEY.export()!r})), 3)\n"
+        "host.wait_until_ready(30.0)\n"
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(pid, host._process.pid, *host.address, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        child, server, address, port = process.stdout.readline().split()
+        mine = Client(hello.call((address.decode(), int(port)), KEY, 1, 0, 0, 30.0))
+        mine.set("a", "1")
+        process.kill()
+        process.wait()
+        assert hung_up(mine._sock)
+        mine.close()
+        os.kill(int(child), 0)  # it lives
+        os.kill(int(child), signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{int(server)}").exists())
+    finally:
+        process.stdout.close()  # type: ignore[union-attr]
+        process.kill()
+        process.wait()
+
+
+def listening_at(pid: int) -> list[str]:
+    """The local addresses on which a process listens, as the kernel's table has them."""
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(link))
+    found = []
+    for table in ("tcp", "tcp6"):
+        lines = map(str.split, Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:])
+        found += [fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
+    return sorted(found)
+
+
+def test_it_listens_on_loopback_only(host: Host) -> None:
+    """The kernel's own table says so."""
+    pid = os.getpid() if host._process is None else host._process.pid
+    local = f"0100007F:{host.address[1]:04X}"
+    assert local in listening_at(pid)
+    if host._process is not None:
+        assert listening_at(pid) == [local]
+        assert local not in listening_at(os.getpid())
+
+
+def test_offer_tells_no_secret() -> None:
+    """What goes through the exchange does not let anybody in."""
+    offers: list[Any] = []
+
+    def exchange(value: Any) -> list[Any]:
+        offers.append(json.loads(json.dumps(value)))
+        return [offers[-1]]
+
+    secret = Secret.random()
+    made = liveness_store.connect(0, 1, exchange, secret, "127.0.0.1")
+    assert made is not None
+    made.stop("the test is over")
+    text = json.dumps(offers)
+    assert secret.export() not in text
+    assert secret.derive("liveness", offers[0]["token"]).export() not in text

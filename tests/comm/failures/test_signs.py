@@ -1,0 +1,316 @@
+"""What the signs of life are worth: damaged ones, farewells, busy interpreters, and processes that are seen to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from bagua_kernels.comm.failures.evidence import Evidence, Process, _stat, _table
+from bagua_kernels.comm.failures.judgement import Case, Trouble
+from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.signs import Sign, parse_report, report_to_json
+from bagua_kernels.comm.failures.verdict import Verdict
+from tests.comm.failures.test_liveness import Ranks
+
+DAMAGED = [
+    "",
+    "{",
+    "7",
+    "[]",
+    "null",
+    "[" * 100_000,
+    '{"kind": "lost"}',
+    '{"kind": "lost", "ranks": [0], "text": "x", "communicator": "world"}',
+    '{"kind": "lost", "ranks": 0, "text": "x", "communicator": "world", "by": 1}',
+    '{"kind": "lost", "ranks": [99], "text": "x", "communicator": "world", "by": 1}',
+    '{"kind": "lost", "ranks": [true], "text": "x", "communicator": "world", "by": 1}',
+    '{"kind": "eaten", "ranks": [0], "text": "x", "communicator": "world", "by": 1}',
+    '{"kind": "lost", "ranks": [0], "text": null, "communicator": "world", "by": 1}',
+    '{"beat": "1", "left": "", "doing": {}, "waits": {}, "process": ["", 1, 0]}',
+    '{"beat": 1, "left": "", "doing": {"world": 3}, "waits": {}, "process": ["", 1, 0]}',
+    '{"beat": 1, "left": "", "doing": {}, "waits": [], "process": ["", 1, 0]}',
+    '{"beat": 1, "left": "", "doing": {}, "waits": {}, "process": ["", -1, 0]}',
+    '{"beat": 1, "left": "", "doing": {}, "waits": {}, "process": null}',
+]  # fmt: skip
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that only waits, of which this one is the parent."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def of(pid: int) -> Process:
+    """Returns a process by its number."""
+    found = _stat(pid)
+    assert found is not None
+    return Process(_table(), pid, found[1])
+
+
+def test_what_is_written_can_be_read() -> None:
+    """By the reader that refuses everything else."""
+    sign = Sign(3, "", {"world": (7, "all_reduce", False)}, {"world": 2}, Process.current())
+    assert Sign.parse(sign.to_json().encode()) == sign
+    report = Verdict("late", (1, 2), "they sleep", "world", 0)
+    assert parse_report(report_to_json(report).encode(), 3) == report
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_reports_and_signs_are_passed_over(text: str) -> None:
+    """They end no rank's signs of life, blame nobody, and leave room for the reports that follow."""
+    ranks = Ranks(3)
+    ranks.enter(7, "all_reduce", 0, 1, 2)
+    ranks.beat(3)
+    ranks.store.set("report/0", text)
+    ranks.beat(1)
+    since = ranks.now
+    ranks.beat(1, without=(2,))
+    ranks.store.set("beat/2", text)
+    ranks.beat(9, without=(2,))
+    verdict = ranks.judge(0, 7, since)
+    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+    ranks.ranks[0]._outgoing.append(verdict)
+    ranks.beat(2, without=(2,))
+    assert ranks.ranks[1].reported("world", (0, 1, 2)) == verdict
+
+
+def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Not rank 0, above all."""
+
+    class Broken(HashStore):
+        def set(self, key: str, value: str) -> None:
+            if '"beat": 3' in value:
+                raise KeyError("a fault of this process")
+            super().set(key, value)
+
+    store = Broken()
+    others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (0, 2)]
+    liveness = Liveness(store, 1, 3, heartbeat=0.02)
+    assert liveness._thread is not None
+    liveness._thread.join(10)
+    verdict = liveness.diagnose("world", (0, 1, 2), 0, "all_reduce", timed_out=True)
+    assert (verdict.kind, verdict.ranks) == ("unknown", ())
+    assert "a fault of this process" in verdict.text
+    assert [other.rank for other in others] == [0, 2]
+    assert "signs of life of rank 1 have ended" in caplog.text
+
+
+@pytest.mark.parametrize("busy_first", [False, True])
+def test_a_busy_interpreter_is_not_taken_for_the_rank_that_died(busy_first: bool) -> None:
+    """Both fall silent; one comes back. Without a look at their processes, that is what there is to go by."""
+    ranks = Ranks(4)
+    ranks.enter(7, "all_reduce", 0, 1, 2, 3)
+    ranks.beat(3)
+    if busy_first:
+        ranks.beat(4, without=(1,))
+    since, verdict = ranks.now, None
+    for _ in range(8):
+        ranks.beat(1, without=(1, 2))
+        verdict = verdict or ranks.judge(0, 7, since)
+    for _ in range(5):
+        ranks.beat(1, without=(2,))
+        verdict = verdict or ranks.judge(0, 7, since)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+
+
+def test_the_transport_knows_which_of_the_silent_ones_broke() -> None:
+    """Its word decides among them, and there is no need to wait."""
+    ranks = Ranks(4)
+    ranks.enter(7, "all_reduce", 0, 1, 2, 3)
+    ranks.beat(3)
+    since = ranks.now
+    ranks.beat(8, without=(1, 2))
+    case = Case("world", range(4), 7, "all_reduce", since, timed_out=False, broken=(2,))
+    verdict = ranks.ranks[0].judge(case)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+
+
+def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
+    """A process that is there keeps its connections: whoever broke one is somebody else, who is not silent yet."""
+    ranks = Ranks(3, {1: Process.current()})
+    ranks.enter(7, "all_reduce", 0, 1, 2)
+    ranks.beat(3)
+    ranks.beat(5, without=(1,))
+    since = ranks.now
+    ranks.beat(2, without=(1, 2))
+    assert ranks.judge(0, 7, since) is None
+    ranks.beat(6, without=(1, 2))
+    assert ranks.judge(0, 7, since).ranks == (2,)
+
+
+@pytest.mark.parametrize("how", ["reported", "left"])
+def test_a_message_fails_for_a_rank_that_neither_sends_nor_receives_it(how: str) -> None:
+    """Rank 1 has gone: whoever waits for a busy rank 2 then gives up, but does not blame that."""
+    ranks = Ranks(4)
+    ranks.beat(3)
+    if how == "reported":
+        ranks.ranks[3]._outgoing.append(Verdict("lost", (1,), "its process has ended", "", 3))
+    else:
+        ranks.ranks[1].stop("its process exited after KeyError: 'x'")
+    ranks.beat(4, without=(1,))
+    case = Case("world", (0, 2), None, "recv", ranks.now, timed_out=False, beyond=(1, 3))
+    verdict = ranks.ranks[0].judge(case)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (1,))
+
+
+def test_the_end_of_the_store_names_its_host_to_those_who_wait_for_others() -> None:
+    """They may have ended because of it, and what they reported went with it."""
+    ranks = Ranks(4)
+    ranks.beat(3)
+    ranks.ranks[3]._trouble = Trouble("its process has ended")
+    case = Case("world", (3, 2), None, "recv", ranks.now, timed_out=False, beyond=(0, 1), broken=(2,))
+    verdict = ranks.ranks[3].judge(case)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("lost", (0,))
+
+
+def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
+    """They are at work; it is itself that has no more to do."""
+    store = HashStore()
+    others = [Liveness(store, rank, 2, heartbeat=0.02) for rank in (0, 1)]
+    others[0].entered("world", 0, "barrier")
+    verdict = others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True, leaving=True)
+    assert (verdict.kind, verdict.ranks) == ("late", (1,))
+    assert not store.check(["report/0"])
+    assert others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True) == verdict
+    assert store.check(["report/0"])
+    for other in reversed(others):
+        other.stop("the test is over")
+
+
+def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
+    """They read the last report when their interpreters are free again; nobody waits for the rank that was lost."""
+    store = HashStore()
+    host = Liveness(store, 0, 3, heartbeat=0.02)
+    others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (1, 2)]
+    others[0]._outgoing.append(Verdict("lost", (2,), "its process has ended", "", 1))
+    others[0].beat()
+    leaving = threading.Thread(target=host.stop, args=("its process exited",))
+    leaving.start()
+    leaving.join(0.3)  # fifteen heartbeats
+    assert leaving.is_alive()
+    store.add("left", 1)
+    leaving.join(3)
+    assert not leaving.is_alive()
+
+
+def test_nobody_judges_by_signs_before_the_reports_are_read() -> None:
+    """Rank 1 reported rank 2 and left: a verdict in the middle of rank 0's beat does not blame it."""
+    ranks = Ranks(3)
+    ranks.beat(3)
+    since, found = ranks.now, []
+
+    class Watched(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            found.append(ranks.judge(0, 7, since))
+            return ranks.store.check(keys)
+
+        def __getattribute__(self, name: str) -> Any:
+            return object.__getattribute__(self, name) if name == "check" else getattr(ranks.store, name)
+
+    ranks.ranks[1]._outgoing.append(Verdict("lost", (2,), "it fell silent", "world", 1))
+    ranks.ranks[1].beat()
+    ranks.ranks[1].stop("its process exited")
+    ranks.ranks[0]._store = Watched()
+    ranks.beat(1, without=(1, 2))
+    found.append(ranks.judge(0, 7, since))
+    assert {verdict.ranks for verdict in found if verdict is not None} == {(2,)}
+    assert found[0] is None
+
+
+def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
+    """Also while nobody has asked how it ended; a later process of the same number is another one."""
+    evidence = Evidence()
+    evidence.add(1, of(child.pid))
+    assert evidence.state(1) == "there"
+    assert Process(_table(), child.pid, of(child.pid).started + 1).state() == "gone"
+    assert Process("another host", child.pid, of(child.pid).started).state() == "unknown"
+    assert evidence.state(2) == "unknown"
+    child.send_signal(signal.SIGSTOP)
+    until_state(evidence, "stopped")
+    child.kill()
+    until_state(evidence, "gone")
+    child.wait()
+    assert evidence.state(1) == "gone"
+
+
+def until_state(evidence: Evidence, wanted: str) -> None:
+    """Waits for what a signal does to the process of rank 1."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if evidence.state(1) == wanted:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"expected {wanted}, found {evidence.state(1)}")
+
+
+def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[bytes]) -> None:
+    """No connection broke and no time ran out: a forked child may hold the sockets."""
+    ranks = Ranks(3, {0: Process.current(), 1: Process.current(), 2: of(child.pid)})
+    ranks.enter(7, "all_reduce", 0, 1, 2)
+    ranks.beat(1)
+    ranks.beat(20, without=(2,))
+    assert ranks.ranks[1].reported("world", (0, 1, 2)) is None
+    child.kill()
+    child.wait()
+    ranks.beat(3, without=(2,))
+    for rank in (0, 1):
+        verdict: Any = ranks.ranks[rank].reported("world", (0, 1, 2))
+        assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+        assert f"pid {child.pid}" in verdict.text
+        assert "in all_reduce #7 of communicator 'world'" in verdict.text
+        assert ranks.ranks[rank].reported("world/0-1", (0, 1)) is None
+
+
+def test_a_process_that_ends_after_its_farewell_is_not_reported(child: subprocess.Popen[bytes]) -> None:
+    """What it did before is done; whoever waits for more hears of the farewell."""
+    ranks = Ranks(2, {1: of(child.pid)})
+    ranks.beat(2)
+    ranks.ranks[1].closed("world/sockets")
+    ranks.ranks[1].stop("it closed its communicator")
+    child.kill()
+    child.wait()
+    ranks.beat(1, without=(1,))
+    assert not ranks.ranks[0].missed("world", (0, 1))
+    ranks.beat(3, without=(1,))
+    assert ranks.ranks[0].reported("world", (0, 1)) is None
+    assert ranks.ranks[0].missed("world", (0, 1))
+    assert not ranks.ranks[0].missed("world/sockets", (0, 1))
+
+
+def test_a_farewell_in_the_middle_of_a_beat_is_told() -> None:
+    """`stop` comes after the sign of this beat was written, and before the beat is over."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Slow(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            if keys == ["report/0"] and threading.current_thread() is liveness_thread:
+                writing.set()
+                go_on.wait(10)
+            return super().check(keys)
+
+    liveness_thread = None
+    store = Slow()
+    liveness = Liveness(store, 0, 1, heartbeat=0.05)
+    liveness_thread = liveness._thread
+    assert writing.wait(10)
+    stopping = threading.Thread(target=liveness.stop, args=("it has had enough",))
+    stopping.start()
+    while not liveness._left:
+        pass
+    go_on.set()
+    stopping.join(10)
+    assert Sign.parse(store.get("beat/0")).left == "it has had enough"

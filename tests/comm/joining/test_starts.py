@@ -1,0 +1,191 @@
+"""How a start fails: ranks that never come, that die on the way, and what a failure leaves for the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from bagua_kernels import comm
+from bagua_kernels.comm.joining.bounded import BoundedStore
+from bagua_kernels.comm.testing import Processes, free_port, run_processes
+from bagua_kernels.errors import CommunicationError
+
+TIMEOUT = 8.0
+BUSY = 4.0  # seconds more for a machine that has other things to do
+STAGES = ("group", "introduction", "connections", "signs", "settings", "sockets")
+
+
+def starting(absent: list[int], delays: list[float]) -> None:
+    """Comes late, or not at all; tells what init raised, and how long it took."""
+    rank = int(os.environ["RANK"])
+    if rank in absent:
+        return
+    time.sleep(delays[rank])
+    started = time.monotonic()
+    try:
+        comm.init(timeout=TIMEOUT)
+    except CommunicationError as error:
+        tell(error, started)
+    else:
+        print("JOINED", flush=True)
+
+
+def tell(error: CommunicationError, started: float) -> None:
+    """Prints an error for the test to read."""
+    told = {"kind": type(error).__name__, "ranks": list(getattr(error, "ranks", ())), "text": str(error)}
+    print("TOLD", json.dumps({**told, "seconds": time.monotonic() - started}), flush=True)
+
+
+def told(result: Any) -> dict[str, Any]:
+    """Returns what a rank told."""
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("TOLD ")]
+    assert lines, (result.stdout, result.stderr)
+    fields: dict[str, Any] = json.loads(lines[0].removeprefix("TOLD "))
+    return fields
+
+
+@pytest.mark.parametrize("absent", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_never_starts_is_named(absent: int) -> None:
+    """By all others, within the timeout, also where one of them came earlier."""
+    results = run_processes(starting, 3, args=[[absent], [0.5, 0.0, 0.0]], timeout=120)
+    for rank in {0, 1, 2} - {absent}:
+        fields = told(results[rank])
+        assert (fields["kind"], fields["ranks"]) == ("CollectiveTimeoutError", [absent]), fields
+        assert fields["seconds"] < TIMEOUT + BUSY, fields
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
+    """Its thread is waited for when the process ends, not by the call; a store that answers leaves none."""
+    release = threading.Event()
+
+    class Hanging(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return release.wait(30)
+
+    with BoundedStore(HashStore(), time.monotonic() + 10) as store:
+        store.set("key", "value")
+        assert store.get("key") == "value"
+    assert store._thread is not None
+    assert not store._thread.is_alive()
+    store = BoundedStore(Hanging(), time.monotonic() + 0.2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="does not answer"):
+            store.check("key")
+    release.set()
+    assert store._thread is not None
+    store._thread.join(10)
+    assert not store._thread.is_alive()
+
+
+def dying(stage: str, victim: int, how: str) -> None:
+    """The victim dies, or stops, when it comes to a stage of init."""
+    rank = int(os.environ["RANK"])
+    places: dict[str, tuple[Any, str]] = {
+        "group": (dist, "init_process_group"),
+        "introduction": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "Introduction"),
+        "connections": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "open_group"),
+        "signs": (sys.modules["bagua_kernels.comm.failures.liveness_store"], "connect"),
+        "settings": (sys.modules["bagua_kernels.comm.rendezvous"], "_agreed"),
+        "sockets": (sys.modules["bagua_kernels.comm.backends.sockets.mesh"], "connect"),
+    }
+    if rank == victim:
+        module, name = places[stage]
+        before = getattr(module, name)
+
+        def die(*args: Any, **keywords: Any) -> Any:
+            if how == "raises":
+                raise KeyError("no such thing")
+            os.kill(os.getpid(), getattr(signal, how))
+            return before(*args, **keywords)
+
+        setattr(module, name, die)
+    started = time.monotonic()
+    try:
+        comm.init(timeout=TIMEOUT)
+    except CommunicationError as error:
+        tell(error, started)
+    except KeyError:
+        print("RAISED", flush=True)
+
+
+# Torch's own store waits for ever for a host that is stopped, and Gloo's groups are made with it.
+HOSTS_STOP = [(stage, 0, "SIGSTOP") for stage in ("group", "introduction", "connections")]
+QUICK = [("group", 2, "SIGKILL")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim", "how"),
+    [
+        *QUICK,
+        *(
+            pytest.param(stage, victim, how, marks=pytest.mark.slow)
+            for stage in STAGES
+            for victim in (0, 2)
+            for how in ("SIGKILL", "SIGSTOP", "raises")
+            if (stage, victim, how) not in [*QUICK, *HOSTS_STOP]
+        ),
+    ],
+)
+def test_a_rank_that_dies_in_the_middle_of_init_is_named(stage: str, victim: int, how: str) -> None:
+    """By an error of this package, within the timeout."""
+    environment = {"BAGUA_KERNELS_HEARTBEAT": "0.1"}
+    with Processes(dying, 3, args=[stage, victim, how], env=environment) as processes:
+        survivors = [rank for rank in range(3) if rank != victim]
+        for result in processes.wait(120, survivors):
+            fields = told(result)
+            assert fields["kind"] in ("RankLostError", "CollectiveTimeoutError"), fields
+            assert fields["ranks"] == [victim], fields
+            assert fields["seconds"] < TIMEOUT + BUSY, fields
+
+
+def survives(ports: list[int]) -> None:
+    """Rank 1 of three dies; the others start anew, as two, and train."""
+    communicator = comm.init(timeout=20)
+    x = torch.ones(10)
+    communicator.all_reduce(x).wait()
+    rank = communicator.rank
+    if rank == 1:
+        os._exit(1)
+    for attempt, port in enumerate(ports):
+        try:
+            while True:
+                communicator.all_reduce(x, comm.ReduceOp.AVG).wait()
+                if attempt:
+                    raise CommunicationError("enough")
+        except CommunicationError as error:
+            if attempt:
+                communicator.abort(str(error))
+        comm.shutdown()
+        assert not comm.is_initialized()
+        assert not dist.is_initialized()
+        os.environ.update(RANK=str(rank // 2), WORLD_SIZE="2", LOCAL_RANK=str(rank // 2), MASTER_PORT=str(port))
+        communicator = comm.init(timeout=20)
+        assert communicator.all_gather_object(rank) == [0, 2]
+        y = torch.full((5,), float(communicator.rank))
+        communicator.all_reduce(y).wait()
+        dist.all_reduce(y)
+        assert y.tolist() == [2.0] * 5
+        communicator.barrier().wait()
+    comm.shutdown()
+    print("FINE", flush=True)
+
+
+@pytest.mark.parametrize("same_port", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_survivors_start_anew(same_port: bool) -> None:
+    """In the same processes, twice, where rank 0's store still listens or at another port."""
+    port = [free_port(), free_port()]
+    environment = {"BAGUA_KERNELS_HEARTBEAT": "0.1"}
+    with Processes(survives, 3, args=[port[:1] * 2 if same_port else port], env=environment) as processes:
+        for result in processes.wait(120, [0, 2]):
+            assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
