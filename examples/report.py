@@ -1,4 +1,4 @@
-"""What surrounds the training loop of the examples: start of the processes, progress bar, table, picture."""
+"""The code around an example's training loop: it starts the processes and draws a progress bar, a table and a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INK, GREY = "#222222", "#8a8a8a"
 
 
 class Stats(Protocol):
-    """What an algorithm counts from its first step on; see `stats()` of the algorithms."""
+    """Counters of an algorithm since its first step, as `stats()` of the algorithms returns them."""
 
     @property
     def bytes_sent(self) -> int:
@@ -36,11 +36,11 @@ class Stats(Protocol):
 
     @property
     def wait_seconds(self) -> float:
-        """Time for which training stood still because communication had not finished."""
+        """Seconds in which training waited for communication."""
 
 
 def under_torchrun(processes: int) -> None:
-    """Starts this program anew under torchrun with several processes, unless that is where it runs already."""
+    """Starts this program again under torchrun with several processes, unless torchrun has started it."""
     if processes == 1 or torch.distributed.is_torchelastic_launched():
         return
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
@@ -50,22 +50,22 @@ def under_torchrun(processes: int) -> None:
 
 
 class Run:
-    """One training run: a progress bar on rank 0 while it lasts, and what was measured afterwards.
+    """One training run: shows a progress bar on rank 0 and stores the measurements.
 
-    Time counts from the start of the first step; evaluations are left out of it.
+    Evaluations do not count as time.
 
     Attributes:
-        algorithm: its name on the command line.
-        parameters: number of values in the gradient of the model.
+        algorithm: name of the algorithm, as on the command line.
+        parameters: number of trainable values in the model.
         ranks: number of processes.
-        loss: loss of rank 0, at each step.
-        seconds: time since the start, at the end of each step.
-        waited: time that training has waited for communication since the start, likewise.
-        bytes_sent: bytes that rank 0 has sent since the start, likewise.
-        accuracy: pairs of the number of steps and the accuracy on the test set then.
+        loss: loss of rank 0, for each step.
+        seconds: seconds from the start of the first step to the end of each step.
+        waited: seconds in which training waited for communication, from the first step to the end of each step.
+        bytes_sent: bytes that rank 0 sent, from the first step to the end of each step.
+        accuracy: pairs of a number of steps and the accuracy on the test set after these steps.
     """
 
-    WARM_UP = 5  # steps that are left out of the times: kernels are compiled and memory is allocated in them
+    WARM_UP = 5  # first steps, which no time includes: kernels are compiled and memory is allocated in them
 
     def __init__(self, algorithm: str, model: nn.Module, steps: int, rank: int, ranks: int) -> None:
         self.algorithm = algorithm
@@ -98,7 +98,7 @@ class Run:
         self._bar.stop()
 
     def step(self, loss: float, images: int, stats: Stats) -> None:
-        """Notes a step that has just ended."""
+        """Stores the measurements of a step that has just ended."""
         now = time.perf_counter()
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + now - self._clock)
         self._clock = now
@@ -110,7 +110,7 @@ class Run:
         self._bar.update(self._task, advance=1, loss=statistics.fmean(self.loss[-20:]), rate=rate)
 
     def evaluation(self, accuracy: float) -> None:
-        """Notes the accuracy on the test set, measured since the last step."""
+        """Stores the accuracy on the test set after the last step."""
         self.accuracy.append((len(self.loss), accuracy))
         self._bar.update(self._task, accuracy=f"test {accuracy:.1%}")
         self._clock = time.perf_counter()
@@ -128,24 +128,33 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median time of a step."""
+        """Median time of a step, without the warm-up."""
         times = np.diff(self.seconds, prepend=0.0)
-        return float(np.median(times[self._first :]))
+        return float(np.median(times[self.warm_up :]))
+
+    @property
+    def seconds_after_warm_up(self) -> list[float]:
+        """Seconds from the end of the warm-up to the end of each step; NaN for the steps of the warm-up."""
+        if not self.warm_up:
+            return self.seconds
+        compiled = self.seconds[self.warm_up - 1]
+        return [time - compiled if time >= compiled else float("nan") for time in self.seconds]
 
     @property
     def waiting_share(self) -> float:
-        """Share of the time in which training stood still for communication."""
-        first = self._first
+        """Share of the time in which training waited for communication, without the warm-up."""
+        first = self.warm_up
         seconds, waited = ([0.0, *series] for series in (self.seconds, self.waited))
         return (waited[-1] - waited[first]) / (seconds[-1] - seconds[first])
 
     @property
-    def _first(self) -> int:
+    def warm_up(self) -> int:
+        """Number of first steps that no time includes: `WARM_UP`, or 0 if the run is too short for it."""
         return self.WARM_UP if len(self.seconds) > 2 * self.WARM_UP else 0
 
 
 def write(runs: Sequence[Run], folder: Path, options: Mapping[str, object]) -> None:
-    """Prints the table of some runs, and writes their numbers and a picture of them to a folder."""
+    """Prints a table of the runs, and writes their numbers and their picture to a folder."""
     ranks = runs[0].ranks
     table = Table(title=f"{options['dataset']}, ranks: {ranks}, epochs: {options['epochs']}")
     table.add_column("algorithm", overflow="fold")
@@ -192,7 +201,10 @@ def _numbers(run: Run) -> dict[str, Any]:
 
 
 def picture(runs: Sequence[Run], path: Path, title: str) -> None:
-    """Draws loss and accuracy against time and against bytes sent."""
+    """Draws loss and accuracy against time and against bytes sent.
+
+    Time starts after the warm-up of each run, so that no curve contains the compilation of kernels.
+    """
     style: dict[Any, Any] = {
         "font.size": 10,
         "axes.edgecolor": GREY,
@@ -207,7 +219,7 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
     with plt.rc_context(style):
         figure, panels = plt.subplots(2, 2, figsize=(10, 6.6), sharex="col", sharey="row", layout="constrained")
         for run, colour in zip(runs, COLOURS * len(runs), strict=False):
-            for column, axis in enumerate((run.seconds, [count / 1e6 for count in run.bytes_sent])):
+            for column, axis in enumerate((run.seconds_after_warm_up, [count / 1e6 for count in run.bytes_sent])):
                 panels[0, column].plot(axis, run.loss, color=colour, linewidth=0.6, alpha=0.2)
                 panels[0, column].plot(axis, _smooth(run.loss), color=colour, linewidth=1.8, label=run.algorithm)
                 steps, accuracies = zip(*run.accuracy, strict=True)
@@ -217,7 +229,9 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
                 )
         lowest = min(min(_smooth(run.loss)) for run in runs)
         panels[0, 0].set(ylabel="training loss, rank 0", yscale="log", ylim=(lowest / 2, None))
-        panels[1, 0].set(ylabel="test accuracy, %", xlabel="training time, s")
+        warm_up = max(run.warm_up for run in runs)
+        left_out = f" after the first {warm_up} steps (kernels compile in them)" if warm_up else ""
+        panels[1, 0].set(ylabel="test accuracy, %", xlabel=f"training time{left_out}, s")
         panels[1, 1].set(xlabel="sent by a rank, MB")
         panels[0, 1].legend(frameon=False, loc="upper right")
         figure.align_ylabels()
@@ -227,5 +241,5 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
 
 
 def _smooth(values: Sequence[float], length: int = 20) -> list[float]:
-    """Returns the mean of the last values at each place."""
+    """Returns the mean of the last `length` values up to each place."""
     return [statistics.fmean(values[max(0, end - length) : end]) for end in range(1, len(values) + 1)]

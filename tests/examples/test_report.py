@@ -1,6 +1,7 @@
 """The table, the numbers and the picture that end an example."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,14 @@ def test_first_steps_do_not_count() -> None:
     assert run().waiting_share == pytest.approx(0.25)
     # Too short a run has no steps to spare.
     assert run(steps=10).seconds_per_step == pytest.approx(0.055)
+
+
+def test_time_of_the_picture_starts_after_the_first_steps() -> None:
+    times = run().seconds_after_warm_up
+    assert all(math.isnan(time) for time in times[:4])
+    assert times[4] == 0
+    assert times[-1] == pytest.approx(25 * 0.01)
+    assert run(steps=10).seconds_after_warm_up == run(steps=10).seconds
 
 
 def test_ratio_is_that_to_a_ring_all_reduce() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -17,7 +18,11 @@ PROGRAM = ROOT / "examples/train_images.py"
 
 def run(*arguments: str | Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    # One thread a process. Several threads wait for each other in every operation, tens of times as long on a busy machine.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 @pytest.fixture(scope="module")
