@@ -1,0 +1,126 @@
+"""States that earlier versions wrote: training goes on from them bit for bit.
+
+`python -m tests.algorithms.test_earlier_states` writes them anew, which is only for a version whose states are a new format.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, Guard, from_spec
+from bagua_kernels.comm import Communicator, run_ranks
+
+FOLDER = Path(__file__).parent / "states"
+GUARDED = "guarded"
+SPECS = {
+    "allreduce": "allreduce",
+    "bytegrad": "bytegrad:block=32,error_feedback=True",
+    "sign": "sign:min_numel=0",
+    "onebit": "onebit:warmup_steps=1",
+    "topk": "topk:ratio=0.2,min_numel=0,exact=none",
+    "randomk": "randomk:ratio=0.2",
+    "dgc": "dgc:ratio=0.2,min_numel=0,nesterov=True,masking=True",
+    "double_squeeze": "double_squeeze:min_numel=0,exact=none",
+    "terngrad": "terngrad:block=32",
+    "powersgd": "powersgd:rank=2,min_compression=0.5",
+    "powersgd_in_turn": "powersgd:rank=2,min_compression=0.5,alternate=True",
+    "onebit_adam": "onebit_adam:freeze_step=2",
+    "qadam": "qadam:freeze_step=2",
+    GUARDED: "",
+}
+BEFORE, AFTER = 3, 3
+
+
+class Sums(nn.Module):
+    """The sum of its parameters' products with inputs, so that gradients are the inputs, exact on every processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(9, 7), (9,), (13, 9), (300,), ()]
+        self.weights = nn.ParameterList(nn.Parameter(uniform(shape, i)) for i, shape in enumerate(shapes))
+
+    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * x).sum() for w, x in zip(self.weights, inputs, strict=True)]).sum()
+
+
+def uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+
+
+def wrap(name: str, communicator: Communicator) -> tuple[Algorithm, torch.optim.Optimizer]:
+    module, options = Sums(), {"communicator": communicator, "bucket_bytes": 700}
+    if name == GUARDED:
+        guard = Guard(every=1, bound=0.5, action="widen")
+        algorithm: Algorithm = CompressedAllReduce(
+            module, codec="minmax_uint2:block=32", guard=guard, error_feedback=True, **options
+        )
+    else:
+        algorithm = from_spec(SPECS[name], module, **options)
+    own = getattr(algorithm, "optimizer", None)
+    # Products with a power of two are exact, fused or not.
+    return algorithm, own or torch.optim.SGD(module.parameters(), lr=0.125)
+
+
+def train(algorithm: Algorithm, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        inputs = [uniform(p.shape, 1000 + 100 * step + 10 * rank + i) for i, p in enumerate(algorithm.parameters())]
+        algorithm(inputs).backward()
+        optimizer.step()
+
+
+def parameters(algorithm: Algorithm) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in algorithm.parameters()]
+
+
+def written(communicator: Communicator, name: str) -> dict[str, Any]:
+    algorithm, optimizer = wrap(name, communicator)
+    train(algorithm, optimizer, communicator.rank, 0, BEFORE)
+    state = algorithm.algorithm_state_dict()
+    found = {"algorithm": state, "optimizer": optimizer.state_dict(), "parameters": parameters(algorithm)}
+    found = torch.load(_saved(found), weights_only=True)  # training changes what it refers to
+    train(algorithm, optimizer, communicator.rank, BEFORE, BEFORE + AFTER)
+    found["expected"] = parameters(algorithm)
+    algorithm.close()
+    return found
+
+
+def _saved(of: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(of, file)
+    file.seek(0)
+    return file
+
+
+def resumed(communicator: Communicator, name: str, saved: list[dict[str, Any]]) -> list[torch.Tensor]:
+    own = saved[communicator.rank]
+    algorithm, optimizer = wrap(name, communicator)
+    with torch.no_grad():
+        for p, value in zip(algorithm.parameters(), own["parameters"], strict=True):
+            p.copy_(value)
+    optimizer.load_state_dict(own["optimizer"])
+    algorithm.load_algorithm_state_dict(own["algorithm"])
+    train(algorithm, optimizer, communicator.rank, BEFORE, BEFORE + AFTER)
+    found = parameters(algorithm)
+    algorithm.close()
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_training_goes_on(name: str) -> None:
+    saved = torch.load(FOLDER / f"{name}.pt", weights_only=True)
+    for rank, found in enumerate(run_ranks(2, resumed, name, saved)):
+        for value, expected in zip(found, saved[rank]["expected"], strict=True):
+            assert torch.equal(value, expected)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or SPECS:
+        torch.save(run_ranks(2, written, each), FOLDER / f"{each}.pt")
