@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from bagua_kernels.errors import CommunicationError
 
@@ -33,6 +33,23 @@ class Work(abc.ABC):
 
     def count_from(self, started: float) -> None:  # noqa: B027
         """Makes the timeout begin at a time of `time.monotonic`, instead of when `wait` is called."""
+
+
+# An operation in parts: yields each communication that has to be waited for before it can go on.
+Steps = Generator[Work, None, None]
+
+
+def drive(steps: Steps) -> None:
+    """Runs an operation to its end: waits for each communication that it yields.
+
+    An error of `wait` is raised inside the generator, at the `yield`, so that it can clean up.
+    """
+    for work in steps:
+        try:
+            work.wait()
+        except BaseException as error:
+            steps.throw(error)
+            raise
 
 
 class Pending(Work):

@@ -12,6 +12,7 @@ from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
 from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.work import Steps
 from bagua_kernels.compression import Codec
 
 
@@ -84,11 +85,15 @@ class CompressedAllReduce(AllReduce):
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
-    ) -> None:
-        pipeline(
+    ) -> Steps:
+        def reduce(piece: int) -> Steps:
+            payloads = yield from self._scatter.finish(piece, self._gather.exact_mean)
+            self._gather.start_reduced(piece, payloads, seed)
+
+        yield from pipeline(
             self.layout.pieces,
             lambda piece: self._scatter.start(piece, x, seed, source, exact),
-            lambda piece: self._gather.start_reduced(piece, self._scatter.finish(piece, self._gather.exact_mean), seed),
+            reduce,
             lambda piece: self._gather.finish(piece, x, exact, deliver),
         )
 

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.work import Together
+from bagua_kernels.comm.work import Steps, Together, drive
 from bagua_kernels.compression import Codec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,7 +59,6 @@ class AllReduce(abc.ABC):
         self.delivers = False
         self.reads_pieces = False
 
-    @torch.no_grad()
     def __call__(
         self,
         x: torch.Tensor,
@@ -87,6 +86,42 @@ class AllReduce(abc.ABC):
                 `deliver` cannot be had.
             CommunicationError: a rank was lost or did not take part in time.
         """
+        drive(self.steps(x, exact, seed=seed, source=source, deliver=deliver))
+
+    @torch.no_grad()
+    def steps(
+        self,
+        x: torch.Tensor,
+        exact: torch.Tensor | None = None,
+        *,
+        seed: int | None = None,
+        source: Source | None = None,
+        deliver: Deliver | None = None,
+    ) -> Steps:
+        """Does what a call does, but yields each communication instead of waiting for it.
+
+        The caller waits for what is yielded and then resumes the generator; meanwhile it can resume others:
+
+            for work in all_reduce.steps(x, seed=seed):
+                work.wait()
+
+        All ranks resume the generators of one communicator in the same order. One object has one vector under way at a time.
+        Arguments are checked when the generator is first resumed.
+
+        Args:
+            x: as for a call.
+            exact: as for a call.
+            seed: as for a call.
+            source: as for a call.
+            deliver: as for a call.
+
+        Yields:
+            The communications, in the order in which they have been started.
+
+        Raises:
+            TypeError: as for a call.
+            ValueError: as for a call.
+        """
         if deliver is not None and not self.delivers:
             raise ValueError(f"{type(self).__name__} of {self.codec!r} has no payloads of the mean; leave out deliver")
         if source is not None and not self.reads_pieces:
@@ -96,9 +131,9 @@ class AllReduce(abc.ABC):
         check_vector("exact", exact, self.exact, self.dtype, self.communicator)
         seed = check_seed(self.codec, seed, self.plain)
         if self.plain:
-            average(self.communicator, x, exact)
+            yield average(self.communicator, x, exact)
         else:
-            self._exchange(x, exact, seed, source, deliver)
+            yield from self._exchange(x, exact, seed, source, deliver)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The residuals: "worker", what this rank's payloads lacked, and "owner", what those of its chunk's mean lacked.
@@ -156,16 +191,16 @@ class AllReduce(abc.ABC):
     @abc.abstractmethod
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
-    ) -> None:
+    ) -> Steps:
         """Does it, with checked arguments, more than one rank, and compression."""
 
 
-def average(communicator: Communicator, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Averages both without compression.
+def average(communicator: Communicator, x: torch.Tensor, exact: torch.Tensor) -> Together:
+    """Starts to average both without compression.
 
     In two messages even if one lies right behind the other in memory: they may not on another rank.
     """
-    Together([communicator.all_reduce(part, ReduceOp.AVG) for part in (x, exact) if part.numel()]).wait()
+    return Together([communicator.all_reduce(part, ReduceOp.AVG) for part in (x, exact) if part.numel()])
 
 
 def check_configuration(codec: Codec, dtype: torch.dtype, **numbers: int) -> None:

@@ -11,6 +11,7 @@ from bagua_kernels.comm.compressed.contract import check_configuration, check_se
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
 from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts
 from bagua_kernels.comm.compressed.residuals import restore, save
+from bagua_kernels.comm.work import Steps, drive
 from bagua_kernels.compression import Codec
 
 
@@ -96,13 +97,14 @@ class CompressedReduceScatter:
             return out.copy_(x)
         scatter, shard = self._scatter, out
 
-        def add_up(piece: int) -> None:
-            payloads, begin = scatter.finish(piece), piece * self.layout.piece
+        def add_up(piece: int) -> Steps:
+            payloads = yield from scatter.finish(piece)
+            begin = piece * self.layout.piece
             part = shard[begin : begin + length(self.layout.part(piece, rank))]
             if part.numel():
                 self.codec.decode_sum(payloads, part, self._scale)
 
-        pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up)
+        drive(pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up))
         return out
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -193,10 +195,12 @@ class CompressedAllGather:
         if self._gather is None:
             return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
         gather, whole = self._gather, out
-        pipeline(
-            self.layout.pieces,
-            lambda piece: gather.start(piece, shard, number),
-            lambda piece: gather.finish(piece, whole),
+        drive(
+            pipeline(
+                self.layout.pieces,
+                lambda piece: gather.start(piece, shard, number),
+                lambda piece: gather.finish(piece, whole),
+            )
         )
         return out
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua_kernels.comm.work import Steps
 from bagua_kernels.compression import Codec, Contractive, fold_seed
 
 FIRST_PASS, SECOND_PASS = 0, 1
@@ -122,8 +123,10 @@ def own_counts(own: Iterable[slice], n: int, block: int) -> torch.Tensor:
     return counts
 
 
-def pipeline(pieces: int, *stages: Callable[[int], None]) -> None:
+def pipeline(pieces: int, *stages: Callable[[int], Steps | None]) -> Steps:
     """Takes all pieces through all stages, so that what one stage starts runs while others compute.
+
+    A stage takes the number of a piece. One that waits for a communication is a generator function that yields it.
 
     In each round the first stage takes a new piece, the second the one before that, and so on. Each stage but the first begins
     with waiting for what the one before it started a round ago. By then that one has started its next message, so that the wire
@@ -131,8 +134,8 @@ def pipeline(pieces: int, *stages: Callable[[int], None]) -> None:
     """
     for turn in range(pieces + len(stages) - 1):
         for behind, stage in enumerate(stages):
-            if 0 <= turn - behind < pieces:
-                stage(turn - behind)
+            if 0 <= turn - behind < pieces and (steps := stage(turn - behind)) is not None:
+                yield from steps
 
 
 def first_seed(codec: Codec, seed: int, rank: int, number: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
@@ -10,7 +12,7 @@ from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, pip
 from bagua_kernels.comm.compressed.passes import Slots
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import BlockCodec, Codec, TernGrad
 from bagua_kernels.compression.codec import Summable
 
@@ -75,10 +77,10 @@ class LinearAllReduce(AllReduce):
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
-    ) -> None:
+    ) -> Steps:
         communicator, codec, size = self.communicator, self.codec, self.communicator.size
         exact_mean = communicator.all_reduce(exact, ReduceOp.AVG)
-        scales = self._shared_scales(x)
+        scales = yield from self._shared_scales(x)
         works: list[Work] = [FINISHED, FINISHED]
 
         def encode(piece: int) -> None:
@@ -95,23 +97,23 @@ class LinearAllReduce(AllReduce):
             op = ReduceOp.AVG if numbers.is_floating_point() else ReduceOp.SUM
             works[piece % 2] = communicator.all_reduce(numbers, op)
 
-        def decode(piece: int) -> None:
-            works[piece % 2].wait()
+        def decode(piece: int) -> Steps:
+            yield works[piece % 2]
             payloads, out = self._payloads[piece], x[self.layout.part(piece, 0)]
             if self._summable.summable(payloads[0]).is_floating_point():
                 codec.decode(payloads[0], out)
             else:
                 codec.decode_sum(payloads, out, 1.0 / size)
 
-        pipeline(self.layout.pieces, encode, decode)
-        exact_mean.wait()
+        yield from pipeline(self.layout.pieces, encode, decode)
+        yield exact_mean
 
-    def _shared_scales(self, x: torch.Tensor) -> torch.Tensor:
+    def _shared_scales(self, x: torch.Tensor) -> Generator[Work, None, torch.Tensor]:
         """The scales that all ranks share, shape (blocks,), int32; empty for codecs that need none."""
         if not isinstance(self.codec, TernGrad):
             return torch.empty(0, dtype=torch.int32, device=x.device)
         scales = self.codec.scales(x)
-        self.communicator.all_reduce(scales, ReduceOp.MAX).wait()
+        yield self.communicator.all_reduce(scales, ReduceOp.MAX)
         return scales
 
     def residuals(self) -> dict[str, Residuals | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from bagua_kernels.comm.compressed.contract import Deliver, Source
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, own_counts, second_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
-from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import BlockCodec, Codec
 
 # By piece and owner.
@@ -73,10 +73,8 @@ def encode_part(
         codec.encode(x, seed=seed, out=out)
 
 
-class Scatter:
-    """First pass: each rank encodes all chunks of its vector and sends each to its owner, piece by piece.
-
-    The exact part's chunks travel with the first piece: so many bytes behind each payload.
+class Pass:
+    """What both passes have: payloads of pieces of chunks, maybe with residuals, and the exact part beside the first piece.
 
     Args:
         codec: what encodes.
@@ -85,6 +83,9 @@ class Scatter:
         residual: whether to keep what payloads lack, and add it to the next vector.
         exact: how the exact part travels; None if there is none.
         counts: as `block_counts` makes them.
+
+    Attributes:
+        residuals: what payloads lacked; None if it is not kept.
     """
 
     def __init__(
@@ -98,17 +99,52 @@ class Scatter:
     ) -> None:
         self._codec, self._communicator, self._layout = codec, communicator, layout
         self._exact, self._counts = exact, counts or {}
-        size, device = communicator.size, communicator.device
-        everything = [(piece, owner) for owner in range(size) for piece in range(layout.pieces)]
-        self._bytes = {(p, o): codec.payload_size(length(layout.part(p, o))) for p, o in everything}
+        pieces = range(layout.pieces)
+        self._bytes = {
+            (p, o): codec.payload_size(length(layout.part(p, o))) for p in pieces for o in range(layout.owners)
+        }
         # Every row has room for the piece of a full chunk, so that short last chunks need no messages of uneven rows.
-        self._slots = [codec.payload_size(layout.width(piece)) for piece in range(layout.pieces)]
-        rows = with_exact(self._slots, exact)
-        self._sent = Slots(size, rows, device)
-        self._received = Slots(size, rows, device)
+        self._slots = [codec.payload_size(layout.width(piece)) for piece in pieces]
+        parts = [(layout.number(p, o), length(layout.part(p, o))) for o in self._encoded() for p in pieces]
+        self.residuals = Residuals(codec, parts, communicator.device) if residual else None
+
+    def _encoded(self) -> Sequence[int]:
+        """The owners whose chunks this rank encodes."""
+        raise NotImplementedError
+
+    def _encode(self, piece: int, owner: int, part: torch.Tensor, seed: int, out: torch.Tensor) -> None:
+        """Encodes a piece of an owner's chunk, with its residual if there is one; an empty one not."""
+        if not part.numel():
+            return
+        counts = self._counts.get((piece, owner))
+        if self.residuals is None:
+            encode_part(self._codec, part, seed=seed, out=out, counts=counts)
+        else:
+            self.residuals.encode(self._layout.number(piece, owner), part, seed=seed, out=out, counts=counts)
+
+
+class Scatter(Pass):
+    """First pass: each rank encodes all chunks of its vector and sends each to its owner, piece by piece.
+
+    The exact part's chunks travel with the first piece: so many bytes behind each payload.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        layout: Layout,
+        residual: bool,
+        exact: ExactPart | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        super().__init__(codec, communicator, layout, residual, exact, counts)
+        rows = with_extra(self._slots, 0 if exact is None else exact.row_bytes)
+        self._sent, self._received = (Slots(communicator.size, rows, communicator.device) for _ in range(2))
         self._works: list[Work] = [FINISHED, FINISHED]
-        parts = [(layout.number(p, o), length(layout.part(p, o))) for p, o in everything]
-        self.residuals = Residuals(codec, parts, device) if residual else None
+
+    def _encoded(self) -> Sequence[int]:
+        return range(self._layout.owners)
 
     def start(
         self, piece: int, x: torch.Tensor, seed: int, source: Source | None = None, exact: torch.Tensor | None = None
@@ -116,28 +152,23 @@ class Scatter:
         """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
         layout, sent = self._layout, self._sent[piece]
         for owner in range(layout.owners):
-            part, number = layout.part(piece, owner), layout.number(piece, owner)
-            out, counts = sent[owner, : self._bytes[piece, owner]], self._counts.get((piece, owner))
-            own = first_seed(self._codec, seed, self._communicator.rank, number)
-            if not length(part):
-                continue
-            if source is not None and isinstance(self._codec, BlockCodec):
+            part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
+            own = first_seed(self._codec, seed, self._communicator.rank, layout.number(piece, owner))
+            if source is None:
+                self._encode(piece, owner, x[part], own, out)
+            elif length(part) and isinstance(self._codec, BlockCodec):
                 self._codec.encode_pieces(source(part), seed=own, out=out)
-            elif self.residuals is None:
-                encode_part(self._codec, x[part], seed=own, out=out, counts=counts)
-            else:
-                self.residuals.encode(number, x[part], seed=own, out=out, counts=counts)
         if piece == 0 and self._exact is not None and exact is not None:
             self._exact.scatter(exact, sent[:, self._slots[0] :])
         received = self._received[piece]
         self._works[piece % 2] = self._communicator.all_to_all(received.view(-1), sent.view(-1))
 
-    def finish(self, piece: int, exact_mean: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, piece: int, exact_mean: torch.Tensor | None = None) -> Generator[Work, None, torch.Tensor]:
         """Waits for that piece of this rank's chunk, and returns everyone's payload of it, shape (ranks, bytes).
 
         With the first piece `exact_mean`, of as many bytes as the exact part adds to a row, gets the mean of this rank's chunk.
         """
-        self._works[piece % 2].wait()
+        yield self._works[piece % 2]
         received, size = self._received[piece], self._bytes[piece, self._communicator.rank]
         if piece == 0 and self._exact is not None and exact_mean is not None:
             self._exact.reduce(received[:, self._slots[0] :], exact_mean)
@@ -145,18 +176,10 @@ class Scatter:
         return payloads if isinstance(self._codec, BlockCodec) else payloads.contiguous()
 
 
-class Gather:
+class Gather(Pass):
     """Second pass: each rank encodes its chunk and sends that to everyone, piece by piece; all decode the same bytes.
 
     The means of the exact part's chunks travel with the first piece, as in `Scatter`.
-
-    Args:
-        codec: what encodes.
-        communicator: the ranks.
-        layout: how vectors are cut, with one owner a rank.
-        residual: whether to keep what payloads lack, and add it to the next chunk.
-        exact: how the exact part travels; None if there is none.
-        counts: as `block_counts` makes them.
     """
 
     def __init__(
@@ -168,17 +191,12 @@ class Gather:
         exact: ExactPart | None = None,
         counts: Counts | None = None,
     ) -> None:
-        self._codec, self._communicator, self._layout = codec, communicator, layout
-        self._exact, self._counts = exact, counts or {}
-        device, pieces = communicator.device, range(layout.pieces)
-        self._bytes = {
-            (p, o): codec.payload_size(length(layout.part(p, o))) for p in pieces for o in range(layout.owners)
-        }
-        slots = [codec.payload_size(layout.width(piece)) for piece in pieces]
-        self._messages = Messages(communicator, slots, 0 if exact is None else exact.row_bytes)
-        own = [(layout.number(p, communicator.rank), length(layout.part(p, communicator.rank))) for p in pieces]
-        self.residuals = Residuals(codec, own, device) if residual else None
-        self._mean = torch.empty(0, device=device, dtype=torch.float32)
+        super().__init__(codec, communicator, layout, residual, exact, counts)
+        self._messages = Messages(communicator, self._slots, 0 if exact is None else exact.row_bytes)
+        self._mean = torch.empty(0, device=communicator.device, dtype=torch.float32)
+
+    def _encoded(self) -> Sequence[int]:
+        return (self._communicator.rank,)
 
     @property
     def exact_mean(self) -> torch.Tensor:
@@ -188,42 +206,41 @@ class Gather:
     def start_reduced(self, piece: int, payloads: torch.Tensor, seed: int) -> None:
         """Encodes the mean of everyone's payloads, of shape (ranks, bytes), of a piece of this rank's chunk, and sends it."""
         rank, scale = self._communicator.rank, 1.0 / self._communicator.size
-        number, elements = self._layout.number(piece, rank), length(self._layout.part(piece, rank))
-        own, out = second_seed(self._codec, seed, number), self._messages.own(piece)[: self._bytes[piece, rank]]
-        counts = self._counts.get((piece, rank))
-        if elements and self.residuals is None:
-            if isinstance(self._codec, BlockCodec):
-                self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out, counts=counts)
-            else:
-                self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
-        elif elements and self.residuals is not None:
+        elements, (own, out) = length(self._layout.part(piece, rank)), self._target(piece, seed)
+        if elements and self.residuals is not None:
             # With a residual the mean is needed as numbers before it is encoded. Only here: `start` has it from the caller.
             if not self._mean.numel():
                 self._mean = torch.empty(self._layout.piece, device=payloads.device, dtype=torch.float32)
             mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
-            self.residuals.encode(number, mean, seed=own, out=out, counts=counts)
+            self._encode(piece, rank, mean, own, out)
+        elif elements and isinstance(self._codec, BlockCodec):
+            counts = self._counts.get((piece, rank))
+            self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out, counts=counts)
+        elif elements:
+            self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
         self._messages.start(piece)
 
     def start(self, piece: int, shard: torch.Tensor, seed: int) -> None:
         """Encodes a piece of this rank's chunk, which is `shard`, and starts sending it."""
         rank, begin = self._communicator.rank, piece * self._layout.piece
-        number, elements = self._layout.number(piece, rank), length(self._layout.part(piece, rank))
-        own, out = second_seed(self._codec, seed, number), self._messages.own(piece)[: self._bytes[piece, rank]]
-        part, counts = shard[begin : begin + elements], self._counts.get((piece, rank))
-        if elements and self.residuals is None:
-            encode_part(self._codec, part, seed=own, out=out, counts=counts)
-        elif elements and self.residuals is not None:
-            self.residuals.encode(number, part, seed=own, out=out, counts=counts)
+        own, out = self._target(piece, seed)
+        self._encode(piece, rank, shard[begin : begin + length(self._layout.part(piece, rank))], own, out)
         self._messages.start(piece)
+
+    def _target(self, piece: int, seed: int) -> tuple[int, torch.Tensor]:
+        """The seed of a piece of this rank's chunk, and where its payload is to be written."""
+        rank = self._communicator.rank
+        own = second_seed(self._codec, seed, self._layout.number(piece, rank))
+        return own, self._messages.own(piece)[: self._bytes[piece, rank]]
 
     def finish(
         self, piece: int, x: torch.Tensor, exact: torch.Tensor | None = None, deliver: Deliver | None = None
-    ) -> None:
+    ) -> Steps:
         """Waits for a piece of all chunks, and decodes it into its place in `x`, of shape (n,); `exact` gets its mean.
 
         With `deliver` that takes each part and its payload instead of `x`.
         """
-        payloads = self._messages.finish(piece)
+        payloads = yield from self._messages.finish(piece)
         if piece == 0 and self._exact is not None and exact is not None:
             self._exact.gather(self._messages.extras, exact)
         for owner in range(self._layout.owners):
@@ -248,7 +265,7 @@ class Messages:
     def __init__(self, communicator: Communicator, sizes: Sequence[int], extra: int) -> None:
         self._communicator = communicator
         self._sizes = sizes
-        rows = [size + (extra if piece == 0 else 0) for piece, size in enumerate(sizes)]
+        rows = with_extra(sizes, extra)
         self._own = Slots(1, rows, communicator.device)
         self._all = Slots(communicator.size, rows, communicator.device)
         self._works: list[Work] = [FINISHED, FINISHED]
@@ -272,12 +289,12 @@ class Messages:
         own = self._own[piece]
         self._works[piece % 2] = self._communicator.all_gather(self._all[piece].view(-1), own.view(-1))
 
-    def finish(self, piece: int) -> torch.Tensor:
+    def finish(self, piece: int) -> Generator[Work, None, torch.Tensor]:
         """Waits for everyone's rows, shape (ranks, bytes)."""
-        self._works[piece % 2].wait()
+        yield self._works[piece % 2]
         return self._all[piece][:, : self._sizes[piece]]
 
 
-def with_exact(sizes: Sequence[int], exact: ExactPart | None) -> list[int]:
-    """The bytes of each piece's row, of which the first carries a chunk of the exact part."""
-    return [size + (exact.row_bytes if exact is not None and piece == 0 else 0) for piece, size in enumerate(sizes)]
+def with_extra(sizes: Sequence[int], extra: int) -> list[int]:
+    """The bytes of each piece's row, of which the first carries so many more."""
+    return [size + (extra if piece == 0 else 0) for piece, size in enumerate(sizes)]

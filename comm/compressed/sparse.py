@@ -10,7 +10,7 @@ from bagua_kernels.comm.compressed.exact import ExactPart, mean_of
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
 from bagua_kernels.comm.compressed.passes import Messages
 from bagua_kernels.comm.compressed.residuals import Residuals
-from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import Codec
 
 # A message more has to save so many bytes.
@@ -79,14 +79,14 @@ class SparseAllReduce(AllReduce):
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
-    ) -> None:
+    ) -> Steps:
         rank, scale = self.communicator.rank, 1.0 / self.communicator.size
         owned: Work = FINISHED
         if self._part is not None:
             self._part.scatter(exact, self._to_owners)
             owned = self.communicator.all_to_all(self._at_owner.view(-1), self._to_owners.view(-1))
 
-        def encode(piece: int) -> None:
+        def encode(piece: int) -> Steps:
             part, out = x[self.layout.part(piece, 0)], self._messages.own(piece)
             own = first_seed(self.codec, seed, rank, piece)
             if self._worker is None:
@@ -94,22 +94,22 @@ class SparseAllReduce(AllReduce):
             elif part.numel():
                 self._worker.encode(piece, part, seed=own, out=out)
             if piece == 0:
-                owned.wait()
+                yield owned
                 if self._part is not None:
                     self._part.reduce(self._at_owner, self._messages.own_extra)
                 else:
                     self._messages.own_extra.view(exact.dtype)[: self.exact].copy_(exact)
             self._messages.start(piece)
 
-        def add_up(piece: int) -> None:
-            payloads = self._messages.finish(piece)
+        def add_up(piece: int) -> Steps:
+            payloads = yield from self._messages.finish(piece)
             if piece == 0 and self._part is not None:
                 self._part.gather(self._messages.extras, exact)
             elif piece == 0 and self.exact:
                 exact.copy_(mean_of(self._messages.extras.view(exact.dtype)[:, : self.exact]))
             self.codec.decode_sum(payloads.contiguous(), x[self.layout.part(piece, 0)], scale)
 
-        pipeline(self.layout.pieces, encode, add_up)
+        yield from pipeline(self.layout.pieces, encode, add_up)
 
     def residuals(self) -> dict[str, Residuals | None]:
         """See `AllReduce.residuals`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ from bagua_kernels.comm.compressed.layout import length
 from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
 from bagua_kernels.comm.hierarchical.nodes import Nodes, check_agreement
 from bagua_kernels.comm.reduction import HALF, ReduceOp, check_reduction
-from bagua_kernels.comm.work import FINISHED, Together, Work
+from bagua_kernels.comm.work import FINISHED, Steps, Together, Work, drive
 from bagua_kernels.compression import Codec, fold_seed
 
 _PIECE = 4 << 20  # bytes of the vector, against which the start of a collective is short
@@ -161,13 +161,32 @@ class HierarchicalAllReduce:
             CommunicationError: a rank was lost or did not take part in time. It numbers ranks in the communicator that
                 failed; a note says who they are.
         """
+        drive(self.steps(x, seed=seed))
+
+    def steps(self, x: torch.Tensor, *, seed: int | None = None) -> Steps:
+        """Does what a call does, but yields each communication instead of waiting for it; see `AllReduce.steps`.
+
+        The communicators are aborted if the generator is closed before its end, or if an error is thrown into it.
+
+        Args:
+            x: as for a call.
+            seed: as for a call.
+
+        Yields:
+            The communications, each to be waited for before the generator is resumed.
+
+        Raises:
+            TypeError: as for a call.
+            ValueError: as for a call.
+            CommunicationError: as for a call.
+        """
         x = self._checked(x)
         number = 0 if self._codec is None else check_seed(self._codec, seed, self._plain)
         try:
             if len(self.nodes.members) == 1:
-                self.local.all_reduce(x, self._op).wait()
+                yield self.local.all_reduce(x, self._op)
             else:
-                self._run(x, number)
+                yield from self._run(x, number)
         except BaseException as error:
             # Whatever it is, and be it an interrupt: owners of other shards would wait for this rank until their timeout.
             self.abort()
@@ -175,7 +194,7 @@ class HierarchicalAllReduce:
             error.add_note(f"ranks of this node: {list(self._members)}; owners of the shards of this rank: {owners}")
             raise
 
-    def _run(self, x: torch.Tensor, seed: int) -> None:
+    def _run(self, x: torch.Tensor, seed: int) -> Steps:
         """Steps 1, 2 and 3 of each piece, on all ranks in one order, which is why none waits for ever for another."""
         if self._first != 1:
             x.div_(self._first)
@@ -187,12 +206,12 @@ class HierarchicalAllReduce:
             if step < count:
                 reduced.append(self._reduce_within(x, step))
             if 0 <= step - 1 < count:
-                reduced[step - 1].wait()
-                across.append(self._reduce_across(x, step - 1, seed))
+                yield reduced[step - 1]
+                across.append((yield from self._reduce_across(x, step - 1, seed)))
             if 0 <= step - 1 - lag < count:
-                across[step - 1 - lag].wait()
+                yield across[step - 1 - lag]
                 shared.append(self._share_within(x, step - 1 - lag))
-        Together(shared).wait()
+        yield Together(shared)
         if self._padded.numel():
             end = x[_span(self._pieces[-1])]
             end.copy_(self._padded[: end.numel()])
@@ -208,12 +227,12 @@ class HierarchicalAllReduce:
         size, shards = self.local.size, enumerate(self._pieces[piece])
         return Together([self.local.reduce(x[shard], s % size, self._inner_op) for s, shard in shards])
 
-    def _reduce_across(self, x: torch.Tensor, piece: int, seed: int) -> Work:
+    def _reduce_across(self, x: torch.Tensor, piece: int, seed: int) -> Generator[Work, None, Work]:
         """Step 2."""
         if self._codec is None:
             return Together([self.owners[s].all_reduce(mine, self._inner_op) for s, mine in self._mine(x, piece)])
         for s, mine in self._mine(x, piece):
-            self._compress(piece, s, mine, fold_seed(seed, piece, s))
+            yield from self._compress(piece, s, mine, fold_seed(seed, piece, s))
         return FINISHED
 
     def _share_within(self, x: torch.Tensor, piece: int) -> Work:
@@ -231,12 +250,12 @@ class HierarchicalAllReduce:
         last = piece == len(self._pieces) - 1
         return self._padded if last and self._padded.numel() else x[_span(self._pieces[piece])]
 
-    def _compress(self, piece: int, shard: int, mine: torch.Tensor, seed: int) -> None:
+    def _compress(self, piece: int, shard: int, mine: torch.Tensor, seed: int) -> Steps:
         """Replaces a shard by the compressed, weighted mean over its owners, or by their sum."""
         work = mine.float() if self._in_float32 else mine
         if self._weight != 1:
             work.mul_(self._weight)
-        self._compressed[piece, shard](work, seed=seed)
+        yield from self._compressed[piece, shard].steps(work, seed=seed)
         if self._times != 1:
             work.mul_(self._times)
         if work is not mine:
