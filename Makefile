@@ -17,17 +17,22 @@ else
 export PYTHONPATH := $(CURDIR)
 endif
 
+# make test
+WORKERS        ?= 2
+PYTEST         := $(PYTHON) -m pytest --durations=20 --durations-min=2
 EMULATED_TESTS := tests/compression tests/docs tests/launchers
 # Tests that start processes of their own fill the machine.
 RANK_TESTS     := tests/algorithms/test_checkpoint.py tests/algorithms/test_processes.py tests/bench tests/comm tests/examples
-WORKERS        ?= 2
+# All tests, or those that `make test` leaves out.
+test-all:  TIER := --all
+test-rest: TIER := --all -m "slow or beyond"
 
-.PHONY: help train test test-main test-slow test-interpreter test-simulator lint format bench gpu-check wheel clean
+.PHONY: help train test test-all test-rest lint format bench gpu-check wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
-	@echo "make test         all tests; kernels for GPUs run in Triton's interpreter and Numba's simulator"
-	@echo "make test-slow    what takes minutes: every fault in every collective, all numbers of ranks"
+	@echo "make test         every test function, on a sample of its parameters; minutes"
+	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make bench        benchmarks             make gpu-check   kernels on this machine's GPU"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
@@ -42,21 +47,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
 
-test: test-main test-interpreter test-simulator
-
-test-main: $(INSTALLED)
-	$(PYTHON) -m pytest $(RANK_TESTS) -m "not slow"
-	$(PYTHON) -m pytest tests $(RANK_TESTS:%=--ignore=%) -m "not slow" -n $(WORKERS)
-
-# Every fault in every collective, all numbers of ranks: minutes more.
-test-slow: $(INSTALLED)
-	$(PYTHON) -m pytest tests -m slow
-
-test-interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow" -n $(WORKERS)
-
-test-simulator: $(INSTALLED)
-	NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest $(EMULATED_TESTS) -m "not slow" -n $(WORKERS)
+# Kernels for GPUs run in Triton's interpreter and Numba's simulator.
+test test-all test-rest: $(INSTALLED)
+	$(PYTEST) $(TIER) $(RANK_TESTS)
+	$(PYTEST) $(TIER) tests $(RANK_TESTS:%=--ignore=%) -n $(WORKERS)
+	TRITON_INTERPRET=1 $(PYTEST) $(TIER) $(EMULATED_TESTS) -n $(WORKERS)
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(TIER) $(EMULATED_TESTS) -n $(WORKERS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
@@ -78,5 +74,5 @@ wheel: $(INSTALLED)
 	$(PYTHON) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage
+	rm -rf $(VENV) build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

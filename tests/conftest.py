@@ -1,9 +1,14 @@
-"""Backends as a parameter, poisoned memory, and lengths that tests share."""
+"""Tiers of tests, backends as a parameter, poisoned memory, and a folder in the checkout for compiled kernels."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+# Numba reads it when it is imported. Processes that tests start inherit it.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".kernel_cache"))
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from bagua_kernels import knobs
 from bagua_kernels.jit import op
+from tests import grids
 
 EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
 
@@ -52,13 +58,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", found, ids=[f"{t.backend}-{t.device.type}" for t in found], indirect=True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="full products of parameters, and tests marked as slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    grids.EVERYTHING = config.getoption("--all")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """An emulated run is about kernels; everything else has been tested without."""
-    if not EMULATED:
-        return
-    kernels = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kernels])
-    items[:] = kernels
+    """Keeps the items of the tier: by default none that is slow, and in an emulated run a sample of those about kernels."""
+    kept = list(items)
+    if EMULATED:
+        # Everything else has been tested without.
+        kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
+        sample = {id(item) for item in emulated_sample(kept)}
+        for item in kept:
+            if id(item) not in sample:
+                item.add_marker(pytest.mark.beyond)
+    if not config.getoption("--all"):
+        left_out = {"slow", "beyond"}
+        kept = [item for item in kept if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def emulated_sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns items that have every test function, and of each parameter of a file's functions every value."""
+    parts: list[set[tuple[str, ...]]] = []
+    for item in items:
+        values = item.callspec.params.items()
+        function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+        parts.append({(function,), *((file, name, repr(value)) for name, value in values)})
+    return [items[place] for place in grids.sample(parts)]
 
 
 @pytest.fixture

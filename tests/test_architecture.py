@@ -1,6 +1,7 @@
 """The rules of the house: what lives where, and who may import whom."""
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -45,9 +46,14 @@ def floor_of_module(module: str) -> int | None:
     return max(floor for floor, top in enumerate(FLOORS) if module == top or module.startswith(f"{top}."))
 
 
+@functools.cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Yields line and dotted name of everything that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -71,39 +77,41 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert [name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
-@pytest.mark.parametrize("file", sources(), ids=name_of)
-def test_imports_only_go_down_a_floor(file: Path) -> None:
-    top = file.relative_to(ROOT).parts[0]
-    own = FLOORS.index(top if top == "bagua_kernels" else f"bagua_kernels.{top}")
-    for line, module in imports(file):
-        where = f"{name_of(file)}:{line} imports {module}"
-        assert not module.startswith("."), f"{where}: write it out as bagua_kernels.…"
-        assert module.split(".")[0] not in LINKS, f"{where}: write bagua_kernels.{module}"
-        floor = floor_of_module(module)
-        assert floor is None or floor <= own or name_of(file) in DOORS, f"{where}, which is on a floor above"
-        assert not module.startswith("bagua_kernels.warmup"), f"{where}, which is a command"
+def test_imports_only_go_down_a_floor() -> None:
+    for file in sources():
+        top = file.relative_to(ROOT).parts[0]
+        own = FLOORS.index(top if top == "bagua_kernels" else f"bagua_kernels.{top}")
+        for line, module in imports(file):
+            where = f"{name_of(file)}:{line} imports {module}"
+            assert not module.startswith("."), f"{where}: write it out as bagua_kernels.…"
+            assert module.split(".")[0] not in LINKS, f"{where}: write bagua_kernels.{module}"
+            floor = floor_of_module(module)
+            assert floor is None or floor <= own or name_of(file) in DOORS, f"{where}, which is on a floor above"
+            assert not module.startswith("bagua_kernels.warmup"), f"{where}, which is a command"
 
 
-@pytest.mark.parametrize("file", sources(), ids=name_of)
-def test_optional_packages_are_imported_by_their_backends_only(file: Path) -> None:
-    if name_of(file).endswith(MAY_IMPORT_OPTIONAL_PACKAGES):
-        return
-    for line, module in imports(file):
-        for package in OPTIONAL_PACKAGES:
-            assert module != package, f"{name_of(file)}:{line}"
-            assert not module.startswith(f"{package}."), f"{name_of(file)}:{line}"
+def test_optional_packages_are_imported_by_their_backends_only() -> None:
+    for file in sources():
+        if name_of(file).endswith(MAY_IMPORT_OPTIONAL_PACKAGES):
+            continue
+        for line, module in imports(file):
+            for package in OPTIONAL_PACKAGES:
+                assert module != package, f"{name_of(file)}:{line}"
+                assert not module.startswith(f"{package}."), f"{name_of(file)}:{line}"
 
 
-@pytest.mark.parametrize("file", sources(), ids=name_of)
-def test_environment_is_read_by_the_knobs_only(file: Path) -> None:
-    if name_of(file) in MAY_READ_THE_ENVIRONMENT:
-        return
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
-        if isinstance(node, ast.Attribute | ast.Name):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id
-            assert name not in ("environ", "getenv", "environb"), f"{name_of(file)}:{node.lineno} reads the environment"
-        elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            assert not {alias.name for alias in node.names} & {"environ", "getenv"}, f"{name_of(file)}:{node.lineno}"
+def test_environment_is_read_by_the_knobs_only() -> None:
+    for file in sources():
+        if name_of(file) in MAY_READ_THE_ENVIRONMENT:
+            continue
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Attribute | ast.Name):
+                name, line = (node.attr if isinstance(node, ast.Attribute) else node.id), node.lineno
+                assert name not in ("environ", "getenv", "environb"), f"{name_of(file)}:{line} reads the environment"
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                assert not {alias.name for alias in node.names} & {"environ", "getenv"}, (
+                    f"{name_of(file)}:{node.lineno}"
+                )
 
 
 @pytest.mark.parametrize("name", LINKS)
