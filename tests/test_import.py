@@ -35,6 +35,12 @@ def test_import_leaves_optional_packages_alone(module: str) -> None:
     assert sorted(loaded & set(OPTIONAL_PACKAGES)) == []
 
 
+@pytest.mark.parametrize("module", ["comm", "compression", "optim", "algorithms"])
+def test_import_leaves_the_compiler_alone(module: str) -> None:
+    """Numba takes half a second to import: it is loaded when the first kernel is needed."""
+    assert run(f"import sys, torch\nimport bagua_kernels.{module}\nprint('numba' in sys.modules)") == "False\n"
+
+
 def test_import_is_fast() -> None:
     program = (
         "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import extending, types
 
-from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_vectors, scalar
+from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, scalar
 from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 
@@ -41,7 +41,7 @@ scalar.install(extending, types, single=IEEE, double=IEEE, options=_OWN)
 
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-_SOURCES = [inspect.getsource(module) for module in (scalar, _numba_cpu_intrinsics, _numba_cpu_vectors)]
+_SOURCES = [inspect.getsource(module) for module in (scalar, _numba_cpu_intrinsics)]
 VOCABULARY = digest(*_SOURCES, sorted(OPTIONS.items()))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from bagua_kernels import knobs
 
@@ -68,6 +70,19 @@ def end() -> None:
         if _clock.timer is not None:
             _clock.timer.cancel()
             _clock.timer = None
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """For the import of a compiler, which takes half a second: the clock runs, but nothing is announced."""
+    with _clock.lock:
+        _clock.depth += 1
+        if _clock.depth == 1:
+            _clock.begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        end()
 
 
 def _announce(folder: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from bagua_kernels import knobs
 from bagua_kernels.errors import BackendUnavailableError
+from bagua_kernels.jit import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,11 @@ class Op:
 
     Attributes:
         package: the launcher's full module name.
+        only: the name of the one backend that the launcher has, whatever `BAGUA_KERNELS_BACKEND` is; None if it has all.
     """
 
     package: str
+    only: str | None = None
 
     def backend(self, device: torch.device) -> ModuleType:
         """The module that serves tensors on `device`, imported on first use.
@@ -72,7 +75,7 @@ class Op:
         Raises:
             BackendUnavailableError: no backend can, or the one asked for cannot; the message has every reason.
         """
-        return _backend_module(self.package, device.type, knobs.BACKEND.get())
+        return _backend_module(self.package, device.type, self.only or knobs.BACKEND.get())
 
 
 def available(device: torch.device) -> list[str]:
@@ -91,7 +94,8 @@ def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
         if refusal is None:
             if reasons and device_type == backend.device_type and choice == "auto":
                 _log_fallback(backend.name, device_type, tuple(reasons))
-            return importlib.import_module(f"{package}._{backend.name}")
+            with compiling.loading():
+                return importlib.import_module(f"{package}._{backend.name}")
         if device_type == backend.device_type or choice == backend.name:
             reasons.append(refusal)
     asked = "" if choice == "auto" else f" as {knobs.BACKEND.variable}={choice} asks"

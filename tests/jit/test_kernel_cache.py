@@ -3,6 +3,7 @@
 import fcntl
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -186,3 +187,50 @@ def test_clock_stands_still_while_kernels_are_compiled() -> None:
     assert compiling.clock() == first
     compiling.end()
     assert before <= first <= compiling.clock()
+
+
+# Compiles one kernel of PowerSGD and one of an optimizer, and prints the name of one that PowerSGD would compile.
+TWO_KERNELS = """
+import numpy as np, torch
+from bagua_kernels.jit._numba_cpu import VOCABULARY
+from bagua_kernels.launchers import elementwise, low_rank
+from bagua_kernels.rules.optimizers import ElementwiseRule
+
+def negated(x):
+    return -x
+
+elementwise.apply(ElementwiseRule("negated", negated, 1, (0,)), [torch.ones(4)], [])
+low_rank.orthonormalize(torch.ones(1, 4, 2))
+print(VOCABULARY, low_rank.OP.backend(torch.device("cpu")).kernels((1,)).project.__name__)
+"""
+
+
+def test_a_change_of_powersgd_leaves_other_kernels_in_the_cache(tmp_path: Path) -> None:
+    copy, cache = tmp_path / "copy", tmp_path / "cache"
+    skipped = shutil.ignore_patterns("__pycache__", "comm", "algorithms")
+    shutil.copytree(ROOT / "bagua_kernels", copy / "bagua_kernels", ignore=skipped)
+
+    def compiled() -> tuple[list[str], dict[bool, set[tuple[Path, int]]]]:
+        """What was printed, and the entries with their times: those of PowerSGD, and the others."""
+        environment = {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(copy), "PATH": ""}
+        command = [sys.executable, "-c", TWO_KERNELS]
+        result = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        entries: dict[bool, set[tuple[Path, int]]] = {False: set(), True: set()}
+        for path in cache.rglob("*.nbc"):
+            entries[path.parent.name.startswith("low_rank_")].add((path, path.stat().st_mtime_ns))
+        return result.stdout.split(), entries
+
+    (vocabulary, project), before = compiled()
+    assert before[True]
+    assert before[False]
+    assert compiled() == ([vocabulary, project], before)
+    for file in (copy / "bagua_kernels/launchers/low_rank").glob("*.py"):
+        file.write_text(file.read_text() + "\nCHANGED = True\n")
+    (same_vocabulary, other_project), after = compiled()
+    assert after[False] == before[False]
+    assert not after[True] & before[True]
+    assert same_vocabulary == vocabulary
+    assert other_project != project

@@ -17,7 +17,7 @@ import torch
 from bagua_kernels.compression.codec import MASK
 from bagua_kernels.compression.powersgd.low_rank import LowRankState, Stack
 from bagua_kernels.compression.powersgd.orthonormal import orthonormalize
-from bagua_kernels.launchers.low_rank._numba_cpu import KEEP_LEFT, KEEP_RIGHT
+from bagua_kernels.launchers.low_rank import KEEP_LEFT, KEEP_RIGHT
 
 
 @dataclass(frozen=True)

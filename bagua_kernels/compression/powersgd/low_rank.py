@@ -17,9 +17,8 @@ import torch
 
 from bagua_kernels.compression.codec import fold_seed
 from bagua_kernels.compression.powersgd.orthonormal import finite, gaussian, name_number, orthonormalize, power_of_two
-from bagua_kernels.launchers.low_rank._numba_cpu import KEEP_LEFT, KEEP_NOTHING, KEEP_RIGHT
-from bagua_kernels.launchers.low_rank._numba_cpu_passes import Passes, suits
-from bagua_kernels.launchers.low_rank._numba_cpu_update import update_tensors
+from bagua_kernels.launchers.low_rank import KEEP_LEFT, KEEP_NOTHING, KEEP_RIGHT, suits
+from bagua_kernels.launchers.low_rank.passes import Passes
 from bagua_kernels.launchers.multitensor import TensorUpdate
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class LowRankState:
         self._take("finish", factor, self._last)
         chosen = [place for place, small in enumerate(self._small) if small]
         by_stack = [[updates[m.place] for m in s.matrices] for s in self._stacks]
-        found = update_tensors(self._passes, self._memory(), chosen, by_stack, self._keeps)
+        found = self._passes.update(self._memory(), chosen, by_stack, self._keeps)
         self._end_step(dict(zip(chosen, found, strict=True)), None)
 
     def _end_step(self, kept: Mapping[int, Sequence[bool]], out: list[list[torch.Tensor]] | None) -> None:

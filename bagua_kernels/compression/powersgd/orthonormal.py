@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_kernels.launchers.low_rank import _numba_cpu_orthonormal
+from bagua_kernels.launchers import low_rank
 from bagua_kernels.rules.random import random_bits, random_key
 
 
@@ -52,7 +52,7 @@ def orthonormalize(p: torch.Tensor) -> None:
             becomes NaN.
     """
     if p.dtype == torch.float32 and p.device.type == "cpu":
-        _numba_cpu_orthonormal.orthonormalize(p)
+        low_rank.orthonormalize(p)
     else:
         orthonormalize_by_operations(p)
 

@@ -8,30 +8,18 @@ them by a table. What all ranks compute alike has the bits of `docs/powersgd.md`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import torch
 
 from bagua_kernels.jit._numba_cpu import compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, store_fence
-from bagua_kernels.jit._numba_cpu_vectors import nothing, total_of
-from bagua_kernels.launchers.low_rank._numba_cpu_orthonormal import power_of_two
-from bagua_kernels.launchers.low_rank._numba_cpu_rows import AHEAD, row_rules
-
-# What the table tells of a matrix: its lengths, and where its parts are in memory. TURNED has room for a right factor by columns.
-FIELDS = (
-    *("ROWS", "COLUMNS", "RANK", "TOTAL", "BEFORE", "BEFORE_LEFT", "BEFORE_RIGHT"),
-    *("LEFT", "RIGHT", "KEPT", "DRAWN", "TURNED", "KEPT_LEFT", "GIVEN"),
-)
-ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(FIELDS))
-# Which averaged factors a step leaves to later ones.
-KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
-_LINE = 64  # bytes of a cache line
-_NEAR = 6 << 10  # bytes of sums that cost little to come back to; a part of the nearest cache
-IN_REGISTERS = (1, 2, 4)  # ranks that are compiled each by itself
+from bagua_kernels.jit._numba_cpu import run_parallel as run_parallel
+from bagua_kernels.launchers.low_rank import RANK
+from bagua_kernels.launchers.low_rank._numba_cpu_orthonormal import orthonormalize as orthonormalize
+from bagua_kernels.launchers.low_rank._numba_cpu_places import any_rank, parts
+from bagua_kernels.launchers.low_rank._numba_cpu_rows import row_rules
+from bagua_kernels.launchers.low_rank._numba_cpu_update import update_kernel as update_kernel
 
 
 def project_some(place, begin, end):
@@ -72,30 +60,6 @@ def over_places(table, places):
     """Takes matrices through `work`."""
     for at in range(places.size):
         work(table[places[at]])
-
-
-def choose(rank, *arguments):
-    if rank == HERE:
-        return here(*arguments)
-    return elsewhere(rank, *arguments)
-
-
-def take_any(rank, *arguments):
-    return here(*arguments)
-
-
-def choose_right(place):
-    """Writes the right factor that is used next, by columns."""
-    columns, rank = place[COLUMNS], place[RANK]
-    kept, drawn = matrix(place[KEPT], columns, rank), matrix(place[DRAWN], columns, rank)
-    turned = matrix(place[TURNED], rank, columns)
-    for k in range(rank):
-        # A column that became zero would stay zero whatever gradients come.
-        zero = True
-        for j in range(columns):
-            zero &= kept[j, k] == 0
-        for j in range(columns):
-            turned[k, j] = drawn[j, k] if zero else kept[j, k]
 
 
 def gather_some(place, begin, end):
@@ -166,47 +130,6 @@ def keep_all(table, places, small, kept):
             keep_finite(table[places[at]], kept == KEEP_LEFT)
 
 
-def turn_right(place):
-    columns, rank = place[COLUMNS], place[RANK]
-    right, turned = matrix(place[RIGHT], columns, rank), matrix(place[TURNED], rank, columns)
-    for k in range(rank):
-        for j in range(columns):
-            turned[k, j] = right[j, k]
-
-
-def keep_factors(place):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
-    matrix(place[BEFORE_LEFT], rows, rank)[:] = matrix(place[LEFT], rows, rank)
-    matrix(place[BEFORE_RIGHT], rank, columns)[:] = matrix(place[TURNED], rank, columns)
-
-
-def keep_finite(place, only_left):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
-    left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
-    spoilt = np.float32(0)
-    for i in range(rows):
-        for k in range(rank):
-            spoilt += left[i, k] * np.float32(0)
-    for k in range(rank):
-        for j in range(columns):
-            spoilt += right[k, j] * np.float32(0)
-    if spoilt != 0:
-        return
-    if only_left:
-        matrix(place[KEPT_LEFT], rows, rank)[:] = left
-        return
-    kept, unit = matrix(place[KEPT], columns, rank), np.empty(1, np.float32)
-    for k in range(rank):
-        # Only the direction of a column counts; its length, that of a gradient, could overflow the next product.
-        power_of_two(right[k], unit)
-        for j in range(columns):
-            kept[j, k] = right[k, j] / unit[0]
-
-
-def matrix(address, rows, columns):
-    return numba.carray(pointer(address), (rows, columns))
-
-
 class Kernels(NamedTuple):
     """The compiled passes."""
 
@@ -217,29 +140,6 @@ class Kernels(NamedTuple):
     project_and_gather: Any
     approximate: Any
     keep: Any
-
-
-def any_rank(flavours: Sequence[int], of_flavour: Callable[[int], Any]) -> Any:
-    """Compiles a function whose first argument, a rank, chooses among those for some flavours, see `Passes`."""
-    *others, last = flavours
-    found = compile_template(take_any, {"here": of_flavour(last)})
-    for rank in others:
-        found = compile_template(choose, {"HERE": rank, "here": of_flavour(rank), "elsewhere": found})
-    return found
-
-
-@functools.cache
-def parts() -> dict[str, Any]:
-    """The names that passes use, whatever the rank."""
-    fields = {name: number for number, name in enumerate(FIELDS)}
-    memory = {"borrowed": borrowed, "keep": keep, "store_fence": store_fence}
-    sizes = {"LINE": _LINE, "NEAR": _NEAR, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
-    names: dict[str, Any] = {"np": np, "nothing": nothing, "total_of": total_of, **sizes, **fields, **memory}
-    names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
-    names["power_of_two"] = compile_template(power_of_two, {"np": np})
-    for rule in (choose_right, turn_right, keep_factors, keep_finite):
-        names[rule.__name__] = compile_template(rule, names)
-    return names
 
 
 @functools.cache

@@ -7,14 +7,28 @@ products that are rounded each by itself, in the order of the factors' columns.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import prefetch
-from bagua_kernels.jit._numba_cpu_vectors import LANES, load, nothing, panels, repeated, store, stream, total_of
+from bagua_kernels.jit.rule import digest
+from bagua_kernels.launchers.low_rank import _numba_cpu_vectors as vectors
+from bagua_kernels.launchers.low_rank._numba_cpu_vectors import (
+    LANES,
+    load,
+    nothing,
+    panels,
+    repeated,
+    store,
+    stream,
+    total_of,
+)
 
+# Kernels on disk hold compiled vector operations, and must not outlive a change of these.
+VECTORS = digest(inspect.getsource(vectors))
 # Elements ahead of those that are computed with. The processor's own prefetcher stops at each page.
 AHEAD = 384
 
@@ -205,7 +219,7 @@ def store_totals_any(left, sums):
 def row_rules(rank: int) -> dict[str, Any]:
     """Compiles them for factors of so many columns, by name; 0 stands for any number."""
     names: dict[str, Any] = {
-        **{"prefetch": prefetch, "LANES": LANES, "AHEAD": AHEAD, "nothing": nothing},
+        **{"VECTORS": VECTORS, "prefetch": prefetch, "LANES": LANES, "AHEAD": AHEAD, "nothing": nothing},
         **{"load": load, "store": store, "stream": stream, "repeated": repeated, "total_of": total_of, "np": np},
     }
 

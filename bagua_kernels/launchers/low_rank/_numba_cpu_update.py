@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
 
-from bagua_kernels.jit._numba_cpu import compile_template, run_parallel
-from bagua_kernels.launchers.low_rank._numba_cpu import any_rank, parts
-from bagua_kernels.launchers.low_rank._numba_cpu_passes import Passes, Stack
+from bagua_kernels.jit._numba_cpu import compile_template
+from bagua_kernels.launchers.low_rank._numba_cpu_places import any_rank, parts
 from bagua_kernels.launchers.low_rank._numba_cpu_rows import row_rules
-from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, TensorUpdate, Variant
-from bagua_kernels.launchers.multitensor._numba_cpu import NO_KEYS, piece_kernel
+from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, Variant
+from bagua_kernels.launchers.multitensor._numba_cpu import piece_kernel
 
 # Elements of a gradient that are made before they are used: about what the optimizer's kernel asks memory for ahead of itself,
 # so that memory is busy while they are made.
 _NEARBY = 512
-_NO_SUMS = np.zeros((0, 0))
 
 
 def update_some(place, begin, end, addresses, rows, tensor, keys, sums):
@@ -77,34 +74,3 @@ def update_kernel(variant: Variant, flavours: tuple[int, ...]) -> Any:
     }
     names["update_some"] = compile_template(update_some, names)
     return compile_template(update_all, names, parallel=True)
-
-
-def update_tensors(
-    passes: Passes,
-    stacks: Sequence[Stack],
-    chosen: Sequence[int],
-    updates: Sequence[Sequence[TensorUpdate]],
-    kept: int,
-) -> list[list[bool]]:
-    """Updates tensors by P Q^T of all stacks, and then keeps what the next step needs of some.
-
-    Args:
-        passes: of the stacks.
-        stacks: all of them.
-        chosen: numbers of those to keep from.
-        updates: for each stack those of its matrices.
-        kept: see `Passes.approximate`.
-
-    Returns:
-        As `Passes.approximate`, of the stacks that are chosen.
-    """
-    flat = [update for of_stack in updates for update in of_stack]
-    table, small = passes.table(stacks), np.zeros(len(flat), np.bool_)
-    tensors = np.array([update.tensor for update in flat], np.int64)
-    passes.kernels.turn(table, np.arange(len(flat)))
-    for alike in {id(update.table): update for update in flat}.values():
-        rows = np.array([row for row, update in enumerate(flat) if update.table is alike.table], np.int64)
-        theirs = (alike.table.addresses, alike.rows, tensors, NO_KEYS, _NO_SUMS)
-        run_parallel(update_kernel(alike.variant, passes.flavours), table, rows, passes.tasks(rows), small, *theirs)
-    passes.kernels.keep(table, passes.rows_of(chosen), small, kept)
-    return passes.by_stack(chosen, small)

@@ -23,8 +23,8 @@ from bagua_kernels.compression.powersgd.orthonormal import (
     power_of_two,
     tree_sum,
 )
-from bagua_kernels.launchers.low_rank import _numba_cpu as _numba_cpu_low_rank
-from bagua_kernels.launchers.low_rank._numba_cpu_passes import Passes
+from bagua_kernels.launchers import low_rank
+from bagua_kernels.launchers.low_rank.passes import Passes
 from tests.oracles import powersgd as oracle
 
 SHAPES = [(20, 30), (5,), (8, 4, 3, 3), (20, 30), (), (20, 44), (0, 3), (6, 2, 5), (1, 7), (7, 1)]
@@ -680,7 +680,7 @@ def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> Non
         results += [total.clone(), right.clone()]
         passes.gather([stack])
         results.append(right.clone())
-        assert passes.approximate([stack], [0], [[out[0]]], _numba_cpu_low_rank.KEEP_NOTHING) == [[True]]
+        assert passes.approximate([stack], [0], [[out[0]]], low_rank.KEEP_NOTHING) == [[True]]
         found.append([*results, out.clone()])
     assert same(found[0][0], found[0][2])
     assert same(found[0][3], found[0][4])
@@ -689,8 +689,8 @@ def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> Non
 
 
 def test_stacks_have_the_order_of_the_table() -> None:
-    first, last = (_numba_cpu_low_rank.FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
-    assert [name.upper() for name in Stack._fields[1:]] == list(_numba_cpu_low_rank.FIELDS[first:last])
+    first, last = (low_rank.FIELDS.index(name) for name in ("TOTAL", "GIVEN"))
+    assert [name.upper() for name in Stack._fields[1:]] == list(low_rank.FIELDS[first:last])
 
 
 def test_an_output_that_cannot_be_written_keeps_nothing() -> None:

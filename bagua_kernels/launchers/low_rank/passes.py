@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import run_parallel
-from bagua_kernels.launchers.low_rank._numba_cpu import (
-    COLUMNS,
-    GIVEN,
-    IN_REGISTERS,
-    RANK,
-    ROWS,
-    TOTAL,
-    Kernels,
-    kernels,
-)
+from bagua_kernels.launchers.low_rank import COLUMNS, GIVEN, IN_REGISTERS, OP, RANK, ROWS, TOTAL
+from bagua_kernels.launchers.multitensor import TensorUpdate
+
+_CPU = torch.device("cpu")
+_NO_KEYS, _NO_SUMS = np.zeros((0, 2), np.uint32), np.zeros((0, 0))
 
 _TASK = 1 << 15  # elements that a thread takes at a time
 _WIDTH = 1 << 12  # columns of a right factor that a thread sums at a time, at most
@@ -51,7 +45,7 @@ def pieces(places: Any, lengths: Any, sizes: Any) -> Any:
 
 
 # The tensors that an address in the table is of, all but what is given: each of shape (matrices, length, length).
-Stack = Sequence[torch.Tensor]
+Memory = Sequence[torch.Tensor]
 
 
 class Work(NamedTuple):
@@ -72,8 +66,9 @@ class Passes:
         flavours: the ranks that there are, of those whose vectors registers can hold; 0 stands for all others, and is the last.
     """
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
-        """Notes the lengths of stacks."""
+    def __init__(self, stacks: Sequence[Memory]) -> None:
+        """Stores the lengths of stacks, and loads the compiler, so that no step has to."""
+        OP.backend(_CPU)
         counts = [len(s[0]) for s in stacks]
         ends = np.cumsum(counts)
         self._spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -86,11 +81,11 @@ class Passes:
         self.flavours = tuple(sorted(ranks, reverse=True))
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> Any:
         """What is run."""
-        return kernels(self.flavours)
+        return OP.backend(_CPU).kernels(self.flavours)
 
-    def table(self, stacks: Sequence[Stack]) -> Any:
+    def table(self, stacks: Sequence[Memory]) -> Any:
         """The table without tensors that are given. Made anew each time, since a state may be copied, and swaps memory."""
         starts = np.array([[part.data_ptr() for part in s] for s in stacks], np.int64)
         table = np.empty((len(self._offsets), GIVEN + 1), np.int64)
@@ -101,7 +96,7 @@ class Passes:
     def _run(
         self,
         kernel: Any,
-        stacks: Sequence[Stack],
+        stacks: Sequence[Memory],
         chosen: Sequence[int],
         given: Sequence[torch.Tensor],
         prepare: Any = None,
@@ -113,7 +108,7 @@ class Passes:
             table[places, GIVEN] = [t.data_ptr() for t in given]
         if prepare is not None:
             prepare(table, places)
-        run_parallel(kernel, table, places, self.tasks(places, by_columns), small)
+        OP.backend(_CPU).run_parallel(kernel, table, places, self.tasks(places, by_columns), small)
         return Work(table, places, small, self.by_stack(chosen, small))
 
     def rows_of(self, chosen: Sequence[int]) -> Any:
@@ -137,30 +132,30 @@ class Passes:
         return self._tasks[key]
 
     def project(
-        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+        self, stacks: Sequence[Memory], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """Makes M of some stacks, and P of M and Q as it was kept; returns which of their M are below 2^127 in magnitude."""
         return self._run(self.kernels.project, stacks, chosen, _dense(gradients, chosen), self.kernels.choose).by_stack
 
     def project_onto(
-        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+        self, stacks: Sequence[Memory], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """As `project`, of Q as it is."""
         return self._run(self.kernels.project, stacks, chosen, _dense(gradients, chosen), self.kernels.turn).by_stack
 
-    def gather(self, stacks: Sequence[Stack]) -> None:
+    def gather(self, stacks: Sequence[Memory]) -> None:
         """Makes Q = M^T P of all stacks."""
         self._run(self.kernels.gather, stacks, range(len(stacks)), [], by_columns=True)
 
     def project_and_gather(
-        self, stacks: Sequence[Stack], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
+        self, stacks: Sequence[Memory], chosen: Sequence[int], gradients: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[bool]]:
         """As `project`, but makes Q of M and P."""
         dense = _dense(gradients, chosen)
         return self._run(self.kernels.project_and_gather, stacks, chosen, dense, by_columns=True).by_stack
 
     def approximate(
-        self, stacks: Sequence[Stack], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], kept: int
+        self, stacks: Sequence[Memory], chosen: Sequence[int], out: Sequence[Sequence[torch.Tensor]], kept: int
     ) -> list[list[bool]]:
         """Writes P Q^T of some stacks, and then keeps what the next step needs, `KEEP_RIGHT` or its like of the factors.
 
@@ -176,8 +171,33 @@ class Passes:
         self.kernels.keep(done.table, done.places, done.small, kept)
         return done.by_stack
 
+    def update(
+        self,
+        stacks: Sequence[Memory],
+        chosen: Sequence[int],
+        updates: Sequence[Sequence[TensorUpdate]],
+        kept: int,
+    ) -> list[list[bool]]:
+        """Updates tensors by P Q^T of all stacks, and then keeps what the next step needs of some.
 
-def suits(tensor: torch.Tensor) -> bool:
-    """Whether these passes can take a tensor: float32 on the CPU, whose memory holds its numbers."""
-    plain = tensor.layout == torch.strided and not (tensor.is_neg() or tensor._is_zerotensor())
-    return plain and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+        Args:
+            stacks: all of them.
+            chosen: numbers of those to keep from.
+            updates: for each stack those of its matrices.
+            kept: see `approximate`.
+
+        Returns:
+            As `approximate`, of the stacks that are chosen.
+        """
+        flat = [update for of_stack in updates for update in of_stack]
+        table, small = self.table(stacks), np.zeros(len(flat), np.bool_)
+        tensors = np.array([update.tensor for update in flat], np.int64)
+        backend = OP.backend(_CPU)
+        self.kernels.turn(table, np.arange(len(flat)))
+        for alike in {id(update.table): update for update in flat}.values():
+            rows = np.array([row for row, update in enumerate(flat) if update.table is alike.table], np.int64)
+            theirs = (alike.table.addresses, alike.rows, tensors, _NO_KEYS, _NO_SUMS)
+            kernel = backend.update_kernel(alike.variant, self.flavours)
+            backend.run_parallel(kernel, table, rows, self.tasks(rows), small, *theirs)
+        self.kernels.keep(table, self.rows_of(chosen), small, kept)
+        return self.by_stack(chosen, small)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bagua_kernels.jit import _numba_cpu_vectors as vectors
 from bagua_kernels.jit._numba_cpu import compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import store_fence
+from bagua_kernels.launchers.low_rank import _numba_cpu_vectors as vectors
 
 LANES = vectors.LANES
 COUNTS = [0, 1, 7, LANES - 1, LANES]
