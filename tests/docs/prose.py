@@ -75,8 +75,8 @@ def _page(text: str) -> Iterator[tuple[int, str]]:
             lines.append((number, ""))
         elif fenced or re.fullmatch(r"\s*[|: -]*\s*", line):
             lines.append((number, ""))
-        elif line.startswith("|"):
-            lines += [each for cell in line.strip("|").split("|") for each in ((number, cell.strip()), (number, ""))]
+        elif line.strip().startswith("|"):
+            lines += [each for cell in line.strip().strip("|").split("|") for each in ((number, cell.strip()), (number, ""))]
         elif line.startswith("#") or line.startswith("<"):
             lines += [(number, ""), (number, line.lstrip("# ")), (number, "")]
         else:
