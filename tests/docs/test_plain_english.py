@@ -1,0 +1,165 @@
+"""Plain English on all pages and in all docstrings and comments: short sentences, no private phrases, one meaning a word."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.docs.prose import Sentence, sentences
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FLOORS = ("bagua_kernels", "comm", "algorithms")
+SOURCES = [
+    file
+    for folder in (*FLOORS, "bench", "examples")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if not any(parent.is_symlink() for parent in file.parents)
+]
+
+MOST_WORDS = 25
+
+# Beside each pattern, what to write instead.
+PHRASES = {
+    r"\bwhoever\b|\bhis own\b|\bsomebody\b": "name the code, the rank or the caller",
+    r"\btakes? note of\b": "stores",
+    r"\blets? go of\b": "releases, drops",
+    r"\btells?\b": "returns, raises, logs, contains",
+    r"\bsays?\b": "returns, raises, logs, contains",
+    r"\bsigns? of life\b": "heartbeat",
+    r"\bone more says\b|\bwhat is lent\b": "name the noun",
+    r"\b(bytes?|floats?|float32|bits?|seconds|calls?|sockets|connections?|scales?|one|times) an? "
+    r"(rank|element|block|step|host|node|parameter|pair|bucket|call|tensor|process|second)\b": "per",
+    r"\bfor ever so\b|\bhave the wire\b|\bfall short of it\b": "a plain verb",
+}
+
+# Parts of names that have got a field term; on the right, the term.
+WORDS = {
+    "lends": "reads",
+    "adopts": "reads",
+    "late": "has_memory",
+    "settle": "end_step",
+    "units": "loss_scale",
+    "verdict": "diagnosis",
+    "twin": "copy",
+    "meeting": "rendezvous",
+    "attempt": "start",
+    "waits": "yields",
+}
+# Each of these names has one class on all floors.
+ONE_CLASS = ("Layout", "Plan", "Lane", "Part", "Watch", "Store", "Table", "Group", "Counters")
+
+# Files, and folders that end with a slash, that are still to be cleaned. Take a line out when its file is clean.
+STILL_TO_CLEAN = {
+    "sentences": ("algorithms/", "bagua_kernels/", "comm/", "bench/", "CONTRIBUTING.md"),
+    # The page quotes errors of algorithms/wrapping/ddp.py.
+    "phrases": ("algorithms/", "bagua_kernels/", "comm/", "bench/", "CONTRIBUTING.md", "docs/from-ddp.md"),
+    "booleans": ("algorithms/", "bagua_kernels/", "comm/", "bench/"),
+    "names": ("algorithms/", "bagua_kernels/", "comm/"),
+}
+
+
+def place(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+
+
+def clean(files: Iterable[Path], kind: str) -> list[Path]:
+    """The files whose owners have cleaned them."""
+    left = STILL_TO_CLEAN[kind]
+    return [file for file in files if not any(place(file) == each or place(file).startswith(each) for each in left)]
+
+
+def long_sentences(files: Iterable[Path]) -> list[str]:
+    return [
+        f"{place(each.file)}:{each.line}: {each.words} words, expected at most {MOST_WORDS}; divide: {each.text}"
+        for file in files
+        for each in sentences(file)
+        if each.words > MOST_WORDS
+    ]
+
+
+def found_phrases(each: Sentence) -> Iterator[str]:
+    for pattern, instead in PHRASES.items():
+        if found := re.search(pattern, each.text, re.IGNORECASE):
+            yield f"{place(each.file)}:{each.line}: {found[0]!r}; write: {instead}: {each.text}"
+
+
+def private_phrases(files: Iterable[Path]) -> list[str]:
+    return [message for file in files for each in sentences(file) for message in found_phrases(each)]
+
+
+def booleans_without_true(files: Iterable[Path]) -> list[str]:
+    """Descriptions of attributes and arguments, and cells of tables, that begin with "whether"."""
+    return [
+        f"{place(each.file)}:{each.line}: begins with 'whether'; write 'True if …': {each.text}"
+        for file in files
+        for each in sentences(file)
+        if each.text.lower().startswith("whether ")
+    ]
+
+
+def definitions(file: Path) -> Iterator[tuple[int, str]]:
+    """The names of classes, functions and attributes that a file defines, with their lines."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name | ast.Attribute):
+                    yield node.lineno, target.id if isinstance(target, ast.Name) else target.attr
+
+
+def old_names(files: Iterable[Path]) -> list[str]:
+    messages, classes = [], dict[str, str]()
+    for file in files:
+        for line, name in definitions(file):
+            parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+", name)}
+            messages += [
+                f"{place(file)}:{line}: {name}: expected {WORDS[w]!r} instead of {w!r}" for w in parts & set(WORDS)
+            ]
+            if name in ONE_CLASS and classes.setdefault(name, place(file)) != place(file):
+                messages.append(f"{place(file)}:{line}: {name} is a name in {classes[name]} already; expected another")
+    return messages
+
+
+def test_sentences_are_short() -> None:
+    assert not (found := long_sentences(clean(PAGES + SOURCES, "sentences"))), "\n".join(found)
+
+
+def test_phrases_are_plain() -> None:
+    assert not (found := private_phrases(clean(PAGES + SOURCES, "phrases"))), "\n".join(found)
+
+
+def test_booleans_begin_with_true_if() -> None:
+    assert not (found := booleans_without_true(clean(PAGES + SOURCES, "booleans"))), "\n".join(found)
+
+
+def test_names_have_one_meaning() -> None:
+    sources = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in FLOORS]
+    assert not (found := old_names(clean(sources, "names"))), "\n".join(found)
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    """Each check finds its fault in a file that has all of them."""
+    file = tmp_path / "faulty.py"
+    file.write_text(
+        f'"""Does {"very " * MOST_WORDS}much.\n\nAttributes:\n    late: whether it tells four bytes a rank.\n"""\n\n'
+        "late = True  # whoever reads this\n"
+    )
+    page = tmp_path / "faulty.md"
+    page.write_text(f"# Page\n\nA {'long ' * MOST_WORDS}sentence.\n\n| `late` | whether it says so |\n")
+    (line,) = long_sentences([file])
+    assert line.startswith("faulty.py:1: 27 words")
+    assert [message.split()[0] for message in long_sentences([page])] == ["faulty.md:3:"]
+    assert len(private_phrases([file])) == 3
+    assert len(private_phrases([page])) == 1
+    assert [message.split()[0] for message in booleans_without_true([file, page])] == ["faulty.py:4:", "faulty.md:5:"]
+    assert len(old_names([file])) == 1
+
+
+def test_list_of_files_to_clean_names_files() -> None:
+    for kind, left in STILL_TO_CLEAN.items():
+        for each in left:
+            assert (ROOT / each).exists(), f"{each} is gone: take it out of STILL_TO_CLEAN[{kind!r}]"
