@@ -178,8 +178,8 @@ def compare(
     """Runs every case on the reference and on every backend.
 
     Returns:
-        For each operation and dtype, how many cases came out the same (True) and different on each backend; a line for
-        each difference; and the error of each backend that raised one, on which nothing more was tried.
+        For each operation and dtype and each backend the number of equal (True) and different cases. A line for each
+        difference. The error of each backend that raised one; its other cases were skipped.
     """
     counts: dict[tuple[str, str], dict[str, Counter[bool]]] = {}
     differences: list[str] = []

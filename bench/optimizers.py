@@ -1,11 +1,11 @@
 """Measures whole optimizer steps: `python -m bench.optimizers [--compiled] [--output bench/results/optimizers.json]`.
 
-Ours beside every way of PyTorch's, and beside the roof: an in-place scale of 64 Mi float32, which moves memory and computes next
-to nothing. Three models: (a) one tensor of 16 Mi values, (b) 400 tensors of a transformer, 25 M values, (c) 2,000 tensors of
+Our optimizers beside all variants of PyTorch's, and beside the roof: an in-place scale of 64 Mi float32, which mostly moves
+memory. Three models: (a) one tensor of 16 Mi values, (b) 400 tensors of a transformer, 25 M values, (c) 2,000 tensors of
 1,000. A step is the call of `step()`, with hooks, checks of all addresses, and step counters. Rows of a group take turns. A turn
-is one step, which finds the caches as the others left them; for (c), whose 32 MB may stay in a cache, a turn is ten steps.
+is one step, so that the other rows have used the caches before it. For (c), whose 32 MB may stay in a cache, a turn is ten steps.
 
-The last table is the first step of a process: compiled anew, and from the cache on disk.
+The last table shows the first step of a process: with compilation, and with the cache on disk.
 """
 
 from __future__ import annotations

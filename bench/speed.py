@@ -1,7 +1,7 @@
 """Measures all rows in turns in one process: `python -m bench.speed [--output bench/results/cpu.json]`.
 
-On a shared machine a rival that was measured a minute later was measured on another machine, so the rows of a group take
-turns, one run each a round, and medians over the rounds are compared.
+A shared machine has another speed a minute later. Therefore the rows of a group take turns, with one run each per round, and
+their medians over the rounds are compared.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
     """Times each group's rows in turns.
 
     Returns:
-        A dict for each row: group, subject, name, bytes, seconds (median, least, greatest), gb_per_s, its share of the
-        roof's, for a fused path times_unfused (how many times as fast it is as what it replaces), and what the row itself
-        reports.
+        A dict per row: group, subject, name, bytes, seconds (median, least, greatest), gb_per_s, and its share of the
+        roof's. A fused path has times_unfused, the speed relative to the path that it replaces. The row's own values
+        follow.
     """
     results = []
     for rows in groups:

@@ -1,24 +1,24 @@
-"""Trains with every algorithm and compares what is reached: `python -m bench.convergence [--output …/convergence.json]`.
+"""Trains with every algorithm and compares losses and accuracies: `python -m bench.convergence [--output …/convergence.json]`.
 
-    digits      1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples a step, SGD or Adam
-    fashion     Fashion-MNIST, the network of the example, 4 x 16 examples a step, SGD
-    characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters a step, AdamW
+    digits      1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples per step, SGD or Adam
+    fashion     Fashion-MNIST, the network of the example, 4 x 16 examples per step, SGD
+    characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters per step, AdamW
 
-Ranks are threads. Each run of a seed begins with the same parameters and sees the same examples in the same order, so that only
+Ranks are threads. Each run of a seed begins with the same parameters and uses the same examples in the same order, so that only
 the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
 float32 without compression.
 
-Bars: on digits, error feedback brings signs, the largest 0.1 %, rank 1 and DoubleSqueeze to within 8 % of the training loss of
-all-reduce, and without it they are a fifth or more above; on fashion, each algorithm as it is by default, and what is near on
-digits, reaches the test accuracy of all-reduce to within half a point.
+Bars on digits: with error feedback signs, the largest 0.1 %, rank 1 and DoubleSqueeze are within 8 % of the training loss of
+all-reduce. Without it they are a fifth or more above. Bars on fashion: the test accuracy is within half a point of all-reduce,
+with default options and for each row that is near on digits.
 
-Digits and fashion have no momentum in their optimizer: with it, error feedback by signs does not bear the learning rate of
-fashion, as the last row there shows. `DGC`, whose momentum is its own, is compared with all-reduce that has it in the optimizer.
-The rows of digits with "Adam" are compared with all-reduce and Adam.
+The optimizers of digits and fashion have no momentum: with it, error feedback by signs fails at the learning rate of
+fashion, as the last row there shows. `DGC` has its own momentum, and is compared with all-reduce and momentum in the
+optimizer. The rows of digits with "Adam" are compared with all-reduce and Adam.
 
-Characters have no bars: they show what goes with AdamW, and what helps where something does not. `loss_difference` is in nats a
-character. Warm-ups, and freezes of Adam's second moment, end after a fifth of the steps, when the learning rate has risen, or
-after half of them.
+Characters have no bars: they show which algorithms work with AdamW, and which remedies help the others. `loss_difference`
+is in nats per character. Warm-ups, and freezes of Adam's second moment, end after a fifth of the steps, when the learning
+rate has risen, or after half of them.
 """
 
 from __future__ import annotations

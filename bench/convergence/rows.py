@@ -81,7 +81,7 @@ class Row:
 
 
 FORGET = {"error_feedback": False}
-# What becomes of Adam's bias correction at a freeze, and how rows say so.
+# Adam's bias correction at a freeze, by the text in a row's name.
 CORRECTIONS = {"": {}, ", v uncorrected": {"v_correction": "none"}, ", v corrected": {"v_correction": "frozen"}}
 ROWS = [
     Row(BASELINE, algorithms.GradientAllReduce, tasks=ALL),

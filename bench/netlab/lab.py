@@ -1,8 +1,8 @@
 """Several hosts with slow links on one Linux machine: `python -m bench.netlab run -n 4 --rate 100 --delay 5 -- COMMAND`.
 
-Each host is a network namespace with a host name of its own (h0, h1, …; they resolve), joined by a full-duplex link to a
+Each host is a network namespace with its own host name (h0, h1, …; they resolve), joined by a full-duplex link to a
 bridge, the switch, in one more namespace. Nothing leads out of a lab: labs meet neither each other nor the machine's
-network, so that all use the same addresses. It takes root, iproute2 and util-linux; `available` tells what is missing.
+network, so that all use the same addresses. It takes root, iproute2 and util-linux; `available` returns what is missing.
 
 A token bucket of two milliseconds of traffic at each end of a link limits its rate. With one millisecond, what flows is
 3 % below 500 Mbit/s: tokens are lost whenever all processors are busy for longer. TCP's segments are made to fit into the
@@ -138,7 +138,7 @@ class Lab:
         pairs = [(namespace, INTERFACE, self._switch, f"p{host}") for host, namespace in enumerate(self._namespaces)]
         links = netlab_relay.Links(pairs=pairs, delay=self.delay / 1e3, jitter=self.jitter / 1e3, loss=self.loss)
         command = [sys.executable, "-I", "-S", netlab_relay.__file__, json.dumps(links)]
-        # Its end of the pipe it reads from tells the relay when this process is gone.
+        # The relay ends when this pipe closes, which it does with this process.
         self._relay = system.background(command, stdin=subprocess.PIPE)
         answer = self._relay.stdout
         assert answer is not None
@@ -208,7 +208,7 @@ class Lab:
             per_host: ranks on each host.
             env: variables beside `environment` and those of this process.
             timeout: seconds.
-            capture: whether to return what ranks write; otherwise it goes where this process's output goes.
+            capture: True to return the output of ranks; otherwise it goes to this process's output.
         """
         self._runs += 1
         world = self.hosts * per_host
@@ -231,10 +231,10 @@ class Lab:
             system.shape(namespace, device, rate, 2 * self.delay)
 
     def cut(self, host: int) -> None:
-        """Unplugs a host at the switch, also while traffic flows; what the switch has queued for it still arrives.
+        """Unplugs a host at the switch, also while traffic flows. Packets in the switch's queue still arrive.
 
-        The host's own interface stays up with its carrier, so that its programs see nothing but silence, as after a
-        failure somewhere in a network, not an error as after a pulled cable.
+        The host's own interface stays up with its carrier. Its programs get no error, as after a failure somewhere in
+        a network; after a pulled cable they would.
         """
         system.ip(self._switch, f"link set p{host} nomaster")
 

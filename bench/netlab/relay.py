@@ -126,7 +126,7 @@ def main() -> None:
     links: Links = json.loads(sys.argv[1])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     taps = [(_tap(host, name), _tap(switch, port)) for host, name, switch, port in links["pairs"]]
-    # Whoever ends what runs in a host's namespace must not find this process there.
+    # This process leaves the host's namespace, so that it is not ended with the processes there.
     _enter(home)
     # A late relay is more delay than was asked for; where this is not permitted, it competes with the ranks.
     with contextlib.suppress(OSError):

@@ -24,8 +24,8 @@ _HEADERS = 52  # of IP and TCP, with time stamps
 _UNLIMITED = 100_000.0  # Mbit/s; still through a bucket, which counts the bytes on the wire
 _BUCKET_MS = 2.0
 _QUEUE_MS = 20.0
-# Windows for the fastest long link, the usual congestion control, or what namespaces may use instead, and no IPv6 but on
-# the loopback, since devices would send of their own accord.
+# Windows for the fastest long link, and the usual congestion control, or another one that namespaces may use. IPv6 only on
+# the loopback, because devices would send packets of their own.
 _SETTINGS = """
 cd /proc/sys/net/ipv4 && echo 4096 131072 33554432 > tcp_rmem && echo 4096 65536 33554432 > tcp_wmem || exit
 { echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control; } 2> /dev/null || exit
@@ -46,9 +46,9 @@ class Result:
     Attributes:
         rank: its number.
         returncode: negative for a signal.
-        stdout: what it wrote, if that was captured.
+        stdout: its output, if that was captured.
         stderr: as stdout.
-        ended: whether it still ran at the timeout and was ended.
+        ended: True if it still ran at the timeout and was ended.
         cpu_seconds: of the rank and the children that it waited for; 0 if it was ended.
     """
 

@@ -101,7 +101,7 @@ def grid() -> list[dict[str, Any]]:
 
 
 def lossy() -> list[dict[str, Any]]:
-    """A long link that loses packets, where one stream of TCP does not fill the wire: four sockets a pair."""
+    """A long link that loses packets, which one TCP stream does not fill: four sockets per pair."""
     rows = []
     for loss in (0.0, 0.0005):
         with netlab.Lab(2, 1000.0, 20.0, loss=loss) as lab:

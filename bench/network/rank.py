@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def rivals(c: comm.Communicator, operation: str, nbytes: int, names: list[str]) -> dict[str, Call]:
-    """The ways to carry out an operation on `nbytes` bytes of float32 a rank (of the whole vector for an all-reduce)."""
+    """The ways of an operation on `nbytes` bytes of float32 per rank (for an all-reduce: of the whole vector)."""
     n, size = max(1, nbytes // 4), c.size
     x, wide = torch.ones(n), torch.ones(n * size) if operation not in ("all_reduce", "broadcast") else torch.ones(0)
     out = torch.empty_like(wide)
@@ -67,8 +67,8 @@ def measure(c: comm.Communicator, calls: dict[str, Call], rounds: int, order: ra
     """Times rivals in rounds; the order in a round is random, the same everywhere.
 
     Returns:
-        `seconds`: for each rival the median over rounds of the seconds until the last rank is done; and, where both
-        ran, `interval`: between which ratios ours / Gloo lies with 95 % confidence (bootstrap over rounds).
+        `seconds`: for each rival the median over rounds of the seconds until the last rank is done. `interval`, if both
+        ran: the 95 % interval of the ratio ours / Gloo (bootstrap over rounds).
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):

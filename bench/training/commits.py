@@ -1,8 +1,8 @@
 """Training steps of this working tree against those of a commit: `python -m bench.training.commits REVISION [--output FILE]`.
 
-Whole jobs of both take turns on emulated hosts, as in `bench.training`, each time in the other order. A row is one algorithm at
-one rate; its ratio is the geometric mean over pairs of jobs of their medians' ratios, with a 95 % interval by Student's t. What
-is far from 1 for `ddp`, which no commit of this project changes, is the machine's noise.
+Whole jobs of both take turns on emulated hosts, as in `bench.training`, each time in the other order. A row is one
+algorithm at one rate. Its ratio is the geometric mean over pairs of jobs of their medians' ratios, with a 95 % interval by
+Student's t. No commit changes `ddp`: the distance of its ratio from 1 is the machine's noise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Key = tuple[str, float | None]
 
 
 def job(root: Path, model: str, rates: list[float | None], rounds: int, tunings: dict[str, str]) -> dict[Key, float]:
-    """Median seconds a step of each algorithm at each rate, in one job of a checkout; fills `tunings` if they are empty."""
+    """Median seconds per step of each algorithm at each rate, in one job of a checkout; fills `tunings` if they are empty."""
     plan = [(rate, rounds, _COUNTED) for rate in rates]
     settings = {"model": model, "groups": [(group, plan) for group in _GROUPS], "tunings": tunings}
     told = run(_HOSTS, "steps", settings, root)

@@ -85,7 +85,7 @@ def links(lab: netlab.Lab) -> Iterator[str]:
 
 
 def run(hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT) -> dict[str, Any]:
-    """Runs a part of the checkout in `root` on one rank a host; rank 0 says what links carry."""
+    """Runs a part of the checkout in `root` on one rank per host; rank 0 sets the links."""
     with netlab.Lab(hosts) as lab, links(lab) as address:
         told = json.dumps({"part": part, "links": address, "budget": _TUNING, **settings})
         # Commits from before the rooms have it elsewhere.
@@ -94,7 +94,7 @@ def run(hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT) -> 
         results = lab.run(command, env={"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}, timeout=3600)
     bad = [result for result in results if result.returncode]
     if bad:
-        # The first to end with an error is seldom rank 0; all of them may tell something.
+        # The first rank with an error is seldom rank 0; each error may help.
         text = "\n".join(f"rank {one.rank} ended with {one.returncode}:\n{one.stderr[-2500:]}" for one in bad)
         raise RuntimeError(text)
     answer: dict[str, Any] = json.loads(results[0].stdout.split("RESULT ", 1)[1])
@@ -133,7 +133,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     tunings: dict[str, str] = {}
     rates = [plan(rate, options.steps) for rate in options.rates]
     for model in options.models:
-        # Whether compression pays is tried where it hardly does.
+        # `only_if_faster` is measured without a limit, where compression hardly pays.
         unlimited = [rate for rate in rates if rate[0] is None]
         groups = [*((group, rates) for group in _METHODS), *((["ddp", *names], unlimited) for names in _TRIED)]
         settings = {"model": model, "groups": [group for group in groups if group[1]], "tunings": tunings}
@@ -214,7 +214,7 @@ def show_bars(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         for bar in row["bars"]:
             low, high = bar["interval"]
-            # An interval from a few steps says little.
+            # An interval from a few steps means little.
             surely = "" if bar["counted"] < _MANY or low <= bar["bar"] <= high else "surely "
             verdict = "met" if bar["ratio"] <= bar["bar"] else "missed"
             place = (row.get("model", "resnet18"), f"{row.get('rate_mbit') or '-'}")

@@ -116,8 +116,8 @@ class Rival:
         Args:
             name: "alone", "ddp", "ddp" and a hook, or one of `OURS`.
             of: the model's name.
-            keep: whether gradients are zeroed instead of dropped before a step.
-            wrapper: the algorithm, instead of the one that the name says.
+            keep: True if gradients are zeroed instead of dropped before a step.
+            wrapper: the algorithm, instead of the one of that name.
             **options: more arguments of ours.
         """
         self.name, self.keep = name, keep
@@ -157,7 +157,7 @@ class Rival:
             self.step()
 
     def try_out(self) -> str:
-        """Takes the steps that an algorithm takes to find out whether compression pays; says what it has found."""
+        """Takes the steps in which an algorithm measures whether compression pays; returns the result."""
         if self.algorithm is None or "if faster" not in self.name:
             return ""
         while self.algorithm.stats().trial not in ("compressed", "plain"):
@@ -198,13 +198,13 @@ def measure(
 ) -> tuple[Times, dict[str, dict[str, float]]]:
     """Takes steps in blocks of one rival; the order of blocks in a round is random, the same everywhere.
 
-    A block begins with a step that is not counted, and nothing waits between its steps: as in training, a step meets what the
-    last one has left under way, and ranks that are as far apart as the rival lets them be. A step lasts from the moment
-    when the last rank is through with the one before until the moment when the last rank is through with it.
+    A block begins with a step that is not counted. There is no barrier between its steps: as in training, messages of the last
+    step may still be under way, and ranks may be apart. A step lasts from the end of the previous step to its own end, both on
+    the last rank.
 
     Returns:
-        For each rival the seconds of each step; and of a step, the mean over ranks: `cpu` seconds, `bytes` that left the host,
-        and of ours the seconds of `exchange` and those that training `wait`ed for them.
+        For each rival the seconds of each step. Per step, as a mean over ranks: `cpu` seconds and `bytes` that left the host. For
+        our algorithms also the seconds of `exchange`, and `wait`, those in which training waited for them.
     """
     moments: Times = {name: [] for name in rivals}
     costs = {name: dict.fromkeys(("cpu", "bytes", "exchange", "wait"), 0.0) for name in rivals}
@@ -386,9 +386,9 @@ PARTS = {"steps": steps, "engine": engine, "overlap": overlap}
 
 
 def keep_to_own_cores(rank: int, size: int) -> None:
-    """Has a host keep to its share of the processors, as hosts do.
+    """Restricts a host to its share of the processors.
 
-    Left to the scheduler, whoever is ahead takes those of the others, and all wait for the last.
+    Otherwise the rank that is ahead would use the cores of the others, and all would wait for the last rank.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[rank % len(cores) :: size])

@@ -1,10 +1,10 @@
 """Block codecs without this package: as one writes them with PyTorch operations, and PyTorch's own where it has some.
 
-Library routes exist for three codecs: `quantize_per_channel`, over a view of shape (blocks, block), does `AbsMaxInt8`, and
-the row-wise prepacking of embedding tables does `MinMaxUInt8` and `MinMaxUInt4`, for 4 bits with scales in float16. The
-prepacking serves CPUs only, and `quantize_per_channel` is left at that too, since it was not tried on a GPU. PyTorch has no
-route for the others: its 4-bit tensors are unsigned, and nothing in it packs signs, rounds at random, scales float8 by
-blocks, or adds quantized gradients.
+Library routes exist for three codecs. `quantize_per_channel`, over a view of shape (blocks, block), does `AbsMaxInt8`. The
+row-wise prepacking of embedding tables does `MinMaxUInt8` and `MinMaxUInt4`, for 4 bits with scales in float16. Prepacking
+works on CPUs only; `quantize_per_channel` is used on CPUs only too, because it was not tried on a GPU. PyTorch has no route
+for the others: its 4-bit tensors are unsigned. Nothing in it packs signs, rounds at random, scales float8 by blocks, or
+adds quantized gradients.
 """
 
 from __future__ import annotations
