@@ -57,11 +57,11 @@ class CollectiveTimeoutError(_WithRanks):
 
 
 def follow_up(error: BaseException, text: str) -> RuntimeError:
-    """Returns an error of the same kind and with the same ranks as one before it, for what fails because of that one.
+    """Returns an error of the same kind and with the same ranks as an earlier one, for operations that fail because of it.
 
     Args:
         error: the first one; anything but a `CommunicationError` becomes a RuntimeError.
-        text: what the new one says.
+        text: message of the new error.
     """
     if isinstance(error, _WithRanks):
         return type(error)(text, error.ranks)

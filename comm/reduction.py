@@ -9,12 +9,12 @@ import torch
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all ranks become one.
+    """The reduction of the values of all ranks to one.
 
-    `AVG` takes floating-point tensors only. float32 and float64 are summed and then divided by the number of ranks;
+    `AVG` takes floating-point tensors only. float32 and float64 are summed and then divided by the number of ranks.
     float16 and bfloat16 are divided first, so that the sum of large float16 values does not overflow.
     `BAND`, `BOR` and `BXOR` take integers and bool. On bool, `SUM` and `MAX` are "or", `PRODUCT` and `MIN` are "and".
-    What `MIN` and `MAX` make of a NaN is left to the backend.
+    The result of `MIN` and `MAX` with a NaN depends on the backend.
     """
 
     SUM = "sum"

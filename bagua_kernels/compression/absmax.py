@@ -15,8 +15,8 @@ from bagua_kernels.rules.quantizers import BlockQuantizer
 def level_variance(block: int, levels: int) -> float:
     """The bound of the relative variance of stochastic rounding to levels up to a block's greatest magnitude.
 
-    One element is at the outermost level and exact. The variance of another, of r steps, is at most 1/4 and at most r, so that
-    all of them together are below (block - 1) / 4 steps^2, and below sqrt(block - 1) / (2 levels) of the norm.
+    One element is at the outermost level and exact. The variance of another element of r steps is at most 1/4 and at most r.
+    Their sum is below (block - 1) / 4 steps^2, and below sqrt(block - 1) / (2 levels) of the norm.
     """
     return min((block - 1) / (4 * levels**2), math.sqrt(block - 1) / (2 * levels))
 
@@ -44,13 +44,13 @@ class AbsMax(BlockCodec):
 
 @dataclass(frozen=True)
 class AbsMaxInt8(AbsMax):
-    """8 bits an element: -127 to 127 times the 127th part of a block's greatest magnitude.
+    """8 bits per element: -127 to 127 times the 127th part of a block's greatest magnitude.
 
-    Zero stays zero, a block of equal values is exact, scaling the input scales the output, and a block with an inf or NaN
-    decodes to NaN. Costs half as much for scales as `MinMaxUInt8` and is as exact where values lie around zero.
+    Zero stays zero, and a block of equal values is exact. Scaling the input scales the output. A block with an inf or NaN decodes
+    to NaN. Scales take half as many bytes as with `MinMaxUInt8`, and values around zero are as exact.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096; 1.016 bytes an element at 256.
+        block: elements per block, a power of two from 32 to 4096; 1.016 bytes per element at 256.
         stochastic: round up or down at random, so that the error is zero on average, instead of to the nearest level.
     """
 
@@ -61,10 +61,10 @@ class AbsMaxInt8(AbsMax):
 
 @dataclass(frozen=True)
 class AbsMaxInt4(AbsMax):
-    """4 bits an element: -7 to 7 times the 7th part of a block's greatest magnitude; otherwise as `AbsMaxInt8`.
+    """4 bits per element: -7 to 7 times the 7th part of a block's greatest magnitude; otherwise as `AbsMaxInt8`.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096; 0.53 bytes an element at 128.
+        block: elements per block, a power of two from 32 to 4096; 0.53 bytes per element at 128.
         stochastic: round up or down at random.
     """
 

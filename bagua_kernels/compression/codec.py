@@ -57,12 +57,12 @@ class Codec(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether payloads may be added by the network itself: such a codec is a `Summable`."""
+        """True if the network itself may add payloads; the codec is then a `Summable`."""
         ...
 
     @property
     def stochastic(self) -> bool:
-        """Whether `encode` and `reduce` need a seed that differs from message to message."""
+        """True if `encode` and `reduce` need a seed that is different for each message."""
         ...
 
     def payload_size(self, n: int) -> int:
@@ -202,9 +202,9 @@ def check_switches(codec: Any) -> None:
 
 
 def fold_seed(*numbers: int) -> int:
-    """Makes one 64-bit seed from what tells a message apart: a seed, the step, the bucket, the rank, the pass.
+    """Makes one 64-bit seed from numbers that identify a message: a seed, the step, the bucket, the rank, the pass.
 
-    Defined in `docs/wire-format.md`, so that any rank can compute any other's.
+    `docs/wire-format.md` defines the function, so that any rank can compute the seeds of the others.
     """
     state = 0x9E3779B97F4A7C15
     for number in numbers:

@@ -48,8 +48,8 @@ class ErrorFeedback:
         """Wraps a codec.
 
         Args:
-            codec: what encodes.
-            scale_unbiased: whether an unbiased codec is scaled as above instead of refused.
+            codec: the codec that encodes.
+            scale_unbiased: True if an unbiased codec is scaled as above instead of refused.
             dtype: of residuals: float32, or float64 to study rounding.
 
         Raises:
@@ -77,7 +77,7 @@ class ErrorFeedback:
         self._loose: dict[str, torch.Tensor] = {}
 
     def lay_out(self, vectors: Mapping[str, Sequence[Piece]]) -> None:
-        """Says which tensors lie where in which vectors; called again, residuals move to their tensors' new places.
+        """Sets the positions of tensors in vectors. A later call moves residuals to their tensors' new positions.
 
         Elements between pieces are padding: their residuals are dropped, and should be zero.
 
@@ -149,10 +149,10 @@ class ErrorFeedback:
         out: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encodes a vector and what earlier payloads of the same key lacked; updates the residual.
+        """Encodes a vector and the residual of the same key, and updates that residual.
 
         Args:
-            key: tells this vector from others.
+            key: identifies the vector.
             x: shape (n,), as for the codec.
             seed: of stochastic rounding.
             out: the payload; made if None.

@@ -19,14 +19,14 @@ _rule = cache(fp8)
 class FP8(BlockCodec):
     """8-bit floats, scaled so that the greatest magnitude of a block is the greatest number of the format.
 
-    The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2022. Unlike the power-of-two scales of OCP's
-    microscaling formats, which clamp a block's maximum by up to 12.5 % (e4m3) or 25 % (e5m2), the maximum is exact here.
-    The relative error is bounded for values down to 2^-14 (e4m3) or 2^-29 (e5m2) of a block's greatest, where integers lose small
-    values much earlier.
+    The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2022. The
+    power-of-two scales of OCP's microscaling formats clamp a block's maximum by up to 12.5 % (e4m3) or 25 % (e5m2). Here the
+    maximum is exact. The relative error is bounded for values down to 2^-14 (e4m3) or 2^-29 (e5m2) of a block's greatest;
+    integers lose small values much earlier.
 
     Attributes:
         format: "e4m3" (3 mantissa bits) or "e5m2" (2).
-        block: elements a block, a power of two from 32 to 4096.
+        block: elements per block, a power of two from 32 to 4096.
         stochastic: round up or down at random, so that the error is zero on average, instead of to nearest, ties to even.
     """
 

@@ -26,8 +26,8 @@ class MinMax(BlockCodec):
     def _relative(self) -> float:
         """The bound of the squared error, relative to that of the vector.
 
-        In the worst block two elements are at the ends of the range, which has at least the norm range^2 / 2, and all others
-        are zero half-way between two levels, each with an error (or, rounded stochastically, a variance) of step^2 / 4.
+        In the worst block two elements are at the ends of the range; their squared norm is at least range^2 / 2. All others are
+        zero, half-way between two levels. Each has an error (or, rounded stochastically, a variance) of step^2 / 4.
         """
         return (self.block - 2) / 4 / (self.RULE.levels**2 / 2)
 
@@ -44,15 +44,15 @@ class MinMax(BlockCodec):
 
 @dataclass(frozen=True)
 class MinMaxUInt8(MinMax):
-    """8 bits an element on a grid of 256 levels from a block's minimum to its maximum (BAGUA, VLDB 2022, section 3.1).
+    """8 bits per element on a grid of 256 levels from a block's minimum to its maximum (BAGUA, VLDB 2022, section 3.1).
 
-    The grid is anchored at the block's minimum and the levels are clamped, which BAGUA's own formula misses: a block far
-    from zero, or of a range below 1e-7, keeps its full precision here. A block of equal values is exact, scaling the input
-    scales the output, and a block with an inf or NaN decodes to NaN.
+    The grid starts at the block's minimum and the levels are clamped, which BAGUA's own formula does not do. A block far from
+    zero, or with a range below 1e-7, therefore keeps its full precision. A block of equal values is exact, and scaling the
+    input scales the output. A block with an inf or NaN decodes to NaN.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096. Smaller blocks follow the data more closely and cost more:
-            1.03 bytes an element at 256, 1.25 at 32.
+        block: elements per block, a power of two from 32 to 4096. Smaller blocks follow the data more closely and cost more:
+            1.03 bytes per element at 256, 1.25 at 32.
         stochastic: round up or down at random, so that the error is zero on average, instead of to the nearest level.
     """
 
@@ -63,11 +63,11 @@ class MinMaxUInt8(MinMax):
 
 @dataclass(frozen=True)
 class MinMaxUInt4(MinMax):
-    """4 bits an element on a grid of 16 levels from a block's minimum to its maximum; otherwise as `MinMaxUInt8`.
+    """4 bits per element on a grid of 16 levels from a block's minimum to its maximum; otherwise as `MinMaxUInt8`.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096, at most 256 with rounding to nearest; 0.53 bytes an element
-            at 256.
+        block: elements per block, a power of two from 32 to 4096, at most 256 with rounding to nearest; 0.53 bytes per
+            element at 256.
         stochastic: round up or down at random.
     """
 
@@ -78,13 +78,13 @@ class MinMaxUInt4(MinMax):
 
 @dataclass(frozen=True)
 class MinMaxUInt2(MinMax):
-    """2 bits an element on a grid of 4 levels from a block's minimum to its maximum; otherwise as `MinMaxUInt8`.
+    """2 bits per element on a grid of 4 levels from a block's minimum to its maximum; otherwise as `MinMaxUInt8`.
 
-    Rounding to nearest is refused: zero lies half-way between two of four levels, so that the error of a block of small
-    values with two large ones exceeds the block itself, and error feedback would diverge.
+    Rounding to nearest is refused, because zero is half-way between two of four levels. The error of a block of small values with
+    two large ones would then exceed the block itself, and error feedback would diverge.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096; 0.28 bytes an element at 256, 0.5 at 32.
+        block: elements per block, a power of two from 32 to 4096; 0.28 bytes per element at 256, 0.5 at 32.
         stochastic: True.
     """
 

@@ -12,10 +12,10 @@ from bagua_kernels.rules.quantizers import BlockQuantizer
 
 @dataclass(frozen=True)
 class Natural(BlockCodec):
-    """8 bits an element: the sign and one of the two nearest powers of two, drawn so that the mean is right.
+    """8 bits per element: the sign and one of the two nearest powers of two, drawn without bias.
 
-    Horvath et al., "Natural compression for distributed deep learning", 2019, section 2. The paper's code has 9 bits; here a
-    block has a common exponent, below which 126 more powers of two reach, so that 8 are enough. Smaller values become
+    Horvath et al., "Natural compression for distributed deep learning", 2019, section 2. The paper's code has 9 bits.
+    Here 8 are enough, because a block has a common exponent, with 126 powers of two below it. Smaller values become
     zero or the smallest power, still without bias; values beyond 2^127 become 2^127.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Signs: one bit an element, with a block's mean magnitude."""
+"""Signs: one bit per element, with a block's mean magnitude."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bagua_kernels.rules.signs import SIGN, SIGN_TWO_MEANS
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
-    """One bit an element: its sign, times the mean magnitude of its block (EF-signSGD: Karimireddy et al., ICML 2019).
+    """One bit per element: its sign, times the mean magnitude of its block (EF-signSGD: Karimireddy et al., ICML 2019).
 
-    With two means, that of the negative values and that of the others: 1-bit SGD (Seide et al., Interspeech 2014), with
-    blocks instead of columns. Zero counts as positive, on every rank alike; it cannot be represented, so an element that
-    always is zero needs a mask or error feedback.
+    Two means, of the negative values and of the others, make it 1-bit SGD (Seide et al., Interspeech 2014), with blocks
+    instead of columns. Zero counts as positive on every rank. Zero cannot be represented: an element that is always zero
+    needs a mask or error feedback.
 
     Attributes:
-        block: elements a block, a power of two from 32 to 4096; 0.14 bytes an element at 256.
-        two_means: keep a mean for either side.
+        block: elements per block, a power of two from 32 to 4096; 0.14 bytes per element at 256.
+        two_means: True for one mean of the negative values and one of the others.
     """
 
     block: int = 256

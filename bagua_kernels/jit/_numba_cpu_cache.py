@@ -1,8 +1,9 @@
-"""Compiled kernels on disk: damaged entries are replaced, a full disk is survived, one process a host compiles a kernel.
+"""Compiled kernels on disk: damaged entries are replaced, a full disk does no harm, one process per host compiles a kernel.
 
-Numba's own cache raises where an entry cannot be read or written, has processes that start together compile the same kernel
-each, and can give one signature's code to another when two processes write one index at a time. This one keeps a file for
-each kernel and signature, with a checksum, in the folders that Numba chooses (`NUMBA_CACHE_DIR`, or beside the sources).
+Numba's own cache raises an error if an entry cannot be read or written. Processes that start together each compile the same
+kernel. If two processes write one index at the same time, it can return the code of another signature. This cache has one
+file per kernel and signature, with a checksum, in the folders that Numba chooses (`NUMBA_CACHE_DIR`, or beside the
+sources).
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
 class KernelCache(FunctionCache):  # type: ignore[misc]
     """A kernel's cache for Numba's dispatcher, which calls it with Numba's lock for compilers held.
 
-    An entry that is missing is compiled by the first process to take the kernel's lock file; others wait for that one and
-    load what it has saved.
+    The first process to take the kernel's lock file compiles a missing entry. The others wait for it and load the entry that
+    it has saved.
     """
 
     def __init__(self, function: Any) -> None:
@@ -171,8 +172,8 @@ def _locked(path: Path) -> tuple[IO[bytes] | None, bool]:
     """Takes a lock file.
 
     Returns:
-        The open file, or None where the file system has no locks or another process does not end; and whether another
-        process had the lock meanwhile.
+        The open file, or None if the file system has no locks or another process does not end. The second value is True if
+        another process had the lock meanwhile.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What compiling costs in this process: seconds of it, and one line that says what training waits for."""
+"""The cost of compilation in this process: its seconds, and one logged line, so that a user knows why training waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the backend of a launcher: by the tensor's device, or as `BAGUA_KERNELS_BACKEND` says."""
+"""Chooses the backend of a launcher: by the tensor's device, or by `BAGUA_KERNELS_BACKEND`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ def function_from_source(text: str, name: str, names: Mapping[str, Any], file: s
         text: source code with one `def`.
         name: the name that it defines.
         names: its globals.
-        file: a real file to attribute the code to, whose time stamp then guards Numba's on-disk cache; without it the
-            text itself is made known to `inspect` and tracebacks, which Triton reads the source from.
+        file: a real file that the code is attributed to; its time stamp then guards Numba's on-disk cache. Without it the
+            text is added to `linecache`, so that `inspect`, tracebacks and Triton find the source.
     """
     filename = file or f"<bagua_kernels {name} {hash(text) & 0xFFFFFFFFFFFF:x}>"
     if file is None:

@@ -1,4 +1,4 @@
-"""Scalar arithmetic, and nothing else: each function says what happens to one element or to one block's constants.
+"""Scalar arithmetic, and nothing else: each function computes one element or one block's constants.
 
 A rule is plain Python in the vocabulary of `triton.language`, written once. Called directly, on NumPy scalars or arrays,
 it is its own reference; `bagua_kernels.jit.rule` compiles it for Triton, Numba-CUDA and Numba on the CPU. A rule may call

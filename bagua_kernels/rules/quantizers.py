@@ -24,9 +24,9 @@ def no_terms(x, unit):
 class BlockQuantizer:
     """The rules of one block quantizer; `bagua_kernels.launchers.blockwise` runs them.
 
-    A launcher finds the extremes of each block, if asked for also sums over it, makes the stored scales from them, makes four
-    constants from the scales, and applies `encode` to every element. A quantizer that needs fewer constants leaves some 0.
-    `levels` is a compile-time number handed to the rules, so that quantizers of different widths share them.
+    A launcher finds the extremes of each block, and sums over it if `sums` is not 0. It computes the stored scales from
+    these, and four constants from the scales, and applies `encode` to every element. A quantizer that needs fewer constants
+    leaves some 0. `levels` is a compile-time argument of the rules, so that quantizers of different widths share them.
 
     Attributes:
         name: lower-case identifier, used in caches and messages.
@@ -38,11 +38,11 @@ class BlockQuantizer:
         decode_constants: (int32 scale, int32 scale, levels) -> four block constants.
         decode: (int32 code, four constants, levels) -> float32 value.
         bits: bits of a code: 8, 4, 2 or 1.
-        levels: number of levels, or whatever the rules take it for.
-        signed: whether codes are two's complement, so that `decode` gets them with their sign.
-        extremes: "range": low and high are the least and greatest `ordered` key of the block; "magnitude": high is the greatest
+        levels: number of levels, or another number that the rules use.
+        signed: True if codes are two's complement, so that `decode` gets them with their sign.
+        extremes: "range": low and high are the least and greatest `ordered` key of the block. "magnitude": high is the greatest
             of its bits without the sign, low is 0.
-        sums: how many of the three sums are wanted: 0, 1 or 3.
+        sums: number of sums that the rules need: 0, 1 or 3.
         unit: (low, high) -> float32 that `terms` gets.
         terms: (float32 value, unit) -> three float32 summands.
     """
@@ -71,10 +71,10 @@ class BlockQuantizer:
 
 
 def safe_power(magnitude):
-    """(power, inverse): what a block of this greatest magnitude (int32 bits) is multiplied by before and after its arithmetic.
+    """(power, inverse): factors of a block of this greatest magnitude (int32 bits) before and after its arithmetic.
 
-    The power keeps differences from overflowing (blocks reaching 2^126) and keeps steps, reciprocals and products out of the
-    subnormal numbers (blocks below 2^-60), where precision is lost and some devices flush to zero.
+    The power prevents overflow of differences in blocks up to 2^126. In blocks below 2^-60 it keeps steps, reciprocals and
+    products above the subnormal numbers, which lose precision and which some devices flush to zero.
     """
     huge = magnitude >= 0x7E800000
     tiny = magnitude < 0x21800000

@@ -28,8 +28,8 @@ def random_key(seed_low, seed_high, index_high):
 def random_bits(index_low, key, second_key):
     """32 random bits for the element whose index has the low half `index_low`.
 
-    The second key enters between the two multiplications, so that two seeds whose first keys differ by a small number do
-    not give shifted copies of one sequence.
+    The second key enters between the two multiplications. Otherwise two seeds whose first keys differ by a small number would
+    give shifted copies of one sequence.
     """
     x = tl.cast(index_low * 0x9E3779B9 + key, tl.uint32)
     x = tl.cast(x ^ (x >> 16), tl.uint32)

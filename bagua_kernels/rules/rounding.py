@@ -23,8 +23,8 @@ def magnitude(x):
 def ordered(bits):
     """Maps the int32 bits of a float32 to an int32 that compares as the float does, and back (it is its own inverse).
 
-    -0 comes just before +0; NaNs lie beyond the infinities of their sign, so that a minimum and a maximum over keys
-    show any non-finite value for free. Integer minima vectorise and do not depend on their order; float ones do neither.
+    -0 comes just before +0, and NaNs beyond the infinities of their sign. A minimum and a maximum over keys thus show any
+    non-finite value at no cost. Integer minima vectorise and do not depend on their order; float ones do neither.
     """
     return tl.cast(bits ^ ((bits >> 31) & 0x7FFFFFFF), tl.int32)
 

@@ -1,13 +1,13 @@
 """The words that a rule may use, as NumPy functions of the same names and meaning as in `triton.language`.
 
-This is what `tl` stands for when a rule is called as plain Python. Backends put their own words in its place:
+`tl` is this module when a rule is called as plain Python. Backends replace it by their own words:
 `triton.language` itself, or `bagua_kernels.jit.scalar` for Numba. Beside these words a rule may use arithmetic,
 comparison, bit and shift operators, literals, assignment and tuples.
 
-Three cautions make a rule mean the same everywhere. Divide and take roots with `div_rn` and `sqrt_rn`, which are correctly
-rounded on every device; where a product and a sum shall round once, say `fma`, since no backend contracts by itself. After
-integer arithmetic `cast` back to the width you mean, since Numba widens to 64 bits. And decide NaN and ties yourself:
-`minimum` and `maximum` are for integers.
+With three cautions a rule computes the same everywhere. Divide and take roots with `div_rn` and `sqrt_rn`, which are correctly
+rounded on every device. Write `fma` if a product and a sum must round once, because no backend contracts by itself. After integer
+arithmetic `cast` back to the intended width, because Numba widens to 64 bits. Handle NaN and ties explicitly: `minimum` and
+`maximum` are for integers.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def fma(x: Any, y: Any, z: Any) -> Any:
         product = np.multiply(x, y, dtype=np.float64)
         addend = np.asarray(z, np.float64)
         total = product + addend
-        # The product is exact in float64, the sum is not; a second rounding to float32 errs only if the first has hidden on
-        # which side of a tie the sum lies. Making the last bit odd where something was lost keeps that known.
+        # The product is exact in float64, the sum is not. A second rounding to float32 is wrong only if the first one has hidden
+        # the side of a tie on which the sum lies. An odd last bit, where something was lost, keeps that side.
         part = total - product
         lost = (product - (total - part)) + (addend - part)
         bits = total.view(np.int64)

@@ -1,4 +1,4 @@
-"""Compressed collectives over any codec; `docs/compressed-collectives.md` says what goes over the wire.
+"""Compressed collectives over any codec; `docs/compressed-collectives.md` specifies the messages.
 
 all_reduce = all_reduce_for(from_spec("minmax_uint8"), comm.world(), gradient.numel())
 all_reduce(gradient, seed=step)        # the mean over all ranks, with the same bits on all of them

@@ -10,11 +10,11 @@ _ROW_BYTES = 16
 
 
 class ExactPart:
-    """A short vector that is averaged without compression: one chunk a rank, its owner, to whom all send it.
+    """A short vector that is averaged without compression: each rank owns one chunk.
 
-    It adds bytes to the rows of messages that are sent anyway: in one pass every rank sends each owner its chunk (`scatter`),
-    owners take the mean (`reduce`), and in the other they send it to everyone (`gather`). So a rank sends each element
-    2 (P - 1) / P times, whatever the number P of ranks. Sums are taken in float32, in the order of the ranks.
+    The chunks are added to the rows of other messages. In one pass every rank sends each owner its chunk (`scatter`), and owners
+    compute the mean (`reduce`). In the other pass they send the mean to all ranks (`gather`). A rank thus sends each element
+    2 (P - 1) / P times, with P ranks. Sums are in float32, in the order of the ranks.
 
     Args:
         communicator: the ranks.

@@ -89,7 +89,7 @@ class Layout:
         return slice(min(begin, self.n), min(begin + self.width(piece), self.n))
 
     def number(self, piece: int, owner: int) -> int:
-        """What tells this piece of this chunk from all others, for seeds."""
+        """Returns the number that identifies this piece of this chunk in seeds."""
         return piece * self.owners + owner
 
 

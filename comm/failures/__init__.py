@@ -1,1 +1,1 @@
-"""What happens when a rank does not answer: signs of life, who is at fault, and the wait that ends in time."""
+"""A rank that does not answer: heartbeats, the diagnosis of the rank at fault, and waits that end in time."""

@@ -17,7 +17,7 @@ _FOLDER = "/proc/self/fd"
 
 @dataclass
 class Sockets:
-    """The sockets that a library opened in this process, which does not tell their numbers.
+    """The sockets that a library opened in this process, which does not expose their numbers.
 
     Attributes:
         found: their file descriptors, and the inodes by which a descriptor that is used for something else is told apart.

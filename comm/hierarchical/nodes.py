@@ -86,8 +86,8 @@ class Nodes:
     def find(cls, communicator: Communicator, place: Place | None = None) -> Nodes:
         """Finds the nodes of a communicator's ranks; every rank calls it.
 
-        1. Each rank says where it runs.
-        2. All-gather of these.
+        1. Each rank finds the place where it runs.
+        2. All-gather of these places.
         3. Ranks with one name share a node; the same data, and so the same result or error, on every rank.
 
         Args:
@@ -95,8 +95,8 @@ class Nodes:
             place: where this rank runs, if the caller knows better than `Place.here`.
 
         Raises:
-            ValueError: on every rank, naming those at fault: if a variable makes no sense on some rank, if ranks have
-                their names from different sources, or if a node has more ranks than LOCAL_WORLD_SIZE says.
+            ValueError: a variable is invalid on some rank, ranks use different sources of names, or a node has more than
+                LOCAL_WORLD_SIZE ranks. It is raised on every rank and names the ranks at fault.
             CommunicationError: a rank was lost or did not take part in time.
         """
         problem = ""
@@ -175,7 +175,7 @@ class Nodes:
         return [[slice(begin, end) for begin, end in pairwise(piece)] for piece in starts]
 
     def owners(self, shard: int) -> list[int]:
-        """Returns the ranks that own part number `shard` of a vector, one a node: local rank `shard` mod L of L."""
+        """Returns the ranks that own part number `shard` of a vector, one per node: local rank `shard` mod L of L."""
         return [node[shard % len(node)] for node in self.members]
 
     def _lists(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""How the ranks of a torch process group find out that they share a secret, and tell one another where they are."""
+"""Lets the ranks of a torch process group check that they share a secret, and exchange their addresses."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PHRASES = {
     r"\bsays?\b": "returns, raises, logs, contains",
     r"\bsigns? of life\b": "heartbeat",
     r"\bone more says\b|\bwhat is lent\b": "name the noun",
-    r"\b(bytes?|floats?|float32|bits?|seconds|calls?|sockets|connections?|scales?|one|times) an? "
+    r"\b(bytes?|floats?|float32|bits?|seconds|calls?|sockets|connections?|scales?|one) an? "
     r"(rank|element|block|step|host|node|parameter|pair|bucket|call|tensor|process|second)\b": "per",
     r"\bfor ever so\b|\bhave the wire\b|\bfall short of it\b": "a plain verb",
 }

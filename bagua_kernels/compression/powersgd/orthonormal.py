@@ -104,6 +104,6 @@ def power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Whether all elements of each matrix of a stack are finite, shape (matrices, 1, 1)."""
+    """True for each matrix of a stack whose elements are all finite; shape (matrices, 1, 1)."""
     least, greatest = x.flatten(1).aminmax(dim=1)
     return (least.isfinite() & greatest.isfinite()).view(-1, 1, 1)

@@ -16,8 +16,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def apply(rule: ElementwiseRule, arrays: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
     """Runs the rule over all elements, in place.
 
-    Arithmetic is in float32; arrays of float16 and bfloat16 are converted as they are read, and rounded to nearest, ties to
-    even, as they are written. If the arrays are float64, arithmetic is in float64.
+    Arithmetic is in float32. Elements of float16 and bfloat16 are converted when they are read, and rounded to nearest, ties to
+    even, when they are written. If the arrays are float64, arithmetic is in float64.
 
     Args:
         rule: what to do with one element.

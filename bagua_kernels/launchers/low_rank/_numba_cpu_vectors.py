@@ -2,7 +2,7 @@
 
 LLVM makes no vectors of such loops by itself. On processors with narrower vectors it takes several for one.
 
-All arrays are contiguous float32. Additions and multiplications are rounded each by itself, but where it says otherwise.
+All arrays are contiguous float32. Each addition and multiplication is rounded separately, unless noted.
 """
 
 from __future__ import annotations

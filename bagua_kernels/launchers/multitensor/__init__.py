@@ -1,7 +1,7 @@
-"""Maps a rule over many tensors in one launch, through a table of their addresses, with scalars of each tensor's own.
+"""Maps a rule over many tensors in one launch, through a table of their addresses, with separate scalars per tensor.
 
-Nothing is flattened or copied. A tensor may lie anywhere, as long as the tensors of one row of the table have their elements
-in the same order in memory without gaps.
+Nothing is flattened or copied. Tensors may be anywhere in memory. The tensors of one row of the table must have their
+elements in the same order in memory, without gaps.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Variant:
         rule: what to do with one element; array 0 is the parameter and array 1, or the only one, the gradient.
         dtypes: of each array of the rule, then of the extra columns.
         scalars: number of the rule's scalars.
-        extras: columns beside the rule's, of `EXTRAS` in their order. `MASTER`: a float32 copy that the rule works on, of
-            which the parameter is the rounded image; where it is not, somebody has written to the parameter, and that counts.
-            `COMPENSATION`: what the parameter has lost in rounding, in its own dtype (Kahan). `AVERAGE`: a running mean of the
-            parameter, whose rate follows the rule's scalars in `rows`.
-        stochastic: whether a bfloat16 parameter is rounded at random, right on average, instead of to nearest.
+        extras: columns beside the rule's, of `EXTRAS` in their order. `MASTER`: a float32 copy, which the rule updates; the
+            parameter is its rounded value. If it is not, the parameter has been written, and its value is used.
+            `COMPENSATION`: what the parameter has lost in rounding, in its own dtype (Kahan). `AVERAGE`: a running mean of
+            the parameter, whose rate follows the rule's scalars in `rows`.
+        stochastic: True if a bfloat16 parameter is rounded at random without bias, instead of to nearest.
     """
 
     rule: ElementwiseRule
@@ -66,7 +66,7 @@ class Variant:
 
     @property
     def double(self) -> bool:
-        """Whether arithmetic is in float64."""
+        """True if arithmetic is in float64."""
         return self.dtypes[0] == torch.float64
 
     @property
@@ -191,7 +191,7 @@ class TensorUpdate(NamedTuple):
         )
 
     def fits(self, size: int) -> bool:
-        """Whether it is as above, and of a tensor of so many elements."""
+        """True if it is as above, and of a tensor of so many elements."""
         plain = not self.variant.stochastic and not self.variant.rule.sums and self.table.device.type == "cpu"
         float32 = self.variant.dtypes[:2] == (torch.float32, torch.float32)
         return plain and float32 and int(self.table.sizes[self.tensor]) == size
@@ -207,12 +207,12 @@ def load_backend(device: torch.device) -> None:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether there are rules in float64 on the device."""
+    """True if rules can compute in float64 on the device."""
     return bool(OP.backend(device).HAS_FLOAT64)
 
 
 def needs_tensors(device: torch.device) -> bool:
-    """Whether kernels on the device read a table's columns; else only its addresses."""
+    """True if kernels on the device read a table's columns; else they read only its addresses."""
     return bool(OP.backend(device).NEEDS_TENSORS)
 
 

@@ -37,7 +37,7 @@ def write(mask: str, column: int, value: str) -> str:
 def source(variant: Variant) -> str:
     """The text of the kernel.
 
-    The `like` arguments give the columns' types. A whole piece takes a path without masks: the compiler does not know where a
+    The `like` arguments give the columns' types. A whole piece takes a path without masks. The compiler does not know that a
     mask from memory is constant, and would access element by element.
     """
     columns, sums = range(len(variant.dtypes)), range(variant.rule.sums)

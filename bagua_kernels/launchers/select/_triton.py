@@ -1,4 +1,4 @@
-"""Selection in Triton: a program takes a tile of elements, counts its entries, and writes them where a scan says."""
+"""Selection in Triton: a program takes a tile of elements, counts its entries, and writes them to places that a scan computes."""
 
 from __future__ import annotations
 

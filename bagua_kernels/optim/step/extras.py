@@ -12,12 +12,12 @@ Precision = Literal["nearest", "stochastic", "master", "kahan"]
 class Extras:
     """Options of every fused optimizer that `torch.optim` does not have.
 
-    Arithmetic is in float32 for bfloat16 and float16 parameters whatever the options; they say what becomes of the digits that
-    the parameter cannot hold. They do not touch float32 and float64 parameters.
+    For bfloat16 and float16 parameters arithmetic is in float32 with any options. The options decide about the digits that the
+    parameter cannot hold. They do not change float32 and float64 parameters.
 
     Attributes:
         precision: "nearest" rounds, and loses updates smaller than half of a parameter's last digit. "stochastic" rounds up
-            or down at random, right on average (bfloat16 only; no memory). "master" keeps a float32 copy of each parameter in
+            or down at random, without bias (bfloat16 only; no memory). "master" keeps a float32 copy of each parameter in
             its state "master" (4 bytes). "kahan" keeps what was lost in the state "compensation" (2 bytes).
         average: decay of a running mean of the parameters, `mean * average + parameter * (1 - average)`, in the state "average"
             (float32, or float64 for float64 parameters); None for no mean.
