@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.docs.prose import Sentence, sentences
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FLOORS = ("bagua_kernels", "comm", "algorithms")
 SOURCES = [
     file
