@@ -7,26 +7,28 @@ from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
-from bagua_kernels.algorithms.allreduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
-from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
-from bagua_kernels.algorithms.dgc import DGC as DGC
+from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
+from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
+from bagua_kernels.algorithms.fp8_all_reduce import FP8AllReduce as FP8AllReduce
+from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
+from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
+from bagua_kernels.algorithms.natural_compression import NaturalCompression as NaturalCompression
+from bagua_kernels.algorithms.one_bit_sgd import OneBitSGD as OneBitSGD
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
-from bagua_kernels.algorithms.quantized import QSGD as QSGD
-from bagua_kernels.algorithms.quantized import FP8AllReduce as FP8AllReduce
-from bagua_kernels.algorithms.quantized import NaturalCompression as NaturalCompression
-from bagua_kernels.algorithms.quantized import TernGrad as TernGrad
+from bagua_kernels.algorithms.qsgd import QSGD as QSGD
 from bagua_kernels.algorithms.registry import from_spec as from_spec
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register
-from bagua_kernels.algorithms.signs import OneBitSGD as OneBitSGD
-from bagua_kernels.algorithms.signs import SignSGD as SignSGD
-from bagua_kernels.algorithms.sparse import RandomK as RandomK
-from bagua_kernels.algorithms.sparse import TopK as TopK
+from bagua_kernels.algorithms.signsgd import SignSGD as SignSGD
+from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
+from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
+from bagua_kernels.algorithms.sparse.topk import TopK as TopK
 from bagua_kernels.algorithms.stats import Stats as Stats
+from bagua_kernels.algorithms.terngrad import TernGrad as TernGrad
 
 __all__ = [
     "DGC",
@@ -35,8 +37,10 @@ __all__ = [
     "ByteGrad",
     "CompressedAllReduce",
     "DoubleSqueeze",
+    "Exchange",
     "FP8AllReduce",
     "FrozenAdam",
+    "GradientAlgorithm",
     "GradientAllReduce",
     "Guard",
     "NaturalCompression",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.compressed import CompressedAllReduce
+from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.compression import MinMaxUInt8
 
@@ -36,7 +36,7 @@ class ByteGrad(CompressedAllReduce):
         *,
         block: int = 256,
         stochastic: bool = False,
-        **arguments: Any,
+        **options: Unpack[CompressionOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -45,7 +45,8 @@ class ByteGrad(CompressedAllReduce):
             optimizer: as for `Algorithm`.
             block: elements that share a range, a power of two from 32 to 4096; see `MinMaxUInt8`.
             stochastic: round at random instead of to nearest, which makes the mean unbiased.
-            **arguments: as for `CompressedAllReduce`; error feedback is off unless asked for.
+            **options: as for `CompressedAllReduce`; error feedback is off unless asked for.
         """
         codec = MinMaxUInt8(block, stochastic)
-        super().__init__(module, optimizer, codec=codec, **{"error_feedback": False, **arguments})
+        given: CompressionOptions = {"error_feedback": False, **options}
+        super().__init__(module, optimizer, codec=codec, **given)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
-from bagua_kernels.algorithms.policy.schedule import Encoding, Plan
+from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.compression.sparse.codec import SparseCodec
 
@@ -31,7 +31,7 @@ class DoubleSqueeze(CompressedAllReduce):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         codec: Encoding = "sign",
-        **arguments: Any,
+        **options: Unpack[CompressionOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -39,25 +39,21 @@ class DoubleSqueeze(CompressedAllReduce):
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
             codec: any but a sparsifier, whose means are not encoded again; unbiased ones are scaled to contractions.
-            **arguments: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
+            **options: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
 
         Raises:
             ValueError: the codec is a sparsifier or linear, feedback is switched off, or as for `CompressedAllReduce`.
         """
         for name in ("error_feedback", "owner_feedback"):
-            if arguments.get(name) is False:
+            if options.get(name) is False:
                 raise ValueError(
                     f"DoubleSqueeze has error feedback on both passes, got {name}=False: take CompressedAllReduce"
                 )
-        given = Plan.make(codec, groups=arguments.get("groups"))
-        for other in (c for s in (given.default, *(s for _, s in given.groups)) for c in s.codecs):
+        given = Assignment.make(codec, groups=options.get("groups"))
+        for other in given.codecs:
             if other.linear or isinstance(other, SparseCodec):
                 raise ValueError(
                     f"DoubleSqueeze encodes means again, which {other!r} does not: take CompressedAllReduce"
                 )
-        super().__init__(
-            module,
-            optimizer,
-            codec=codec,
-            **{**LARGE_MATRICES, **arguments, "error_feedback": True, "owner_feedback": True},
-        )
+        kept: CompressionOptions = {**LARGE_MATRICES, **options, "error_feedback": True, "owner_feedback": True}
+        super().__init__(module, optimizer, codec=codec, **kept)

@@ -7,11 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.compression.codec import parse_spec
 
 Kind = TypeVar("Kind", bound=type[Algorithm])
-
-_algorithms: dict[str, type[Algorithm]] = {}
 
 
 def register(algorithm: Kind) -> Kind:
@@ -20,25 +17,15 @@ def register(algorithm: Kind) -> Kind:
     Raises:
         ValueError: the name is taken by another class.
     """
-    if _algorithms.setdefault(algorithm.name, algorithm) is not algorithm:
-        raise ValueError(f"the algorithm name {algorithm.name!r} is taken by {_algorithms[algorithm.name].__name__}")
+    known = Algorithm.registered.setdefault(algorithm.name, algorithm)
+    if known is not algorithm:
+        raise ValueError(f"the algorithm name {algorithm.name!r} is taken by {known.__name__}")
     return algorithm
 
 
 def names() -> list[str]:
     """The names that `from_spec` knows."""
-    return sorted(_algorithms)
-
-
-def named(name: str) -> type[Algorithm]:
-    """The class that `from_spec` knows by a name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in _algorithms:
-        raise ValueError(f"there is no algorithm {name!r}; known are {', '.join(names())}")
-    return _algorithms[name]
+    return sorted(Algorithm.registered)
 
 
 def from_spec(
@@ -55,12 +42,4 @@ def from_spec(
     Raises:
         ValueError: the name or an option is unknown, or a value does not fit.
     """
-    name, parsed = parse_spec(spec)
-    options: dict[str, Any] = {**parsed, **arguments}
-    kind = named(name)
-    try:
-        return kind(module, optimizer, **options)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
+    return Algorithm.from_spec(spec, module, optimizer, **arguments)

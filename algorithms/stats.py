@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bagua_kernels.algorithms.policy.only_if_faster import Outcome
+from bagua_kernels.algorithms.policy.policy import Outcome
 
 
 @dataclass(frozen=True)

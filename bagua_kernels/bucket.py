@@ -32,6 +32,7 @@ class Bucket:
         spans: where each tensor's elements lie in `whole`, in the order of memory.
         align: elements to whose multiples tensors of `flat` are aligned.
         gaps: the elements of `flat` between the end of each view and the next boundary.
+        frozen: positions of tensors whose parameters are frozen now; what is remembered of them stays as it is.
         lent: tensors by position that stand for their views, which hold nothing of use meanwhile, nor do the gaps behind them.
     """
 
@@ -88,6 +89,7 @@ class Bucket:
         self._formats = [(t.shape, dense_strides(t)) for t in tensors]
         self._boundaries = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         self.lent: dict[int, torch.Tensor] = {}
+        self.frozen: list[int] = []
         self._use(torch.zeros(end + flags, dtype=dtype, device=device))
 
     def _use(self, memory: torch.Tensor) -> None:

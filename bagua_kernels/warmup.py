@@ -7,15 +7,93 @@ cannot be written, in the user's cache. A process finds it there if it runs the 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bagua_kernels.algorithms import names
-from bagua_kernels.algorithms.warmup import warm_up
+from bagua_kernels import optim
+from bagua_kernels.algorithms import Algorithm, from_spec, names
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression.codec import parse_spec
+from bagua_kernels.jit import compiling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+# On one thread and on several, and for few and for many elements, other kernels run.
+_THREADS = (1, 2)
+# Large enough that also the part of one rank is worked on by several threads, small enough to take no time.
+_INPUTS, _HIDDEN, _OUTPUTS = 300, 600, 10
+_RANKS = 2
+_STEPS = 3
+_PATIENCE = 600.0  # seconds: one rank waits while the other compiles
+
+
+def warm_up(
+    spec: str, *, optimizers: Sequence[str] = ("SGD", "AdamW"), dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> float:
+    """Compiles what training with an algorithm needs on this machine's CPU, unless it is on disk already.
+
+    Args:
+        spec: an algorithm and its options, as for `from_spec`.
+        optimizers: names in `bagua_kernels.optim`, for `optimizer.step()` and for `apply_in_backward=True`. An algorithm
+            that brings an optimizer of its own uses that one.
+        dtypes: of the parameters.
+
+    Returns:
+        Seconds of compilation, or of waiting for another process that compiles the same kernels.
+
+    Raises:
+        ValueError: the algorithm, one of its options or an optimizer is unknown.
+    """
+    unknown = sorted(set(optimizers) - set(optim.__all__))
+    if unknown:
+        raise ValueError(f"there is no {', '.join(unknown)} in bagua_kernels.optim; known are {sorted(optim.__all__)}")
+    if parse_spec(spec)[0] not in names():
+        raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
+    before, threads = compiling.seconds(), torch.get_num_threads()
+    try:
+        for count in _THREADS:
+            torch.set_num_threads(count)
+            for dtype in dtypes:
+                for optimizer in optimizers:
+                    run_ranks(_RANKS, _train, spec, optimizer, dtype, timeout=_PATIENCE)
+    finally:
+        torch.set_num_threads(threads)
+    return compiling.seconds() - before
+
+
+def _train(communicator: Communicator, spec: str, optimizer: str, dtype: torch.dtype) -> None:
+    kind = Algorithm.registered[parse_spec(spec)[0]]
+    if issubclass(kind, MomentumAllReduce):
+        _steps(communicator, spec, None, dtype, freeze_step=1)
+        return
+    short = {"warmup_steps": 0} if issubclass(kind, CompressedAllReduce) else {}
+    _steps(communicator, spec, optimizer, dtype, **short)
+    _steps(communicator, spec, optimizer, dtype, apply_in_backward=True, **short)
+
+
+def _steps(communicator: Communicator, spec: str, optimizer: str | None, dtype: torch.dtype, **options: Any) -> None:
+    layers = torch.nn.Linear(_INPUTS, _HIDDEN, dtype=dtype), torch.nn.Linear(_HIDDEN, _OUTPUTS, dtype=dtype)
+    module = torch.nn.Sequential(*layers)
+    given = set(parse_spec(spec)[1])
+    options = {name: value for name, value in options.items() if name not in given}
+    if optimizer is None:
+        algorithm = from_spec(spec, module, communicator=communicator, **options)
+        takes_steps: torch.optim.Optimizer = algorithm.optimizer  # type: ignore[assignment]
+    else:
+        takes_steps = getattr(optim, optimizer)(module.parameters(), lr=1e-3)
+        algorithm = from_spec(spec, module, takes_steps, communicator=communicator, **options)
+    for _ in range(_STEPS):
+        algorithm(torch.ones(4, _INPUTS, dtype=dtype)).square().mean().backward()
+        takes_steps.step()
+        takes_steps.zero_grad()
+    algorithm.close()
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from bagua_kernels import comm, optim
 from bagua_kernels.algorithms import from_spec
-from bagua_kernels.algorithms.warmup import warm_up
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.jit import compiling
+from bagua_kernels.warmup import warm_up
 
 ROOT = Path(__file__).parents[1]
 

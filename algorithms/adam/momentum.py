@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from bagua_kernels.algorithms.adam.frozen_adam import Correction, FrozenAdam
-from bagua_kernels.algorithms.compressed import CompressedAllReduce
+from bagua_kernels.algorithms.adam.momentum_exchange import Momenta, MomentumExchange
+from bagua_kernels.algorithms.compressed_all_reduce import CodecOptions, CompressedAllReduce
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.compression import Codec
+from bagua_kernels.comm import Communicator
 
-_PIECE = 1 << 15  # elements
+
+class MomentumOptions(CodecOptions, total=False):
+    """Keyword arguments of `MomentumAllReduce` beside its codec and when it freezes."""
+
+    params: Any
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    v_correction: Correction
+    mask: bool | Mapping[str, Tensor]
+    limit: float
+    scaler: torch.amp.GradScaler | None
 
 
 class MomentumAllReduce(CompressedAllReduce):
@@ -46,11 +61,7 @@ class MomentumAllReduce(CompressedAllReduce):
         optimizer: Adam, with decoupled weight decay.
         mask: see the constructor.
         limit: see the constructor.
-        scaler: see the constructor.
     """
-
-    # Without a gradient on any rank Adam skips a parameter, whatever its momentum.
-    late = False
 
     def __init__(
         self,
@@ -67,7 +78,8 @@ class MomentumAllReduce(CompressedAllReduce):
         mask: bool | Mapping[str, Tensor] = True,
         limit: float = 100.0,
         scaler: torch.amp.GradScaler | None = None,
-        **arguments: Any,
+        codec: Encoding = "minmax_uint8",
+        **options: Unpack[CodecOptions],
     ) -> None:
         """Wraps a module and makes its optimizer; collective over all ranks. All arguments are equal on all ranks.
 
@@ -88,7 +100,8 @@ class MomentumAllReduce(CompressedAllReduce):
             limit: learning rates by which an element may move in a step after the freeze, about; infinite as in the
                 papers. Adam itself stays below 8 with its default betas, whatever the gradients.
             scaler: that by which losses are scaled, if any; read in backward, so update it after the optimizer's step.
-            **arguments: as for `CompressedAllReduce`.
+            codec: as for `CompressedAllReduce`.
+            **options: as for `CompressedAllReduce`.
 
         Raises:
             TypeError: an optimizer is given, `warmup_steps`, or `apply_in_backward`.
@@ -101,9 +114,9 @@ class MomentumAllReduce(CompressedAllReduce):
                 f"{kind} makes its optimizer itself, got {type(optimizer).__name__}: leave it out, pass lr, betas and "
                 "so on, and call step() on the attribute `optimizer`"
             )
-        if "warmup_steps" in arguments:
+        if "warmup_steps" in options:
             raise TypeError(f"{kind} has no warmup_steps: freeze_step says when compression begins")
-        if arguments.get("apply_in_backward"):
+        if options.get("apply_in_backward"):
             raise TypeError(
                 f"{kind} needs all of its optimizer's step to be after backward: leave out apply_in_backward"
             )
@@ -129,11 +142,9 @@ class MomentumAllReduce(CompressedAllReduce):
             if name not in trained or given.shape != trained[name].shape:
                 wanted = tuple(trained[name].shape) if name in trained else f"one of {sorted(trained)}"
                 raise ValueError(f"the mask of {name!r} has shape {tuple(given.shape)}, expected {wanted}")
-        self.scaler = scaler
-        self._members = {name: (p, numbers[p]) for name, p in trained.items()}
-        self._checked: set[str] = set()
-        self._sends_momentum: dict[int, bool] = {}  # by bucket
-        super().__init__(module, self.optimizer, **arguments)
+        groups = {name: (p, numbers[p]) for name, p in trained.items()}
+        self._momenta = Momenta(self.optimizer, groups, mask, limit, scaler)
+        super().__init__(module, self.optimizer, codec=codec, **options)
         communicator = self._communicator
         if communicator.size == 1:
             self.optimizer.freeze_step = None
@@ -144,101 +155,17 @@ class MomentumAllReduce(CompressedAllReduce):
 
     @property
     def holds_back(self) -> str:
-        """Nothing: what payloads lack is momentum, which is not squared; see `Algorithm.holds_back`."""
+        """Nothing: what payloads lack is momentum, which is not squared; see `GradientAlgorithm.holds_back`."""
         return ""
 
-    def codec_at(self, bucket: Bucket, step: int) -> Codec | None:
-        """What encodes a bucket in a step; None if nothing does."""
-        return super().codec_at(bucket, step) if self.optimizer.frozen else None
-
-    @torch.no_grad()
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        """See `Algorithm.exchange`."""
-        if not self.optimizer.frozen:
-            super().exchange(bucket, step)
-            return
-        self._sends_momentum[bucket.index] = sends_momentum = self.codec_at(bucket, step) is not None
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        moments = [_Moments(self.optimizer, *self._members[name]) for name in bucket.names]
-        sends = [sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
-        parts = list(zip(bucket.names, bucket.views, moments, sends, strict=True))
-        for _, view, of, sent in parts:
-            if sent:
-                of.go_on(view, 1 / scale)
-        super().exchange(bucket, step)
-        for name, view, of, sent in parts:
-            if of.m is None or of.v is None:
-                view.mul_(0.0)
-                continue
-            stopped = self._stopped(name, of.v)
-            for x, m, v, still in pieces(view, of.m, of.v, stopped):
-                # A gradient within these bounds keeps momentum within them.
-                most = v.float().sqrt().add_(of.eps).mul_(self.limit if sent else self.limit * scale)
-                most.masked_fill_(still, 0.0)
-                # What is not finite becomes NaN, for others to see: infinity times 0 is.
-                bounded = x.clamp(-most, most).add_(x, alpha=0)
-                x.copy_(bounded.sub_(m, alpha=of.beta).mul_(scale / (1 - of.beta)) if sent else bounded)
-
-    @torch.no_grad()
-    def settle(self, step: int, seconds: float) -> None:
-        """See `Algorithm.settle`; gives residuals back what was sent of parameters that no rank used."""
-        assert self._engine is not None
-        unused = self._engine.unused() if self.optimizer.frozen else set()
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        # What is frozen was withheld.
-        unused = {position for position in unused if not self._engine.is_frozen(position)}
-        for bucket, slot in (self._engine.slots[position] for position in sorted(unused)):
-            span, found = bucket.spans[slot], self._all_reduces.get(bucket.index)
-            worker = None if found is None else found.residuals().get("worker")
-            if not bucket.compressed(slot):
-                continue
-            of = _Moments(self.optimizer, *self._members[bucket.names[slot]])
-            # Equal on all ranks, as is its mean; what is not finite is not kept.
-            moved = bucket.flat[span].float().mul_((1 - of.beta) / scale).nan_to_num_(0.0, 0.0, 0.0)
-            if worker is not None:
-                worker.add(span.start, moved)
-            elif found is None and moved.any():  # sent without compression: residuals that were handed over
-                zeros = torch.zeros_like(bucket.flat, dtype=torch.float32)
-                kept = self._recalled.setdefault(bucket.index, {"worker": zeros})
-                kept["worker"][span] += moved
-        super().settle(step, seconds)
-
-    def _hand_over(self, bucket: Bucket, vectors: Mapping[str, Tensor], kept: set[str]) -> None:
-        """Residuals are of momentum; where gradients follow uncompressed, they become what moves momentum as much."""
-        if self.optimizer.frozen and not self._sends_momentum[bucket.index]:
-            scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-            vectors = {key: vector.clone() for key, vector in vectors.items()}
-            for name, span in zip(bucket.names, bucket.spans, strict=True):
-                of = _Moments(self.optimizer, *self._members[name])
-                for vector in vectors.values():
-                    vector[span].mul_(scale / (1 - of.beta))
-        super()._hand_over(bucket, vectors, kept)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """See `GradientAlgorithm.exchange_for`."""
+        return MomentumExchange(bucket, communicator, self.policy, self.feedback, self._momenta)
 
     def close(self) -> None:
         """See `Algorithm.close`; from then on the optimizer is Adam, as it has come to be."""
         self.optimizer.freeze_step, self.optimizer.knows_scale, self.optimizer.agree = None, True, bool
         super().close()
-
-    def _stopped(self, name: str, v: Tensor) -> Tensor:
-        """Which elements of a parameter have no momentum.
-
-        Raises:
-            ValueError: a mask lets elements have it whose v is 0.
-        """
-        own = self.mask if isinstance(self.mask, bool) else self.mask.get(name, True)
-        still = v <= 0
-        if own is True:
-            return still
-        stopped = torch.zeros_like(still) if own is False else own.to(v.device) == 0
-        if name not in self._checked:
-            if wrong := int((still & ~stopped).sum()):
-                raise ValueError(
-                    f"{wrong} of the {v.numel()} elements of parameter {name!r} had no gradient up to the freeze, so v "
-                    "is 0 there, and what a codec makes of a momentum of 0 would be divided by eps: leave mask=True, "
-                    "or mask them"
-                )
-            self._checked.add(name)
-        return stopped
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `Algorithm.clip_grad_norm_`; after the freeze as `FrozenAdam.clip_grad_norm_`.
@@ -266,38 +193,3 @@ class MomentumAllReduce(CompressedAllReduce):
             )
         with super().join(optimizer):
             yield
-
-
-class _Moments:
-    """What an optimizer knows of a parameter.
-
-    Attributes:
-        m: its momentum; None as long as it had no gradient.
-        v: its frozen second moment, likewise.
-        beta: decay of m.
-        eps: added to the root of v.
-    """
-
-    def __init__(self, optimizer: FrozenAdam, parameter: Tensor, group: int) -> None:
-        state, options = optimizer.state.get(parameter, {}), optimizer.param_groups[group]
-        self.m: Tensor | None = state.get("exp_avg")
-        self.v: Tensor | None = state.get("exp_avg_sq")
-        self.beta, self.eps = float(options["betas"][0]), float(options["eps"])
-
-    def go_on(self, g: Tensor, factor: float) -> None:
-        """Replaces a gradient, after it has been multiplied by a factor, by the momentum that it leads to."""
-        m = g.float().mul_((1 - self.beta) * factor)
-        if self.m is not None:
-            m.add_(self.m, alpha=self.beta)
-        if m.dtype != g.dtype:
-            g.copy_(m)
-
-
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts tensors of one shape alike, into pieces whose intermediate results stay in a CPU's cache."""
-    first = tensors[0]
-    if first.is_cuda or first.numel() <= _PIECE:
-        yield tensors
-        return
-    rows = max(1, _PIECE * first.shape[0] // first.numel())
-    yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
-from bagua_kernels.algorithms.compressed import LARGE_MATRICES
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce, MomentumOptions
+from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES
 from bagua_kernels.algorithms.registry import register
 
 
@@ -40,7 +40,7 @@ class OneBitAdam(MomentumAllReduce):
         *,
         freeze_step: int | Literal["auto"] = "auto",
         block: int = 256,
-        **arguments: Any,
+        **options: Unpack[MomentumOptions],
     ) -> None:
         """Wraps a module and makes its optimizer; collective over all ranks.
 
@@ -49,13 +49,8 @@ class OneBitAdam(MomentumAllReduce):
             optimizer: None: it is made here.
             freeze_step: as for `MomentumAllReduce`.
             block: elements that share a magnitude; see `compression.Sign`.
-            **arguments: as for `MomentumAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
+            **options: as for `MomentumAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
         """
-        feedback = {"error_feedback": True, "owner_feedback": True}
-        super().__init__(
-            module,
-            optimizer,
-            freeze_step=freeze_step,
-            codec=compression.Sign(block),
-            **{**LARGE_MATRICES, **feedback, **arguments},
-        )
+        codec = compression.Sign(block)
+        given: MomentumOptions = {**LARGE_MATRICES, "error_feedback": True, "owner_feedback": True, **options}
+        super().__init__(module, optimizer, freeze_step=freeze_step, codec=codec, **given)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce, MomentumOptions
 from bagua_kernels.algorithms.registry import register
 
 
@@ -38,7 +38,7 @@ class QAdam(MomentumAllReduce):
         freeze_step: int | Literal["auto"] = 100,
         block: int = 256,
         stochastic: bool = False,
-        **arguments: Any,
+        **options: Unpack[MomentumOptions],
     ) -> None:
         """Wraps a module and makes its optimizer; collective over all ranks.
 
@@ -48,9 +48,8 @@ class QAdam(MomentumAllReduce):
             freeze_step: as for `MomentumAllReduce`; BAGUA's `warmup_steps`.
             block: elements that share a range; see `compression.MinMaxUInt8`.
             stochastic: round at random instead of to nearest.
-            **arguments: as for `MomentumAllReduce`; error feedback is off unless asked for.
+            **options: as for `MomentumAllReduce`; error feedback is off unless asked for.
         """
         codec = compression.MinMaxUInt8(block, stochastic)
-        super().__init__(
-            module, optimizer, freeze_step=freeze_step, codec=codec, **{"error_feedback": False, **arguments}
-        )
+        given: MomentumOptions = {"error_feedback": False, **options}
+        super().__init__(module, optimizer, freeze_step=freeze_step, codec=codec, **given)

@@ -16,17 +16,21 @@ from bagua_kernels.launchers.multitensor import TensorUpdate
 from bagua_kernels.optim.step.compressed import PayloadStep
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.part import Part
-from bagua_kernels.optim.step.twin import Twin
 
 _T = TypeVar("_T")
 
 
 class BackwardSteps:
-    """Updates the parameters of each bucket as soon as their mean has arrived; their `grad` is not set.
+    """Updates the parameters of each bucket as soon as their mean has arrived; their `grad` is None afterwards.
 
     A parameter without a gradient on this rank waits for the end of backward, when it is known whether any rank has one.
     Means that arrive as payloads of a block codec, or as thin factors, are decoded in the same pass over memory that updates the
     parameters.
+
+    Attributes:
+        optimizer: whose steps are taken.
+        parameters: those that it has, of those whose gradients are exchanged, by name.
+        taken: names of the parameters that have had their step in the backward pass under way.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -49,122 +53,133 @@ class BackwardSteps:
                 raise TypeError(
                     "apply_in_backward=True goes neither with differentiable nor, on a CPU, with capturable"
                 )
-        self._twin = Twin(optimizer)
-        self._originals = dict(parameters)
-        # What stands for them, and has the gradients.
-        self._parameters: dict[str, torch.Tensor] = {}
-        self._parts: dict[tuple[int, str], Part] = {}
-        self._ready: dict[int, dict[str, None]] = {}
-        self._early_names: dict[int, set[str]] = {}
-        self._taken: set[str] = set()
+        self.optimizer: Fused = optimizer
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.taken: set[str] = set()
+        self._exchanged = dict(parameters)
+        self._buckets: list[BucketSteps] = []
+        self._late: Part | None = None
 
-    def forget(self) -> None:
-        """Drops what was prepared for buckets, since these are laid out anew."""
-        self._parts.clear()
+    def lay_out(self, buckets: Sequence[Bucket]) -> list[BucketSteps]:
+        """Returns what takes the steps of each of some new buckets."""
+        self._buckets = [BucketSteps(self, bucket) for bucket in buckets]
+        return self._buckets
 
     def updates(self, name: str) -> bool:
         """Whether the optimizer has a parameter."""
-        return name in self._parameters
+        return name in self.parameters
 
     def start(self) -> None:
-        """Begins a backward pass: steps are taken with what the optimizer's options are now."""
-        same = self._twin.begin()
-        if not same or not self._parameters:
-            self._parts.clear()
-            twins = self._twin.parameters
-            self._parameters = {name: twins[p] for name, p in self._originals.items() if p in twins}
+        """Begins a backward pass."""
+        known = {p for group in self.optimizer.param_groups for p in group["params"]}
+        found = {name: p for name, p in self._exchanged.items() if p in known}
+        if found.keys() != self.parameters.keys():
+            self.parameters, self._late = found, None
+            for bucket in self._buckets:
+                bucket.forget()
 
-    def updated(self) -> list[str]:
-        """The parameters that have had their step in this backward pass, while it is under way."""
-        return sorted(self._taken)
+    def part(self, names: Sequence[str]) -> Part:
+        """The parameters of these names; those of them that have no gradient are left alone."""
+        return Part(self.optimizer, [self.parameters[name] for name in names])
 
-    def taken(self, name: str) -> bool:
-        """Whether the parameter has had its step in this backward pass."""
-        return name in self._taken
+    def end(self, names: Sequence[str]) -> None:
+        """Takes note that parameters have had their step."""
+        for name in names:
+            self.parameters[name].grad = None
+        self.taken.update(names)
 
-    def begin(self, bucket: Bucket, present: Sequence[bool]) -> None:
-        """Takes note of which of a bucket's tensors have a gradient here."""
-        ready = self._ready[bucket.index] = dict[str, None]()
-        self._early_names.pop(bucket.index, None)
-        for name, view, here in zip(bucket.names, bucket.views, present, strict=True):
-            if here and name in self._parameters:
-                ready[name] = None
-                self._parameters[name].grad = view
+    def finish_late(self, late: Mapping[str, torch.Tensor]) -> None:
+        """When all exchanges have ended, updates parameters by gradients that came from other ranks only."""
+        for name, mean in late.items():
+            self.parameters[name].grad = mean
+        if late:
+            self._late = self._late or self.part(list(self.parameters))
+            self._late.step()
+            self.end(list(late))
+        self.taken.clear()
+
+
+class BucketSteps:
+    """The steps of the parameters of one bucket: of all of them together, or of what is encoded and then of the rest."""
+
+    def __init__(self, steps: BackwardSteps, bucket: Bucket) -> None:
+        """Prepares for a bucket."""
+        self._steps = steps
+        self._bucket = bucket
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was prepared for the optimizer's parameters, since these have changed."""
+        self._parts: dict[tuple[str, ...], Part] = {}
+        self._ready: dict[str, None] = {}
+        self._early: set[str] = set()
+
+    def begin(self, present: Sequence[bool]) -> None:
+        """Takes note of which of the bucket's tensors have a gradient here."""
+        self._ready, self._early = {}, set()
+        for name, view, here in zip(self._bucket.names, self._bucket.views, present, strict=True):
+            if here and self._steps.updates(name):
+                self._ready[name] = None
+                self._steps.parameters[name].grad = view
 
     @contextmanager
-    def deliver(self, bucket: Bucket, codec: Codec) -> Iterator[Deliver | None]:
-        """What takes the mean's payloads and updates parameters by them; None if the mean has to be decoded before."""
+    def from_payloads(self, codec: Codec) -> Iterator[Deliver | None]:
+        """See `Updates.from_payloads`."""
+        bucket = self._bucket
         if not isinstance(codec, BlockCodec):
             yield None
             return
         encoded = [slot for slot in range(len(bucket.names)) if bucket.compressed(slot)]
-        with self._early(bucket, encoded, lambda part: part.from_payloads(codec)) as step:
-            yield None if step is None else functools.partial(self._apply, bucket, codec, step)
+        with self._before_the_mean(encoded, lambda part: part.from_payloads(codec)) as step:
+            yield None if step is None else functools.partial(self._apply, codec, step)
 
     @contextmanager
-    def updates_of(self, bucket: Bucket, slots: Sequence[int]) -> Iterator[dict[int, TensorUpdate] | None]:
-        """What updates parameters of some slots by a mean of thin factors; None if that has to be multiplied before."""
-        with self._early(bucket, slots, Part.from_factors) as updates:
+    def from_factors(self, slots: Sequence[int]) -> Iterator[dict[int, TensorUpdate] | None]:
+        """See `Updates.from_factors`."""
+        with self._before_the_mean(slots, Part.from_factors) as updates:
             yield None if updates is None else dict(zip(slots, updates, strict=True))
 
     @contextmanager
-    def _early(
-        self, bucket: Bucket, slots: Sequence[int], begin: Callable[[Part], AbstractContextManager[_T | None]]
+    def _before_the_mean(
+        self, slots: Sequence[int], begin: Callable[[Part], AbstractContextManager[_T | None]]
     ) -> Iterator[_T | None]:
         """A step of some slots that is taken before their mean is in the bucket; None, and none taken, if that cannot be."""
-        names = [bucket.names[slot] for slot in slots]
-        if not names or not set(names) <= set(self._ready[bucket.index]):
+        names = [self._bucket.names[slot] for slot in slots]
+        if not names or not set(names) <= set(self._ready):
             yield None
             return
-        with begin(self._part(bucket.index, "encoded", names)) as step:
+        with begin(self._part(names)) as step:
             yield step
         if step is not None:
-            self._end(names)
-            self._early_names[bucket.index] = set(names)
+            self._steps.end(names)
+            self._early = set(names)
             for name in names:
-                del self._ready[bucket.index][name]
+                del self._ready[name]
 
-    def _apply(self, bucket: Bucket, codec: BlockCodec, step: PayloadStep, part: slice, payload: torch.Tensor) -> None:
+    def _apply(self, codec: BlockCodec, step: PayloadStep, part: slice, payload: torch.Tensor) -> None:
         total = part.stop - part.start
-        for name, span in zip(bucket.names, bucket.spans, strict=True):
+        for name, span in zip(self._bucket.names, self._bucket.spans, strict=True):
             begin, end = max(span.start, part.start), min(span.stop, part.stop)
             if begin < end:
                 step.apply(
-                    self._parameters[name],
+                    self._steps.parameters[name],
                     payload[None],
                     span=slice(begin - span.start, end - span.start),
                     first=(begin - part.start) // codec.block,
                     total=total,
                 )
 
-    def finish(self, bucket: Bucket) -> None:
+    def finish(self) -> None:
         """Updates what has a gradient here and was not updated early."""
-        ready = list(self._ready.pop(bucket.index))
-        early = self._early_names.pop(bucket.index, set())
+        ready = list(self._ready)
         if ready:
             # Other parameters for the same part would be looked for anew in each step.
-            names = [name for name in bucket.names if name in self._parameters and name not in early]
-            self._part(bucket.index, "rest" if early else "all", names).step()
-            self._end(ready)
+            names = [name for name in self._bucket.names if self._steps.updates(name) and name not in self._early]
+            self._part(names).step()
+            self._steps.end(ready)
 
-    def finish_late(self, late: Mapping[str, torch.Tensor]) -> None:
-        """When all exchanges have ended, updates parameters by gradients that came from other ranks only."""
-        for name, mean in late.items():
-            self._parameters[name].grad = mean
-        if late:
-            self._part(-1, "all", list(self._parameters)).step()
-            self._end(list(late))
-        self._taken.clear()
-        self._twin.end()
-
-    def _end(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._parameters[name].grad = None
-        self._taken.update(names)
-
-    def _part(self, bucket: int, which: str, names: Sequence[str]) -> Part:
-        """The parameters of these names; those of them that have no gradient are left alone."""
-        key = (bucket, which)
+    def _part(self, names: Sequence[str]) -> Part:
+        key = tuple(names)
         if key not in self._parts:
-            self._parts[key] = Part(self._twin.optimizer, [self._parameters[name] for name in names])
+            self._parts[key] = self._steps.part(names)
         return self._parts[key]

@@ -14,8 +14,7 @@ class Counters:
 
     Attributes:
         steps: backward passes whose gradients were exchanged.
-        wait_seconds: time that backward passes at their end, or forward passes, had to wait for exchanges; without the
-            compilation of kernels.
+        wait_seconds: time that backward passes had to wait for exchanges at their end; without the compilation of kernels.
         exchange_seconds: time any communication thread was busy.
     """
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, Work
 
 
 class Rows:
@@ -26,8 +26,8 @@ class Rows:
         self.gradient: torch.Tensor | None = None
         self._shape = parameter.shape
 
-    def exchange(self, communicator: Communicator) -> None:
-        """Replaces the gradient by the mean over all ranks.
+    def run(self, communicator: Communicator) -> Iterator[Work]:
+        """Replaces the gradient by the mean over all ranks; yields each collective that it waits for.
 
         1. Ranks tell one another how many rows they have.
         2. All-gather the rows' numbers and values, filled up to the longest.
@@ -38,7 +38,7 @@ class Rows:
         # One more than the number of rows; 0 stands for no gradient at all.
         mine = torch.tensor([0 if own is None else 1 + own._nnz()], dtype=torch.int64, device=device)
         counts = mine.new_empty(communicator.size)
-        communicator.all_gather(counts, mine).wait()
+        yield communicator.all_gather(counts, mine)
         told = counts.tolist()
         if max(told) == 0:
             self.gradient = None
@@ -51,9 +51,7 @@ class Rows:
             values[: told[communicator.rank] - 1] = own.values().view(-1, width)
         all_numbers = numbers.new_empty(communicator.size, longest)
         all_values = values.new_empty(communicator.size, longest, width)
-        works = [communicator.all_gather(all_numbers, numbers), communicator.all_gather(all_values, values)]
-        for work in works:
-            work.wait()
+        yield from [communicator.all_gather(all_numbers, numbers), communicator.all_gather(all_values, values)]
         used = [max(0, count - 1) for count in told]
         self.gradient = self._mean(all_numbers, all_values, used)
 

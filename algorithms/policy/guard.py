@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from bagua_kernels.algorithms.policy.policy import Policy
+from bagua_kernels.algorithms.policy.schedule import Schedule
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
-from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, BlockCodec, Cast, Codec
+from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, BlockCodec, Cast, Codec, from_spec
+from bagua_kernels.compression.codec import to_spec
 
 ACTIONS = ("warn", "widen", "exact")
 
@@ -64,6 +69,75 @@ class Sample:
         whole = torch.tensor([relative(bucket.flat, self._exact)], dtype=torch.float64, device=self._exact.device)
         self._communicator.broadcast(whole, 0).wait()
         return whole.item(), named
+
+
+class Guarded(Policy):
+    """What another policy says, until the guard finds too much lost and decides otherwise."""
+
+    def __init__(self, inner: Policy, guard: Guard, schedules: Mapping[str, Schedule], alignment: int) -> None:
+        """Has decided nothing.
+
+        Args:
+            inner: the other policy.
+            guard: when to look, and what to do.
+            schedules: all kinds of buckets, by the names by which decisions are saved.
+            alignment: elements to whose multiples tensors are aligned in a bucket.
+        """
+        super().__init__(inner)
+        self.guard = guard
+        self._schedules = schedules
+        self._alignment = alignment
+        self._errors: dict[str, float] = {}
+        self._instead: dict[Hashable, Codec | None] = {}
+        # By bucket, until the step ends: all ranks take them in this order.
+        self._decided: dict[int, tuple[Hashable, Codec | None]] = {}
+
+    def codec(self, kind: Hashable, step: int) -> Any:
+        """See `Policy.codec`. What the guard decided holds on, but a warm-up stays one."""
+        planned = super().codec(kind, step)
+        return self._instead.get(kind, planned) if planned is not None else None
+
+    def looks(self, bucket: Bucket, step: int) -> bool:
+        """Whether the guard looks at a bucket in a step."""
+        return (step + bucket.index) % self.guard.every == 0
+
+    def judge(self, bucket: Bucket, codec: Codec, sample: Sample) -> None:
+        """Takes note of how much a bucket's mean has lost; collective."""
+        error, errors = sample.errors(bucket)
+        self._errors.update(errors)
+        then = answer(self.guard, codec, bucket, error, self._alignment)
+        if then != codec:
+            self._decided[bucket.index] = (bucket.kind, then)
+
+    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
+        """See `Policy.end_step`: what the guard decided holds from the next step on."""
+        super().end_step(step, seconds, communicator)
+        self._instead.update(self._decided[index] for index in sorted(self._decided))
+        self._decided.clear()
+
+    def errors(self) -> dict[str, float]:
+        """See `Policy.errors`."""
+        return dict(self._errors)
+
+    def state(self) -> list[Any]:
+        """The specs of the codecs that were decided on, too; see `Policy.state`."""
+        decided = [
+            (name, None if (codec := self._instead[schedule]) is None else to_spec(codec))
+            for name, schedule in self._schedules.items()
+            if schedule in self._instead
+        ]
+        return [*super().state(), *([("guard", decided)] if decided else [])]
+
+    def load(self, decisions: list[Any]) -> None:
+        """See `Policy.load`."""
+        super().load(decisions)
+        self._instead = {
+            self._schedules[name]: None if spec is None else from_spec(spec)
+            for name, spec in dict(decisions).get("guard", ())
+            if name in self._schedules
+        }
+        # Earlier states hold the schedules and codecs themselves.
+        self._instead |= {kind: codec for kind, codec in decisions if isinstance(kind, Schedule)}
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

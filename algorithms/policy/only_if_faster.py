@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
+from bagua_kernels.algorithms.policy.policy import Outcome, Policy
 from bagua_kernels.comm import Communicator
 
 logger = logging.getLogger(__name__)
-
-Outcome = Literal["", "running", "compressed", "plain"]
 
 BLOCK_STEPS = 4
 BLOCKS = 9
@@ -130,3 +129,49 @@ class Trial:
 
 def _is_compressed(block: int) -> bool:
     return block % 2 == 0
+
+
+class OnlyIfFaster(Policy):
+    """What another policy says, unless a trial in training finds that steps without compression are faster.
+
+    Attributes:
+        trial: its state.
+    """
+
+    def __init__(self, inner: Policy) -> None:
+        """Has not begun."""
+        super().__init__(inner)
+        self.trial = Trial()
+        self._compressed: set[int] = set()  # steps in which anything was
+
+    def codec(self, kind: Hashable, step: int) -> Any:
+        """See `Policy.codec`."""
+        found = super().codec(kind, step) if self.trial.compresses(step) else None
+        if found is not None and not self.trial.decided:
+            self._compressed.add(step)
+        return found
+
+    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
+        """See `Policy.end_step`."""
+        super().end_step(step, seconds, communicator)
+        if not self.trial.decided:
+            self.trial.ended(communicator, self.is_lasting(step) and step in self._compressed, step, seconds)
+        self._compressed = {later for later in self._compressed if later > step}
+
+    def now(self, device: torch.device) -> float:
+        """See `Policy.now`."""
+        return self.trial.now(device)
+
+    @property
+    def outcome(self) -> Outcome:
+        """See `Policy.outcome`."""
+        return self.trial.outcome
+
+    def state(self) -> list[Any]:
+        """See `Policy.state`."""
+        return [*super().state(), *([("trial", self.trial.outcome)] if self.trial.decided else [])]
+
+    def load(self, decisions: list[Any]) -> None:
+        """See `Policy.load`."""
+        super().load(decisions)
+        self.trial.resume(dict(decisions).get("trial", ""))

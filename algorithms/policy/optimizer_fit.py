@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagua_kernels.compression import Cast, Codec, Contractive
 from bagua_kernels.compression.block import BlockCodec
-
-if TYPE_CHECKING:
-    from bagua_kernels.algorithms.algorithm import Algorithm
 
 # With AdamW 4 bits an element train almost as exact means do, 2 and 1 do not (bench/results/convergence.json). Of other codecs,
 # sparsifiers above all, this part of a gradient's squared norm is to be in a payload.
@@ -53,17 +49,16 @@ def holds_back(codec: Codec) -> bool:
     return kept < _PART
 
 
-def warn_of_adam(algorithm: Algorithm, optimizer: torch.optim.Optimizer | None) -> None:
-    """Warns, at the line outside of this package that led here, if the two do not go together.
+def warn_of_adam(name: str, what: str, optimizer: torch.optim.Optimizer | None) -> None:
+    """Warns, at the line outside of this package that led here, if an algorithm and an optimizer do not go together.
 
     Args:
-        algorithm: about to begin.
+        name: of the algorithm's class.
+        what: its payloads that lack most of a gradient; empty if none do.
         optimizer: the one that its constructor was given, if any.
     """
-    what = algorithm.holds_back
     if not what or optimizer is None or not divides_by_second_moment(optimizer):
         return
-    name = type(algorithm).__name__
     warnings.warn(
         f"{name} sends {what}: what they lack of a gradient comes late, or as noise, and {type(optimizer).__name__} divides "
         "by a second moment, which does not forgive that: expect a higher loss than with exact means. OneBitAdam and QAdam send "

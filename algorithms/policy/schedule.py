@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from bagua_kernels.compression import Codec, from_spec
+from bagua_kernels.algorithms.policy.policy import Policy
+from bagua_kernels.compression import Codec, PowerSGD, from_spec
 
 Encoding = Codec | str | Mapping[int, Codec | str] | None
 EXACT_DTYPES = (torch.float64,)
@@ -22,16 +24,38 @@ class Schedule:
         starts: the steps from which on each codec is used, ascending, the first of them 0; None stands for no compression.
     """
 
-    starts: tuple[tuple[int, Codec | None], ...]
+    starts: tuple[tuple[int, Codec | PowerSGD | None], ...]
 
-    def at(self, step: int) -> Codec | None:
+    def at(self, step: int) -> Codec | PowerSGD | None:
         """The codec of a step."""
         return next(codec for start, codec in reversed(self.starts) if start <= step)
 
     @property
     def codecs(self) -> list[Codec]:
         """All of them."""
-        return [codec for _, codec in self.starts if codec is not None]
+        return [codec for _, codec in self.starts if isinstance(codec, Codec)]
+
+    @property
+    def last_start(self) -> int:
+        """The step from which on no codec changes any more."""
+        return self.starts[-1][0]
+
+
+class Scheduled(Policy):
+    """Codecs as the schedules say that are the buckets' kinds."""
+
+    def __init__(self, last_start: int) -> None:
+        """Knows from which step on no codec changes any more."""
+        super().__init__()
+        self._last_start = last_start
+
+    def codec(self, kind: Hashable, step: int) -> Any:
+        """See `Policy.codec`."""
+        return kind.at(step) if isinstance(kind, Schedule) else None
+
+    def is_lasting(self, step: int) -> bool:
+        """See `Policy.is_lasting`."""
+        return step >= self._last_start
 
 
 def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
@@ -69,7 +93,7 @@ def _codec(given: Codec | str | None) -> Codec | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """How each parameter's gradient is sent.
 
     Attributes:
@@ -93,8 +117,8 @@ class Plan:
         groups: Mapping[str, Encoding] | None = None,
         exact: str | tuple[str, ...] | list[str] = (),
         min_numel: int = 0,
-    ) -> Plan:
-        """Makes a plan of what a user writes; errors as of `schedule`."""
+    ) -> Assignment:
+        """Makes one of what a user writes; errors as of `schedule`."""
         return cls(
             schedule(encoding, warmup_steps),
             tuple((pattern, schedule(codec, warmup_steps)) for pattern, codec in (groups or {}).items()),
@@ -125,7 +149,7 @@ class Plan:
     @property
     def last_start(self) -> int:
         """The step from which on no codec changes any more."""
-        return max(start for s in (self.default, *(s for _, s in self.groups)) for start, _ in s.starts)
+        return max(schedule.last_start for schedule in self.schedules.values())
 
     def alignment(self) -> int:
         """The least number of elements that whole blocks of all its codecs make up; blocks are powers of two."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.wrapping.options import Options, differences
+from bagua_kernels.algorithms.wrapping.recorded import Recorded, differences
 from bagua_kernels.bucket import dense_strides
 from bagua_kernels.comm import Communicator, ReduceOp
 
@@ -20,7 +20,7 @@ def check_replicas(
     module: torch.nn.Module,
     communicator: Communicator,
     kind: type,
-    options: Options,
+    options: Recorded,
     excluded: frozenset[str],
     problem: str,
 ) -> None:

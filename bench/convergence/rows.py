@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms import Algorithm
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Work
 
 MOMENTUM = 0.9
 ADAM_RATE = 3e-3  # on images; at 1e-3 longer steps than Adam's, for whatever reason, would look like a merit
@@ -23,14 +27,21 @@ class ForgetfulPowerSGD(algorithms.PowerSGD):
 
     name = "forgetful_powersgd"
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        """See `Algorithm.exchange`."""
-        super().exchange(bucket, step)
-        state = self._state(bucket)
-        kept = state.state_dict()
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """See `GradientAlgorithm.exchange_for`."""
+        return Forgetful(bucket, communicator, self.policy, self.config)
+
+
+class Forgetful(LowRankExchange):
+    """Drops its residuals."""
+
+    def run(self, step: int) -> Iterator[Work]:
+        """See `Exchange.run`."""
+        yield from super().run(step)
+        kept = self._factors.state_dict()
         for residual in kept["residuals"].values():
             residual.zero_()
-        state.load_state_dict(kept)
+        self._factors.load_state_dict(kept)
 
 
 class FrozenAllReduce(MomentumAllReduce):

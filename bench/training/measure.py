@@ -45,7 +45,7 @@ _RANKS = (1, 2, 4)
 _GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
 # DDP is in all, as what ratios refer to: rivals of different groups are not measured at the same time. The more there are
 # side by side, the less of each is left in caches and the longer it lasts until a turn comes again.
-_WAYS = ("", " in backward", " in forward")
+_WAYS = ("", " in backward")
 _SIDES = ("", " in turn")  # of PowerSGD: both factors in a step, or one
 _METHODS = [
     ["alone", "ddp", "ddp fp16", "allreduce", "allreduce in backward", *(f"bytegrad{way}" for way in _WAYS)],

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_kernels import algorithms, comm, optim
+from bagua_kernels.algorithms import Exchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm.tuning.table import Tuning
 from bench.network.rank import together
@@ -33,7 +35,7 @@ _SMALL_BUCKETS = 1 << 20
 _OVERLAPS: list[tuple[list[str], float, dict[str, Any]]] = [
     (["allreduce"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
     (["bytegrad"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
-    (["allreduce in backward", "allreduce in forward"], 1.75, {}),
+    (["allreduce in backward"], 1.75, {}),
 ]
 _WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -54,13 +56,12 @@ OURS |= {
         if kind is not algorithms.GradientAllReduce and not own.get("alternate")
     },
     **{
-        f"{name} in {where}": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True, **more})
+        f"{name} in backward": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True})
         for name in (
             "allreduce",
             "bytegrad",
             *(f"powersgd {rank}{sides}" for rank in (2, 4) for sides in ("", " in turn")),
         )
-        for where, more in (("backward", {}), ("forward", {"wait_in_forward": True}))
     },
 }
 
@@ -69,11 +70,23 @@ class Silent(algorithms.GradientAllReduce):
     """All the work of the engine, and no communication."""
 
     name = "silent"
-    # As what it stands for: it does not care either where a bucket's memory is.
-    adopts = True
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        pass
+    def exchange_for(self, bucket: Bucket, communicator: comm.Communicator) -> Exchange:
+        """See `GradientAlgorithm.exchange_for`."""
+        return Nothing(bucket, communicator)
+
+
+class Nothing(Exchange):
+    """Leaves each rank its own gradients."""
+
+    # As what it stands for: it does not care either where a bucket's memory is.
+    one_collective = True
+    takes_memory = True
+    has_memory = False
+
+    def run(self, step: int) -> Iterator[comm.Work]:
+        """See `Exchange.run`."""
+        yield from ()
 
 
 def ddp(module: torch.nn.Module, hook: str) -> torch.nn.Module:
@@ -147,11 +160,6 @@ class Rival:
         self.backward()
         self.optimizer.step()
 
-    def finish(self) -> None:
-        """Waits for what a step has left under way."""
-        if self.algorithm is not None:
-            self.algorithm.wait()
-
     def warm_up(self) -> None:
         for _ in range(_WARM):
             self.step()
@@ -167,9 +175,9 @@ class Rival:
     def follow(self, tuning: Tuning | None) -> None:
         """Has the algorithm's own communicators, which were made before, follow a tuning."""
         if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
-            for lane in self.algorithm._lanes:
-                assert isinstance(lane, comm.StripedCommunicator)
-                lane.retune(tuning or Tuning())
+            for each in self.algorithm._communicators():
+                assert isinstance(each, comm.StripedCommunicator)
+                each.retune(tuning or Tuning())
 
     def close(self) -> None:
         if self.algorithm is not None:
@@ -220,7 +228,6 @@ def measure(
                 rival.step()
                 moments[name].append(time.monotonic())
             after = _host()
-            rival.finish()
             # A rank that is through must not compute beside the others' last step.
             c.barrier().wait()
             after |= _engine(rival)

@@ -108,8 +108,6 @@ def draw(seed: int, ranks: int | None = None) -> Training:
         "lanes": dice.choice((1, 2)),
         "apply_in_backward": early,
     }
-    if early and dice.random() < 0.3:
-        wrapper["wait_in_forward"] = True
     return Training(
         seed=seed,
         ranks=ranks,

@@ -382,7 +382,7 @@ def test_from_spec() -> None:
     def rank(communicator: Communicator) -> None:
         algorithm = from_spec("bytegrad:block=64", Odd(), communicator=communicator)
         assert isinstance(algorithm, ByteGrad)
-        assert algorithm.plan.default.codecs[0].block == 64
+        assert algorithm.assignment.default.codecs[0].block == 64
         with pytest.raises(ValueError, match=r"no algorithm 'nothing'.*known are allreduce, bytegrad"):
             from_spec("nothing", Odd(), communicator=communicator)
         with pytest.raises(ValueError, match="unexpected keyword argument 'blok'"):

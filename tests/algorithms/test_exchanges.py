@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from bagua_kernels.algorithms import (
     TernGrad,
     TopK,
 )
+from bagua_kernels.algorithms.engine.vectors import Named
 from bagua_kernels.algorithms.policy.guard import wider
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Cast, Sign
@@ -49,20 +51,20 @@ def test_buckets_follow_the_measured_order(wrap: type) -> None:
     def rank(communicator: Communicator) -> tuple[list, list, list, dict, dict]:
         more = {"exact": (), "min_numel": 0} if wrap is TopK else {}
         algorithm = wrap(Reversed(), communicator=communicator, bucket_bytes=1, **more)
-        before = [bucket.names for bucket in algorithm._engine.buckets]
+        before = [bucket.names for bucket in algorithm._engine.buckets.all]
         state = {}
-        reorder = algorithm._reorder
+        lay_out = algorithm._engine.lay_out
 
-        def watched(order: list[int]) -> None:
-            state["before"] = algorithm._remembered()
-            reorder(order)
-            state["after"] = algorithm._remembered()
+        def watched(order: list[int], vectors: Mapping[str, Named]) -> None:
+            state["before"] = algorithm._engine.buckets.state()
+            lay_out(order, vectors)
+            state["after"] = algorithm._engine.buckets.state()
 
-        algorithm._engine._reorder = watched
+        algorithm._engine.lay_out = watched
         for step in range(3):
             algorithm.zero_grad()
             loss_of(algorithm, communicator.rank, step).backward()
-        after = [bucket.names for bucket in algorithm._engine.buckets]
+        after = [bucket.names for bucket in algorithm._engine.buckets.all]
         return before, after, gradients(algorithm), state["before"], state["after"]
 
     (before, after, grads, old, new), (*_, others, _, _) = run_ranks(2, rank)
@@ -76,8 +78,8 @@ def test_buckets_follow_the_measured_order(wrap: type) -> None:
     assert bool(old) == (wrap is not GradientAllReduce)
 
 
-def test_order_that_changes_once_is_left_alone() -> None:
-    """A branch taken now and then must not lay out buckets at each step."""
+def test_order_is_followed_once() -> None:
+    """A branch taken now and then does not lay out buckets anew, and an order that changes for good does not either."""
 
     class Branch(nn.Module):
         def __init__(self) -> None:
@@ -95,12 +97,12 @@ def test_order_that_changes_once_is_left_alone() -> None:
         for step, turned in enumerate([False, True, False, True, True, True, False]):
             algorithm.zero_grad()
             algorithm(batch(0, step), turned).sum().backward()
-            orders.append([bucket.names[0][0] for bucket in algorithm._engine.buckets])
+            orders.append([bucket.names[0][0] for bucket in algorithm._engine.buckets.all])
         return orders
 
     first, second = run_ranks(2, rank)
     assert first == second
-    assert [order[0] for order in first] == ["b", "b", "b", "b", "a", "a", "a"]
+    assert [order[0] for order in first] == ["b"] * 7
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -188,7 +190,7 @@ def test_codecs_by_group_step_and_size() -> None:
             groups={"second.*": "identity"},
             exact="1d",
         )
-        kinds = [set(bucket.names) for bucket in algorithm._engine.buckets]
+        kinds = [set(bucket.names) for bucket in algorithm._engine.buckets.all]
         plain, found, expected = Odd(), [], []
         for step in range(3):
             for module, kept in ((algorithm, found), (plain, expected)):
@@ -313,8 +315,13 @@ def test_guard_sees_what_is_lost_and_acts(action: str, then: str) -> None:
         algorithm = SignSGD(Odd(), communicator=communicator, guard=guard, exact=(), min_numel=0)
         loss_of(algorithm, communicator.rank, 0).backward()
         first = algorithm.stats().errors
-        bucket = algorithm._engine.buckets[0]
-        return type(algorithm.codec_at(bucket, 1)).__name__, first["first.weight"], first, algorithm.decisions()
+        bucket = algorithm._engine.buckets.all[0]
+        return (
+            type(algorithm.policy.codec(bucket.kind, 1)).__name__,
+            first["first.weight"],
+            first,
+            algorithm.policy.state(),
+        )
 
     first, second = run_ranks(2, rank)
     assert first == second
@@ -344,9 +351,9 @@ def test_ranks_whose_orders_differ_for_good_lay_out_once() -> None:
         algorithm = TopK(Turned(communicator.rank == 1), communicator=communicator, bucket_bytes=1)
         lay_out, count = algorithm._engine.lay_out, [0]
 
-        def counted(order: list[int]) -> None:
+        def counted(order: list[int], vectors: Mapping[str, Named]) -> None:
             count[0] += 1
-            lay_out(order)
+            lay_out(order, vectors)
 
         algorithm._engine.lay_out = counted
         for step in range(6):
@@ -362,9 +369,10 @@ def test_nothing_is_kept_of_buckets_that_are_no_more() -> None:
         algorithm = TopK(Odd(), communicator=communicator, bucket_bytes=1, exact=(), min_numel=0)
         loss_of(algorithm, communicator.rank, 0).backward()
         before = algorithm.stats().residual_norm
-        algorithm._engine._bucket_bytes = 10 << 20
-        algorithm._lay_out(algorithm._engine.order, algorithm._remembered())
-        assert len(algorithm._engine.buckets) == 1
+        engine = algorithm._engine
+        engine._bucket_options = dataclasses.replace(engine._bucket_options, bucket_bytes=10 << 20)
+        engine.lay_out(engine.buckets.order, engine.buckets.state())
+        assert len(algorithm._engine.buckets.all) == 1
         assert algorithm.stats().residual_norm == pytest.approx(before)
 
     run_ranks(2, rank)

@@ -3,6 +3,7 @@
 import time
 
 from bagua_kernels.algorithms import GradientAllReduce
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.comm.backends.local.communicator import run_ranks
 from bagua_kernels.jit import compiling
 from tests.algorithms.ranks import train
@@ -13,11 +14,15 @@ COMPILATION = 0.4
 class Compiles(GradientAllReduce):
     """Its communication thread compiles a kernel before it exchanges anything."""
 
-    def start(self, bucket, step):
-        compiling.begin("folder")
-        time.sleep(COMPILATION)
-        compiling.end()
-        return super().start(bucket, step)
+    def exchange_for(self, bucket, communicator):
+        class Compiled(Mean):
+            def run(self, step):
+                compiling.begin("folder")
+                time.sleep(COMPILATION)
+                compiling.end()
+                yield from super().run(step)
+
+        return Compiled(bucket, communicator)
 
 
 def test_wait_seconds_leave_compilation_out() -> None:

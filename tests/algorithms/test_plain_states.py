@@ -66,7 +66,7 @@ def test_states_survive_a_file_and_go_on_bit_for_bit(name: str) -> None:
         other = optimizer_of(again)
         other.load_state_dict(inner)
         again.load_algorithm_state_dict(state)
-        assert again.decisions() == whole.decisions() == state["decisions"]
+        assert again.policy.state() == whole.policy.state() == state["decisions"]
         if name in DECIDING and name not in ("sign_warn", "onebit_adam_auto"):
             assert state["decisions"]
         train(whole, optimizer, communicator.rank, range(first, first + 2))
@@ -81,10 +81,10 @@ def test_states_that_hold_schedules_and_codecs_are_still_taken() -> None:
     def rank(communicator: Communicator) -> None:
         algorithm = SignSGD(Odd(), communicator=communicator, guard=GUARD["widen"], **ALL)
         state = algorithm.algorithm_state_dict()
-        schedule = algorithm.plan.default
+        schedule = algorithm.assignment.default
         algorithm.load_algorithm_state_dict({**state, "decisions": [(schedule, Cast())]})
-        (bucket,) = algorithm._engine.buckets
-        assert algorithm.codec_at(bucket, 0) == Cast()
-        assert algorithm.decisions() == [("guard", [("", "cast:dtype=bfloat16")])]
+        (bucket,) = algorithm._engine.buckets.all
+        assert algorithm.policy.codec(bucket.kind, 0) == Cast()
+        assert algorithm.policy.state() == [("guard", [("", "cast:dtype=bfloat16")])]
 
     run_ranks(2, rank)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_kernels import algorithms, comm
-from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names, registry
+from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
@@ -114,7 +114,7 @@ def test_pages_are_short_and_begin_alike() -> None:
 def test_page_names_the_algorithm_and_its_class(name: str) -> None:
     page, (cls, *_) = ROWS[name]
     assert PAGES[page].startswith(f"# {cls}\n\n`{name}`")
-    assert getattr(algorithms, cls) is registry._algorithms[name]
+    assert getattr(algorithms, cls) is algorithms.Algorithm.registered[name]
 
 
 def test_links_lead_somewhere() -> None:
@@ -142,7 +142,7 @@ def arguments(make: FunctionType) -> dict[str, str]:
 @every_row
 def test_options_are_those_of_the_constructor(name: str) -> None:
     page, _ = ROWS[name]
-    assert options(PAGES[page]) == arguments(vars(registry._algorithms[name])["__init__"])
+    assert options(PAGES[page]) == arguments(vars(algorithms.Algorithm.registered[name])["__init__"])
 
 
 def test_options_of_both_adams() -> None:
@@ -160,7 +160,7 @@ def test_options_of_all() -> None:
 @every_row
 def test_index_says_what_the_codec_says(name: str) -> None:
     _, (cls, size, sent, bias, feedback, _, when) = ROWS[name]
-    found = registry._algorithms[name]
+    found = algorithms.Algorithm.registered[name]
     assert when
     if not issubclass(found, CompressedAllReduce):
         return
@@ -170,7 +170,7 @@ def test_index_says_what_the_codec_says(name: str) -> None:
 
     (algorithm,) = run_ranks(1, rank)
     assert isinstance(algorithm, CompressedAllReduce)
-    codec = algorithm.plan.default.at(10**9)
+    codec = algorithm.assignment.default.at(10**9)
     assert codec is not None
     assert size == f"{codec.payload_size(10**6) / 10**6:.3f}"
     gathered = name in ("topk", "dgc")
@@ -185,7 +185,7 @@ def test_index_says_what_the_codec_says(name: str) -> None:
 @every_row
 def test_index_says_what_goes_with_which_optimizer(name: str) -> None:
     """Where the constructor warns of Adam, the table says SGD."""
-    found = registry._algorithms[name]
+    found = algorithms.Algorithm.registered[name]
     (algorithm,) = run_ranks(1, lambda communicator: found(copy.deepcopy(make_net()), communicator=communicator))
     goes_with = ROWS[name][1][5]
     if issubclass(found, MomentumAllReduce):

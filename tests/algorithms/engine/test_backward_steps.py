@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +26,10 @@ from bagua_kernels.algorithms import (
     SignSGD,
     TopK,
 )
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.optim.step.compressed import PayloadStep
 from tests.algorithms.ranks import batch, fill
 
@@ -169,9 +171,15 @@ def test_payloads_are_decoded_where_they_are_used(monkeypatch: pytest.MonkeyPatc
 class Watching(PowerSGD):
     """Looks at the mean after it has come."""
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        super().exchange(bucket, step)
-        self.seen = bucket.flat.clone()
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        outer = self
+
+        class Seen(LowRankExchange):
+            def run(self, step: int) -> Iterator[Work]:
+                yield from super().run(step)
+                outer.seen = bucket.flat.clone()
+
+        return Seen(bucket, communicator, self.policy, self.config)
 
 
 @pytest.mark.parametrize("kind", [PowerSGD, Watching])
@@ -189,7 +197,7 @@ def test_factors_are_multiplied_where_they_are_used(kind: type[PowerSGD]) -> Non
         algorithm(torch.linspace(communicator.rank, 1, 64)).square().sum().backward()
         assert all(p.grad is None for p in module.parameters())
         assert algorithm._engine is not None
-        (bucket,) = algorithm._engine.buckets
+        (bucket,) = algorithm._engine.buckets.all
         left = algorithm.seen if isinstance(algorithm, Watching) else bucket.flat
         return [p.detach().clone() for p in module.parameters()], left.clone()
 
@@ -205,7 +213,7 @@ def test_sizes_of_powersgd_buckets() -> None:
         module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
         algorithm = PowerSGD(module, communicator=communicator, **options)
         assert algorithm._engine is not None
-        return [len(bucket.views) for bucket in algorithm._engine.buckets]
+        return [len(bucket.views) for bucket in algorithm._engine.buckets.all]
 
     # Layers of 16 KiB; of 4 MiB; of 16 MiB, of which seven tenths are too much for one bucket.
     assert run_ranks(2, lambda c: sizes(c, 64)) == [[5, 1]] * 2
@@ -367,7 +375,6 @@ def test_what_is_prepared_does_not_grow_with_the_steps() -> None:
         for step in range(20):
             used = [layer for i, layer in enumerate(module) if (step * 7 + i * (1 + communicator.rank)) % 5]
             torch.stack([layer(torch.ones(4)) for layer in used]).sum().backward()
-        assert algorithm._steps is not None
-        return len(algorithm._steps._parts)
+        return max(len(bucket._parts) for bucket in algorithm._engine._bucket_steps)
 
     assert max(run_ranks(2, rank)) <= 4

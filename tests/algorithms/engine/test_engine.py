@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bagua_kernels import optim
-from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
+from bagua_kernels.algorithms import Algorithm, ByteGrad, Exchange, GradientAlgorithm, GradientAllReduce
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket, partition
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.errors import CommunicationError
 from tests.algorithms.ranks import Odd, batch, fill, gradients
 
@@ -54,14 +55,21 @@ def test_close_removes_hooks() -> None:
     run_ranks(2, rank)
 
 
-class Logged(Algorithm):
+class Logged(GradientAlgorithm):
     """Notes when an exchange starts, and takes its time for it."""
 
     name = "logged"
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        self.log.append(("exchange", bucket.index))
-        time.sleep(0.02)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        outer = self
+
+        class Slow(Exchange):
+            def run(self, step: int) -> Iterator[Work]:
+                yield from ()
+                outer.log.append(("exchange", bucket.index))
+                time.sleep(0.02)
+
+        return Slow(bucket, communicator)
 
 
 class Noted(torch.autograd.Function):
@@ -106,9 +114,15 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
             self.both = both
             super().__init__(*arguments, **options)
 
-        def exchange(self, bucket: Bucket, step: int) -> None:
-            self.both.wait(20)
-            super().exchange(bucket, step)
+        def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+            both = self.both
+
+            class Together(Mean):
+                def run(self, step: int) -> Iterator[Work]:
+                    both.wait(20)
+                    yield from super().run(step)
+
+            return Together(bucket, communicator)
 
     def rank(communicator: Communicator) -> list[torch.Tensor | None]:
         module = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 3, bias=False))
@@ -143,27 +157,34 @@ class Ahead(GradientAllReduce):
         self.order: list[int] = []
         self.under_way = self.most = 0
         super().__init__(*arguments, **options)
-        self.begun = [threading.Event() for _ in self._engine.buckets]
+        self.begun = [threading.Event() for _ in self._engine.buckets.all]
 
-    def start(self, bucket: Bucket, step: int) -> Callable[[], None]:
-        wait = super().start(bucket, step)
-        assert wait is not None
-        with self.lock:
-            self.under_way += 1
-            self.most = max(self.most, self.under_way)
-            self.order.append(bucket.index)
-            self.begun[bucket.index].set()
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        return AheadMean(bucket, communicator, self)
 
-        def finish() -> None:
-            if not all(begun.wait(20) for begun in self.begun[: bucket.index + 2]):
-                raise TimeoutError(f"bucket {bucket.index + 1} waits for bucket {bucket.index}")
-            wait()
-            with self.lock:
-                self.under_way -= 1
-            if bucket.index == self.fails:
-                raise ArithmeticError("boom")
 
-        return finish
+class AheadMean(Mean):
+    one_collective = True
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, ahead: Ahead) -> None:
+        super().__init__(bucket, communicator)
+        self.ahead = ahead
+
+    def run(self, step: int) -> Iterator[Work]:
+        ahead, index = self.ahead, self.bucket.index
+        (work,) = super().run(step)
+        with ahead.lock:
+            ahead.under_way += 1
+            ahead.most = max(ahead.most, ahead.under_way)
+            ahead.order.append(index)
+            ahead.begun[index].set()
+        yield work
+        if not all(begun.wait(20) for begun in ahead.begun[: index + 2]):
+            raise TimeoutError(f"bucket {index + 1} waits for bucket {index}")
+        with ahead.lock:
+            ahead.under_way -= 1
+        if index == ahead.fails:
+            raise ArithmeticError("boom")
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -184,7 +205,7 @@ def test_two_all_reduces_are_under_way_on_one_connection(in_backward: bool) -> N
         ahead, found = train(Ahead, communicator)
         assert ahead.order == [0, 1, 2, 3, 4]
         assert ahead.most == 2
-        assert ahead._engine.lanes == len(ahead._communicators()) == 1
+        assert len(ahead._engine.communicators) == len(ahead._communicators()) == 1
         _, expected = train(functools.partial(GradientAllReduce, lanes=1), communicator)
         assert all(map(torch.equal, found, expected))
 
@@ -403,11 +424,15 @@ def test_interrupted_wait_is_noticed() -> None:
 
 
 def test_failed_exchange_keeps_nothing_alive() -> None:
-    class Fails(Algorithm):
+    class Fails(GradientAlgorithm):
         name = "fails"
 
-        def exchange(self, bucket: Bucket, step: int) -> None:
-            raise ZeroDivisionError("on purpose")
+        def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+            class Failing(Exchange):
+                def run(self, step: int) -> Iterator[Work]:
+                    raise ZeroDivisionError("on purpose")
+
+            return Failing(bucket, communicator)
 
     def rank(communicator: Communicator) -> weakref.ref[nn.Module]:
         algorithm = Fails(Odd(), communicator=communicator, bucket_bytes=1)

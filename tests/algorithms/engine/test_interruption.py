@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, PowerSGD
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.errors import CommunicationError
 from tests.algorithms.ranks import Odd, batch
 
@@ -30,14 +32,14 @@ class Failing(GradientAllReduce):
 
     name = "failing"
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        if step == 1 and bucket.index == 1:
-            raise CommunicationError("the wire is cut")
-        super().exchange(bucket, step)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        class Cut(Mean):
+            def run(self, step: int) -> Iterator[Work]:
+                if step == 1 and bucket.index == 1:
+                    raise CommunicationError("the wire is cut")
+                yield from super().run(step)
 
-    @property
-    def adopts(self) -> bool:
-        return True
+        return Cut(bucket, communicator)
 
 
 def check_refused(algorithm: Algorithm, optimizers: list[torch.optim.Optimizer], communicator: Communicator) -> None:
@@ -81,18 +83,16 @@ def test_gradients_of_a_failed_exchange_are_dropped(lanes: int) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("wait_in_forward", [False, True])
-def test_half_a_step_is_told(wait_in_forward: bool) -> None:
+def test_half_a_step_is_told() -> None:
     def rank(communicator: Communicator) -> None:
         module = Odd()
         optimizer = optim.SGD(module.parameters(), lr=0.1)
-        options = {"apply_in_backward": True, "wait_in_forward": wait_in_forward, "lanes": 1}
+        options = {"apply_in_backward": True, "lanes": 1}
         algorithm = Failing(module, optimizer, communicator=communicator, **TINY, **options)
         loss(algorithm, communicator).backward()
-        algorithm.wait()
         second = loss(algorithm, communicator)
         with pytest.raises(CommunicationError, match="the wire is cut") as caught:
-            _finish(algorithm, second)
+            second.backward()
         (note,) = caught.value.__notes__
         assert re.search("[123] of 4 parameters have been updated in that pass", note)
         with pytest.raises(RuntimeError, match=r"[123] of 4 parameters have been updated.*the others have not"):
@@ -101,11 +101,6 @@ def test_half_a_step_is_told(wait_in_forward: bool) -> None:
         algorithm.close()
 
     run_ranks(2, rank)
-
-
-def _finish(algorithm: Algorithm, of: torch.Tensor) -> None:
-    of.backward()
-    algorithm.wait()
 
 
 class Breaking(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 import pytest
@@ -22,9 +22,13 @@ from bagua_kernels.algorithms import (
     Guard,
     PowerSGD,
 )
-from bagua_kernels.algorithms.engine import engine as engine_module
+from bagua_kernels.algorithms.engine import buckets as buckets_module
+from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients
 
 
@@ -32,15 +36,22 @@ class Lending(GradientAllReduce):
     """Notes which gradients are still where backward has left them."""
 
     name = "lending"
-    lends = True
 
     def place(self, name: str, parameter: nn.Parameter) -> tuple[Hashable, bool]:
         return None, parameter.dim() < 2
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        self.lent = list(bucket.lent)
-        bucket.collect()
-        super().exchange(bucket, step)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        outer = self
+
+        class Lent(Mean):
+            reads_in_place = True
+
+            def run(self, step: int) -> Iterator[Work]:
+                outer.lent = list(bucket.lent)
+                bucket.collect()
+                yield from super().run(step)
+
+        return Lent(bucket, communicator)
 
 
 def test_gradients_are_lent() -> None:
@@ -61,7 +72,7 @@ def test_gradients_are_lent() -> None:
                 x = batch(communicator.rank, step)
                 used = each.module[0](x) + (each.module[1](x) if step == 1 else 0)
                 used.square().mean().backward()
-            (bucket,) = algorithm._engine.buckets
+            (bucket,) = algorithm._engine.buckets.all
             names = [bucket.names[slot] for slot in algorithm.lent]
             assert sorted(names) == [["0.weight"], ["0.weight", "1.weight"], []][step]
             assert not bucket.lent
@@ -77,12 +88,18 @@ class Looking(GradientAllReduce):
 
     name = "looking"
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        parameters = dict(self.module.named_parameters())
-        for name, view in zip(bucket.names, bucket.views, strict=True):
-            gradient = parameters[name].grad
-            self.inside[name] = gradient is not None and gradient.data_ptr() == view.data_ptr()
-        super().exchange(bucket, step)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        outer = self
+
+        class Looked(Mean):
+            def run(self, step: int) -> Iterator[Work]:
+                parameters = dict(outer.module.named_parameters())
+                for name, view in zip(bucket.names, bucket.views, strict=True):
+                    gradient = parameters[name].grad
+                    outer.inside[name] = gradient is not None and gradient.data_ptr() == view.data_ptr()
+                yield from super().run(step)
+
+        return Looked(bucket, communicator)
 
 
 def test_what_was_copied_is_let_go() -> None:
@@ -131,7 +148,15 @@ class Copying(GradientAllReduce):
     """Has buckets of the same memory in all steps."""
 
     name = "copying"
-    adopts = False
+
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        class Copied(Mean):
+            one_collective = True
+
+            def run(self, step: int) -> Iterator[Work]:
+                yield from super().run(step)
+
+        return Copied(bucket, communicator)
 
 
 def layers() -> nn.Module:
@@ -155,8 +180,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"wait_in_forward": True}], ids=["backward", "forward"])
-def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict[str, bool]) -> None:
+def test_adopted_memory_and_steps_in_backward(adopted: list[bool]) -> None:
     """Parameters have the bits that they have with copies."""
 
     def rank(communicator: Communicator) -> list[list[torch.Tensor]]:
@@ -170,13 +194,11 @@ def test_adopted_memory_and_steps_in_backward(adopted: list[bool], options: dict
                 communicator=communicator,
                 bucket_bytes=4 * 64 * 64,
                 apply_in_backward=True,
-                **options,
             )
             for step in range(4):
                 algorithm(batch(communicator.rank, step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            algorithm.wait()
             found.append([p.detach().clone() for p in module.parameters()])
             algorithm.close()
         return found
@@ -192,7 +214,7 @@ def test_memory_of_large_gradients_becomes_the_buckets(
     adopted: list[bool], size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits, whether gradients are dropped, kept or weighed, and not where they are there already."""
-    monkeypatch.setattr(engine_module, "_ALONE_BYTES", 4 * 64 * 64)
+    monkeypatch.setattr(buckets_module, "_ALONE_BYTES", 4 * 64 * 64)
 
     def rank(communicator: Communicator) -> None:
         modules = [layers(), layers()]
@@ -201,7 +223,7 @@ def test_memory_of_large_gradients_becomes_the_buckets(
             algorithms.append(kind(module, communicator=communicator, bucket_bytes=bucket_bytes, lanes=1))
         # Who copies gains nothing by buckets of one tensor.
         if size > 1 and bucket_bytes > 4 * 64 * 64:
-            assert [len(algorithm._engine.buckets) for algorithm in algorithms] == [2, 1]
+            assert [len(algorithm._engine.buckets.all) for algorithm in algorithms] == [2, 1]
         first: list[torch.Tensor] = []
         for step, (drop, weight) in enumerate([(True, None), (True, None), (False, None), (True, 0.5), (False, 2.0)]):
             for algorithm in algorithms:
@@ -340,8 +362,10 @@ def test_lent_gradients_train_as_copied_ones(
         return done
 
     monkeypatch.setattr(Bucket, "lend", noted)
-    copying = type(f"Copying{kind.__name__}", (kind,), {"lends": property(lambda self: False)})
-    expected = run_ranks(2, lambda c: trained(c, copying, dtype, keep, **options))
+    with monkeypatch.context() as patch:
+        for exchange in (CompressedExchange, LowRankExchange):
+            patch.setattr(exchange, "reads_in_place", False)
+        expected = run_ranks(2, lambda c: trained(c, kind, dtype, keep, **options))
     assert not lent
     found = run_ranks(2, lambda c: trained(c, kind, dtype, keep, **options))
     assert any(lent)
@@ -354,16 +378,24 @@ def test_lent_gradients_train_as_copied_ones(
 def test_a_subclass_finds_gradients_in_the_bucket() -> None:
     """One that has an exchange of its own."""
 
+    class Half(CompressedExchange):
+        def run(self, step: int) -> Iterator[Work]:
+            assert not self.bucket.lent
+            self.bucket.whole.mul_(0.5)
+            yield from super().run(step)
+
     class Halved(ByteGrad):
-        def exchange(self, bucket: Bucket, step: int) -> None:
-            assert not bucket.lent
-            bucket.whole.mul_(0.5)
-            super().exchange(bucket, step)
+        def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+            return Half(bucket, communicator, self.policy, self.feedback)
+
+    class Looked(LowRankExchange):
+        def run(self, step: int) -> Iterator[Work]:
+            assert not self.bucket.lent
+            yield from super().run(step)
 
     class Own(PowerSGD):
-        def exchange(self, bucket: Bucket, step: int) -> None:
-            assert not bucket.lent
-            super().exchange(bucket, step)
+        def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+            return Looked(bucket, communicator, self.policy, self.config)
 
     for kind in (Halved, Own):
         run_ranks(2, lambda c, kind=kind: trained(c, kind, torch.float32, False))

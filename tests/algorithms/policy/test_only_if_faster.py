@@ -27,8 +27,9 @@ from bagua_kernels.algorithms import (
     TopK,
     from_spec,
 )
-from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS, Trial
-from bagua_kernels.algorithms.policy.schedule import Plan
+from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange
+from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS, OnlyIfFaster, Trial
+from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, train
 from tests.algorithms.test_simulation import ODD, Everyone, Given, draw, same
@@ -64,12 +65,22 @@ class Clock:
 def compresses(algorithm: Algorithm) -> bool:
     """Whether anything is compressed in the step that is under way, or to come."""
     engine = algorithm._engine
-    return any(algorithm.compresses(bucket, engine.counters.steps) for bucket in engine.buckets)
+    step = engine.counters.steps
+    return any(
+        (e.codec(step) if isinstance(e, CompressedExchange) else algorithm.policy.codec(e.bucket.kind, step))
+        is not None
+        for e in engine.buckets.exchanges
+    )
+
+
+def trial_of(algorithm: Algorithm) -> Trial:
+    policy = algorithm.policy
+    return (policy if isinstance(policy, OnlyIfFaster) else policy.inner).trial
 
 
 def timed(algorithm: Algorithm, compressed: float, plain: float) -> Algorithm:
     """Forces what comes out of the trial."""
-    algorithm._trial.clock = Clock(algorithm, compressed, plain)
+    trial_of(algorithm).clock = Clock(algorithm, compressed, plain)
     return algorithm
 
 
@@ -279,7 +290,7 @@ def test_real_clock(wrap: type) -> None:
 
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], str, tuple[float, float]]:
         parameters, algorithm = train(communicator, wrap, steps=STEPS + 2, only_if_faster=True, bucket_bytes=600)
-        return parameters, algorithm.stats().trial, algorithm._trial.medians
+        return parameters, algorithm.stats().trial, trial_of(algorithm).medians
 
     first, *others = run_ranks(3, rank)
     assert first[1] in ("compressed", "plain")
@@ -346,8 +357,8 @@ def test_guard_and_trial_decide_side_by_side() -> None:
         train(communicator, algorithm, steps=STEPS)
         again = make(Odd())
         again.load_algorithm_state_dict(algorithm.algorithm_state_dict())
-        bucket = again._engine.buckets[0]
-        return again.stats().trial, again.decisions(), type(again.codec_at(bucket, STEPS)).__name__
+        bucket = again._engine.buckets.all[0]
+        return again.stats().trial, again.policy.state(), type(again.policy.codec(bucket.kind, STEPS)).__name__
 
     for outcome, decisions, codec in run_ranks(2, rank):
         assert outcome == "compressed"
@@ -407,7 +418,8 @@ def test_who_has_no_trial() -> None:
             SignSGD(Odd(), communicator=communicator, majority_vote=True, only_if_faster=True)
         with pytest.raises(TypeError, match="only_if_faster"):
             GradientAllReduce(Odd(), communicator=communicator, only_if_faster=True)
-        assert from_spec("topk:only_if_faster=true", Odd(), communicator=communicator)._trial is not None
+        policy = from_spec("topk:only_if_faster=true", Odd(), communicator=communicator).policy
+        assert isinstance(policy, OnlyIfFaster)
 
     run_ranks(1, rank)
 
@@ -424,7 +436,7 @@ def test_nothing_but_numbers_on_a_board() -> None:
 
 
 def test_schedules_are_tried_with_what_they_end_with() -> None:
-    plan = Plan.make({0: "minmax_uint8", 40: "absmax_int4"}, groups={"*": {50: "sign"}})
+    plan = Assignment.make({0: "minmax_uint8", 40: "absmax_int4"}, groups={"*": {50: "sign"}})
     assert plan.last_start == 50
 
     def rank(communicator: Communicator) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def check_copy(copied: nn.Module, model: Algorithm) -> None:
         assert not ours._backward_hooks
     copied(batch(0, 0)).square().mean().backward()
     with copied.no_sync(), copied.join():
-        copied.wait()
+        copied.weigh(2.0)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled, saved])
@@ -71,9 +71,8 @@ def test_a_copy_exchanges_nothing(name: str, how) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_copy_while_steps_are_under_way(waits: bool) -> None:
-    """It has the parameters after the step; neither its parameters nor its modules wait for anything."""
+def test_a_copy_after_steps_in_backward() -> None:
+    """It has the parameters after the step."""
 
     def rank(communicator: Communicator) -> None:
         module = Odd()
@@ -83,7 +82,6 @@ def test_a_copy_while_steps_are_under_way(waits: bool) -> None:
             optimizer,
             communicator=communicator,
             apply_in_backward=True,
-            wait_in_forward=waits,
             bucket_bytes=300,
         )
         for step in range(3):
@@ -91,9 +89,7 @@ def test_a_copy_while_steps_are_under_way(waits: bool) -> None:
             check_copy(copy.deepcopy(model), model)
             inner = copy.deepcopy(model.module)
             assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), model.parameters(), strict=True))
-            assert type(inner.first._parameters) is dict
             optimizer.step()
-        model.wait()
 
     run_ranks(2, rank)
 

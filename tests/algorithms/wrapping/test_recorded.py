@@ -28,7 +28,7 @@ from bagua_kernels.algorithms import (
     TopK,
     from_spec,
 )
-from bagua_kernels.algorithms.wrapping.options import describe, shown
+from bagua_kernels.algorithms.wrapping.recorded import describe, shown
 from bagua_kernels.comm import Communicator, Nodes, run_ranks
 from tests.algorithms.ranks import Odd, batch, gradients
 

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce
+from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
+from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.vectors import Named, euclidean_norm, gather, scatter
+from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.compression import Codec
+from bagua_kernels.comm import Communicator, Work
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How momentum is kept where elements wait to be sent; see `DGC`.
+
+    Attributes:
+        momentum: m.
+        nesterov: whether it is Nesterov's.
+        masking: whether it stops where elements were sent.
+        clip: the norm to which gradients are clipped before; None does not clip.
+    """
+
+    momentum: float
+    nesterov: bool
+    masking: bool
+    clip: float | None
 
 
 @register
@@ -46,7 +67,7 @@ class DGC(CompressedAllReduce):
         clip: float | None = None,
         warmup: Sequence[float] = (0.25, 0.0625, 0.015625),
         warmup_every: int = 0,
-        **arguments: Any,
+        **options: Unpack[CompressionOptions],
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
 
@@ -60,7 +81,7 @@ class DGC(CompressedAllReduce):
             clip: see step 1; of gradients without a scale, if `scaler` is given.
             warmup: the ratios before `ratio`.
             warmup_every: steps that each of these lasts, an epoch's in the paper; 0 leaves them out.
-            **arguments: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
+            **options: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
 
         Raises:
             ValueError: a number is out of its range, the optimizer has momentum, or as for `CompressedAllReduce`.
@@ -71,37 +92,54 @@ class DGC(CompressedAllReduce):
             raise ValueError(f"clip must be above 0, or None, got {clip}")
         if warmup_every < 0:
             raise ValueError(f"warmup_every must be 0 or more, got {warmup_every}")
-        if arguments.get("error_feedback") is False:
+        if options.get("error_feedback") is False:
             raise ValueError("DGC is error feedback: error_feedback=False makes no sense of it, take TopK")
         if optimizer is not None and any(group.get("momentum") for group in optimizer.param_groups):
             raise ValueError("DGC keeps the momentum itself: make the optimizer with momentum=0")
-        self.momentum, self.nesterov, self.masking, self.clip = momentum, nesterov, masking, clip
-        self._velocities: dict[int, torch.Tensor] = {}
-        start = arguments.get("warmup_steps", 0)
+        self.correction = Correction(momentum, nesterov, masking, clip)
+        start = options.get("warmup_steps", 0)
         ratios = [*(warmup if warmup_every else ()), ratio]
         codec = {(start + i * warmup_every if i else 0): compression.TopK(r) for i, r in enumerate(ratios)}
-        super().__init__(module, optimizer, codec=codec, **{**LARGE_MATRICES, **arguments, "error_feedback": True})
+        given: CompressionOptions = {**LARGE_MATRICES, **options, "error_feedback": True}
+        super().__init__(module, optimizer, codec=codec, **given)
 
-    def exchange(self, bucket: Bucket, step: int) -> None:
-        """See `Algorithm.exchange`."""
-        self._convert(bucket)
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """See `GradientAlgorithm.exchange_for`."""
+        return MomentumCorrection(bucket, communicator, self.policy, self.feedback, self.correction)
+
+
+class MomentumCorrection(CompressedExchange):
+    """Sends the largest elements of what momentum and the residual make of a gradient."""
+
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, policy: Policy, feedback: Feedback, correction: Correction
+    ) -> None:
+        """As `CompressedExchange`, with a velocity of zero."""
+        super().__init__(bucket, communicator, policy, feedback)
+        self.correction = correction
+        self._velocity = gather(bucket, {}, exact=True)
+
+    @torch.no_grad()
+    def run(self, step: int) -> Iterator[Work]:
+        """See `Exchange.run`."""
+        bucket, velocity, codec = self.bucket, self._velocity, self.codec(step)
         n = bucket.flat.numel()
-        codec = self.codec_at(bucket, step) if n else None
-        if self.clip is not None:
-            most = self.clip * self._units.of(bucket.index) / self._communicator.size**0.5
+        if self.correction.clip is not None:
+            most = self.correction.clip * self.loss_scale / self.communicator.size**0.5
             for view in bucket.views:
                 view.mul_((most / euclidean_norm(view)).clamp(max=1.0))
-        velocity, exact = self._velocity(bucket), bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
-        frozen = [(bucket.spans[slot], velocity[bucket.spans[slot]].clone()) for slot in self.frozen(bucket)]
+        exact = bucket.whole[n : bucket.whole.numel() - bucket.flags.numel()]
+        frozen = [(bucket.spans[slot], velocity[bucket.spans[slot]].clone()) for slot in bucket.frozen]
         self._move(velocity[:n], bucket.flat)
-        for begin, end in self.frozen_spans(bucket):
-            bucket.flat[begin:end] = 0.0
-        before = None if codec is None or not self.masking else self._residual(bucket, codec) + bucket.flat
-        super().exchange(bucket, step)
+        for slot in bucket.frozen:
+            if bucket.compressed(slot):
+                bucket.flat[bucket.spans[slot]] = 0.0
+        before = None if codec is None or not self.correction.masking else self.worker_residual(codec) + bucket.flat
+        yield from super().run(step)
         # These were averaged without memory, so that momentum may as well come afterwards.
         self._move(velocity[n:], exact)
         if codec is not None and before is not None:
-            sent = (before != 0) & (self._residual(bucket, codec) == 0)
+            sent = (before != 0) & (self.worker_residual(codec) == 0)
             velocity[:n].masked_fill_(sent, 0.0)
         for span, before_step in frozen:
             velocity[span] = before_step
@@ -109,36 +147,22 @@ class DGC(CompressedAllReduce):
     def _move(self, u: torch.Tensor, g: torch.Tensor) -> None:
         """Momentum correction: updates the velocity, and replaces the gradient by what it moves parameters by."""
         # What is not finite goes to everyone and is not kept: it would stay in the velocity for ever.
-        moved = (u + g).mul_(self.momentum) if self.nesterov else (u * self.momentum).add_(g)
+        m, nesterov = self.correction.momentum, self.correction.nesterov
+        moved = (u + g).mul_(m) if nesterov else (u * m).add_(g)
         finite = moved.isfinite()
-        g.copy_(torch.where(finite, moved + g, moved) if self.nesterov else moved)
+        g.copy_(torch.where(finite, moved + g, moved) if nesterov else moved)
         torch.where(finite, moved, u, out=u)
 
-    def _residual(self, bucket: Bucket, codec: Codec) -> torch.Tensor:
-        residual = self._all_reduce(bucket, codec).residuals()["worker"]
-        assert residual is not None
-        return residual.state()
+    def rescale(self, factor: float) -> None:
+        """See `Exchange.rescale`."""
+        super().rescale(factor)
+        self._velocity.mul_(factor)
 
-    def _velocity(self, bucket: Bucket) -> torch.Tensor:
-        if bucket.index not in self._velocities:
-            self._velocities[bucket.index] = gather(bucket, {}, exact=True)
-        return self._velocities[bucket.index]
+    def state(self) -> dict[str, Named]:
+        """The residuals, and the velocity; see `Exchange.state`."""
+        return {**super().state(), "velocity": scatter(self.bucket, self._velocity / self.loss_scale)}
 
-    def _rescale(self, bucket: Bucket, factor: float) -> None:
-        super()._rescale(bucket, factor)
-        self._velocity(bucket).mul_(factor)
-
-    def forget(self) -> None:
-        """See `Algorithm.forget`."""
-        super().forget()
-        self._velocities.clear()
-
-    def remembered(self, bucket: Bucket) -> dict[str, Named]:
-        """The residuals, and the velocity; see `Algorithm.remembered`."""
-        velocity = self._velocity(bucket) / self._units.of(bucket.index)
-        return {**super().remembered(bucket), "velocity": scatter(bucket, velocity)}
-
-    def remember(self, bucket: Bucket, vectors: Mapping[str, Named]) -> None:
-        """See `Algorithm.remember`."""
-        super().remember(bucket, vectors)
-        self._velocities[bucket.index] = gather(bucket, vectors.get("velocity", {}), exact=True)
+    def load(self, state: Mapping[str, Named]) -> None:
+        """See `Exchange.load`."""
+        super().load(state)
+        self._velocity = gather(self.bucket, state.get("velocity", {}), exact=True)

@@ -22,7 +22,7 @@ _CLASS = ""
 _DEEPEST = 8
 
 
-class Options:
+class Recorded:
     """The arguments of all constructors of one algorithm, from the outermost class to the base.
 
     `recorded` fills it. The arguments of a subclass come first, so that a difference is reported under the name that the
@@ -70,7 +70,7 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         options = self.__dict__.get("_options")
         if options is None:
-            options = self.__dict__["_options"] = Options()
+            options = self.__dict__["_options"] = Recorded()
         options.add(owner, dict(_flattened(bound)))
         init(self, *args, **kwargs)
 
@@ -158,7 +158,7 @@ def differences(everyone: list[list[list[Any]]]) -> list[str]:
     """Names the options that differ between ranks, with the values and the ranks that have them.
 
     Args:
-        everyone: of each rank what `Options.described` gave.
+        everyone: of each rank what `Recorded.described` gave.
 
     Returns:
         A text for each option of the outermost class in which any option differs; empty if all are equal.

@@ -1,0 +1,145 @@
+"""Gradient averaging through any codec: what most algorithms of this package are special cases of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm, GradientOptions
+from bagua_kernels.algorithms.policy.guard import Guard, Guarded
+from bagua_kernels.algorithms.policy.only_if_faster import OnlyIfFaster
+from bagua_kernels.algorithms.policy.optimizer_fit import holds_back
+from bagua_kernels.algorithms.policy.policy import Policy
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator
+
+
+class CodecOptions(GradientOptions, total=False):
+    """Keyword arguments of all algorithms with codecs."""
+
+    error_feedback: bool | None
+    owner_feedback: bool | None
+    groups: Mapping[str, Encoding] | None
+    exact: str | tuple[str, ...] | list[str]
+    min_numel: int
+    seed: int
+    guard: Guard | None
+    only_if_faster: bool
+
+
+class ScaledOptions(CodecOptions, total=False):
+    """Those, and the scaler of losses."""
+
+    scaler: torch.amp.GradScaler | None
+
+
+class CompressionOptions(ScaledOptions, total=False):
+    """Keyword arguments of `CompressedAllReduce` beside its codec."""
+
+    warmup_steps: int
+
+
+# For codecs of few bits, or few elements. They would starve small tensors: what is largest in a bucket is seldom in a bias, and
+# a scale costs as much for the few elements of a short block as for those of a full one.
+LARGE_MATRICES: CodecOptions = {"exact": "1d", "min_numel": 512}
+
+
+@register
+class CompressedAllReduce(GradientAlgorithm):
+    """Synchronous data parallelism with gradients that travel as a codec's payloads.
+
+    For each bucket of gradients, in the order in which backward completes them:
+
+    1. In the first `warmup_steps` steps, average it without compression, as `GradientAllReduce` does.
+    2. With error feedback, add what this rank's earlier payloads of it lacked (Karimireddy et al., ICML 2019, algorithm 2).
+    3. Average it by the all-reduce that suits the codec (`bagua_kernels.comm.compressed.all_reduce_for`): in two passes over
+       the chunks' owners for dense codecs (BAGUA, VLDB 2022, section 3.1), by all-gather for sparse ones, and by the
+       network's own sum for linear ones. Owners keep what the encoded mean lacks, too (DoubleSqueeze, Tang et al., ICML 2019).
+    4. Keep what was lacking; give everyone the same bits.
+
+    Parameters that are `exact` travel uncompressed behind the payload of their bucket, to the owners of chunks and back.
+    """
+
+    name = "compressed"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        codec: Encoding = "minmax_uint8",
+        error_feedback: bool | None = None,
+        owner_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        groups: Mapping[str, Encoding] | None = None,
+        exact: str | tuple[str, ...] | list[str] = (),
+        min_numel: int = 0,
+        seed: int = 0,
+        guard: Guard | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        only_if_faster: bool = False,
+        **options: Unpack[GradientOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
+
+        Args:
+            module: as for `Algorithm`.
+            optimizer: as for `Algorithm`.
+            codec: a codec, its spec, or codecs by the step from which on they are used: `{0: "minmax_uint8", 1000:
+                "minmax_uint4"}`. None stands for no compression.
+            error_feedback: whether each rank keeps what its payloads lack; by default where the codec is biased.
+            owner_feedback: whether the owners of chunks do; by default as `error_feedback`.
+            warmup_steps: steps without compression at the beginning.
+            groups: other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`.
+            exact: patterns of names of parameters to average without compression; "1d" for all biases and norms.
+            min_numel: parameters with fewer elements are exact too.
+            seed: of random numbers.
+            guard: looks now and then how much is lost; `stats().errors` tells.
+            scaler: that by which losses are scaled, if any: residuals change their unit with it. Read in backward, so
+                update it after the optimizer's step.
+            only_if_faster: whether 36 steps, from the first that would be compressed, find out if compression is faster
+                than none, by turns of four steps with it and four without. If it is slower, it is switched off for good,
+                which `stats().trial` tells and a checkpoint keeps. Results then depend on the time measured: ranks stay
+                bit-identical, but runs do not repeat bit for bit.
+            **options: as for `GradientAlgorithm`.
+
+        Raises:
+            TypeError: a codec is none.
+            ValueError: a spec or a number does not fit, or as for `GradientAlgorithm`.
+        """
+        self.assignment = Assignment.make(codec, warmup_steps, groups, exact, min_numel)
+        self.feedback = Feedback(error_feedback, owner_feedback, seed)
+        self.guard = guard
+        self.scaler = scaler
+        # A block never spans two tensors.
+        self.alignment = self.assignment.alignment()
+        self.policy = self._policy(only_if_faster)
+        super().__init__(module, optimizer, **options)
+
+    @property
+    def holds_back(self) -> str:
+        """See `GradientAlgorithm.holds_back`."""
+        coarse = [codec for codec in self.assignment.codecs if holds_back(codec)]
+        return f"payloads of {coarse[0]!r}" if coarse else ""
+
+    def _policy(self, only_if_faster: bool) -> Policy:
+        policy: Policy = Scheduled(self.assignment.last_start)
+        if only_if_faster:
+            policy = OnlyIfFaster(policy)
+        if self.guard is not None:
+            policy = Guarded(policy, self.guard, self.assignment.schedules, self.alignment)
+        return policy
+
+    def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
+        """See `GradientAlgorithm.place`."""
+        return self.assignment.place(name, parameter)
+
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """See `GradientAlgorithm.exchange_for`."""
+        return CompressedExchange(bucket, communicator, self.policy, self.feedback)

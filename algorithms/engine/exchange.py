@@ -1,0 +1,102 @@
+"""What happens to one bucket: an exchange replaces its gradients by their means over all ranks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Work
+from bagua_kernels.comm.compressed import Deliver
+from bagua_kernels.compression import Codec
+from bagua_kernels.launchers.multitensor import TensorUpdate
+
+
+class Updates(Protocol):
+    """What updates the parameters of one bucket by means that are still encoded."""
+
+    def from_payloads(self, codec: Codec) -> AbstractContextManager[Deliver | None]:
+        """What takes the mean's payloads; None if the mean has to be decoded into the bucket."""
+
+    def from_factors(self, slots: Sequence[int]) -> AbstractContextManager[dict[int, TensorUpdate] | None]:
+        """What updates the tensors of some slots by a mean of thin factors; None if that has to be multiplied."""
+
+
+class Exchange(abc.ABC):
+    """The exchange of one bucket in step after step, and what is remembered of it.
+
+    A class with a `run` of its own has the attributes below that are about `run` only if it says so: else gradients are in
+    the bucket before, and the mean is expected there afterwards.
+
+    It knows its bucket and its communicator. Whoever drives it fills the bucket, says which of its tensors are frozen
+    (`Bucket.frozen`), sets the loss scale if there is one, and waits for what `run` yields. All ranks run the exchanges of one
+    communicator in the same order.
+
+    Attributes:
+        bucket: whose `flat` and `exact` are replaced.
+        communicator: the ranks.
+        loss_scale: what the gradients are multiplied by of which something is remembered.
+        updates: if given, it may take the mean instead of the bucket.
+        reads_in_place: whether `run` reads gradients that are to be compressed where they are, if they are in `Bucket.lent`.
+        one_collective: whether `run` makes one collective, so that several exchanges may share a communicator.
+        delivers: whether `run` may give the mean to `updates` instead of the bucket.
+        has_memory: whether a mean may be other than zero though no rank has a gradient in this step.
+        takes_memory: whether the bucket's memory may be another one in each step, as `Bucket.adopt` makes it.
+    """
+
+    reads_in_place = False
+    one_collective = False
+    takes_memory = False
+    delivers = False
+    has_memory = True
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "run" in cls.__dict__:
+            for name in ("reads_in_place", "one_collective", "takes_memory", "delivers"):
+                setattr(cls, name, cls.__dict__.get(name, False))
+
+    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
+        """Remembers nothing yet."""
+        self.bucket = bucket
+        self.communicator = communicator
+        self.loss_scale = 1.0
+        self.updates: Updates | None = None
+
+    @abc.abstractmethod
+    def run(self, step: int) -> Iterator[Work]:
+        """Replaces `bucket.flat` and `bucket.exact` by their means over all ranks; yields each collective that it waits for.
+
+        Args:
+            step: number of the backward pass, equal on all ranks.
+        """
+
+    def state(self) -> dict[str, Named]:
+        """What is remembered, without loss scale: of each thing a tensor for each parameter's name; collective."""
+        return {}
+
+    def load(self, state: Mapping[str, Named]) -> None:  # noqa: B027
+        """Takes what `state` gave, of this bucket's parameters among others; what is lacking starts anew."""
+
+    def scale_to(self, loss_scale: float) -> None:
+        """Brings what is remembered to another loss scale."""
+        factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
+        if factor != 1.0:
+            self.rescale(factor)
+
+    def rescale(self, factor: float) -> None:  # noqa: B027
+        """Multiplies what is remembered, since the loss scale changed. A power of two, as scales are, rounds nothing."""
+
+    def end_step(self, unused: Sequence[int]) -> None:  # noqa: B027
+        """Called after each step, when no exchange is under way.
+
+        Args:
+            unused: slots of the tensors for which no rank had a gradient, frozen ones left out.
+        """
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank's payloads have lacked so far, without loss scale."""
+        return 0.0

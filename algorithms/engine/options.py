@@ -1,0 +1,48 @@
+"""How an engine works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """How gradients are put together.
+
+    Attributes:
+        align: elements to whose multiples tensors are aligned in a bucket.
+        bucket_bytes: size from which a bucket takes no more tensors.
+        small_first: whether the first buckets take less, so that the wire is in use early.
+        alone: whether a large gradient has a bucket to itself, whose memory it may become.
+    """
+
+    align: int = 1
+    bucket_bytes: int = 10 << 20
+    small_first: bool = True
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine works.
+
+    Attributes:
+        buckets: how gradients are put together.
+        in_flight: exchanges at a time; by default 2 on CPUs, where one is encoded or decoded while the other has the wire, and 1
+            on GPUs: kernels of two NCCL communicators, in turn, may each wait for the other's place.
+        steps: what updates parameters on the communication threads, if anything does.
+        scaler: that by which losses are scaled, if any: what is remembered changes its unit with it.
+        name: of the algorithm, for profilers.
+        title: of its class, likewise.
+    """
+
+    buckets: BucketOptions
+    in_flight: int | None = None
+    steps: BackwardSteps | None = None
+    scaler: torch.amp.GradScaler | None = None
+    name: str = ""
+    title: str = ""

@@ -1,0 +1,297 @@
+"""Algorithms that average gradients."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Unpack
+
+import torch
+
+from bagua_kernels.algorithms.algorithm import Algorithm, Options
+from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
+from bagua_kernels.algorithms.engine.engine import Engine
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.member import Counters, Member
+from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
+from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
+from bagua_kernels.algorithms.policy.policy import Policy
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters, synchronize
+from bagua_kernels.algorithms.wrapping.wrapped import check_weights
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator
+
+BUCKET_BYTES = 10 << 20
+_STATE = {"steps", "order", "vectors", "decisions"}
+
+
+class PassOptions(Options, total=False):
+    """Keyword arguments of `GradientAlgorithm` but for the size of buckets."""
+
+    lanes: int | None
+    apply_in_backward: bool
+
+
+class GradientOptions(PassOptions, total=False):
+    """Keyword arguments of `GradientAlgorithm`."""
+
+    bucket_bytes: int
+
+
+class GradientAlgorithm(Algorithm):
+    """Base of the algorithms that average gradients in each backward pass.
+
+    A subclass says in `exchange_for` what happens to a bucket of them, and in `place` which parameters share one.
+
+    Attributes:
+        policy: what encodes buckets, in which step.
+        scaler: that by which losses are scaled, if what is remembered is to follow it.
+        alignment: elements to whose multiples tensors are aligned in a bucket.
+        small_first: whether the first buckets are to be small, so that the wire is in use early.
+    """
+
+    policy: Policy = Policy()
+    scaler: torch.amp.GradScaler | None = None
+    alignment = 1
+    small_first = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        lanes: int | None = None,
+        apply_in_backward: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `Algorithm`.
+            optimizer: as for `Algorithm`.
+            bucket_bytes: gradients are exchanged in buckets of about this size; the first ones may be smaller.
+                Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
+            lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
+                on GPUs. On CPUs `GradientAllReduce` has them share connections.
+            apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
+                goes on, with what the optimizer's options are when that begins. `grad` is None afterwards, so that
+                `optimizer.step()` has nothing left to do but its hooks and sparse gradients; a GradScaler or a norm of all
+                gradients cannot come between. The optimizer is one of `bagua_kernels.optim`.
+            **options: as for `Algorithm`.
+
+        Raises:
+            TypeError: `apply_in_backward` has no optimizer of this package, or as for `Algorithm`.
+            ValueError: `bucket_bytes` or `lanes` is below 1, or as for `Algorithm`.
+        """
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
+        if lanes is not None and lanes < 1:
+            raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
+        if apply_in_backward and self.scaler is not None:
+            raise ValueError("a scaler looks at all gradients before its step: leave out apply_in_backward, or scaler")
+        self._in_flight, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
+        self._engine: Engine | None = None
+        self._all_communicators: list[Communicator] = []
+        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
+        self._joining = False
+        self._announced: int | None = None
+        super().__init__(module, optimizer, **options)
+
+    def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
+        """Says where the gradient of a parameter belongs.
+
+        Returns:
+            Its kind, by which buckets are told apart (`Bucket.kind`), and whether it is averaged without compression.
+        """
+        return None, False
+
+    @property
+    def holds_back(self) -> str:
+        """The payloads that lack most of a gradient, for `OptimizerFitWarning`; empty if none do."""
+        return ""
+
+    @abc.abstractmethod
+    def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
+        """Returns what happens to a bucket; called on all ranks in the order of buckets when these are laid out."""
+
+    def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._warn`."""
+        warn_of_adam(type(self).__name__, self.holds_back, optimizer)
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`."""
+        rows = sparse_parameters(module)
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        members = [Member(name, p, *self.place(name, p), sparse=p in rows) for name, p in trained]
+        dense = {m.name: m.parameter for m in members if not m.sparse}
+        steps = BackwardSteps(optimizer, dense) if self._applies else None
+        self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        if not members:
+            return
+        buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
+        options = EngineOptions(buckets, self._in_flight, steps, self.scaler, self.name, type(self).__name__)
+        communicators = self._communicator, self._world.duplicate
+        self._engine = Engine(members, self.exchange_for, *communicators, self.policy, options)
+        self._all_communicators = self._engine.communicators
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        if self._engine is not None:
+            if self._engine.interruption.happened:
+                # Exchanges that are under way may wait for ranks that will not answer.
+                for each in self._communicators():
+                    each.abort("it was closed after a backward pass that was interrupted")
+            self._engine.close()
+            self._engine = None
+
+    def _communicators(self) -> list[Communicator]:
+        """See `Algorithm._communicators`."""
+        return self._all_communicators or [self._communicator]
+
+    def _before_forward(self) -> None:
+        """See `Algorithm._before_forward`."""
+        if self._engine is None:
+            return
+        self._engine.check_idle()
+        if self._engine.enabled and self.training:
+            self._check_untrained()
+            source = 0
+            if self._joining:
+                source = self._announced if self._announced is not None else self._announce(1.0)
+            self._announced = None
+            self._synchronize_buffers(source, average=not self._joining)
+
+    def _check_untrained(self) -> None:
+        """Raises if a parameter is trained that was frozen when the module was wrapped: replicas would drift apart."""
+        for name, parameter in self._untrained:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when the module was wrapped, so that its gradients are not exchanged: "
+                    "wrap the module again after requires_grad_(True), or wrap it before you freeze parameters"
+                )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `WrappedModule.no_sync`."""
+        if self._engine is None:
+            yield
+            return
+        before, self._engine.enabled = self._engine.enabled, False
+        try:
+            yield
+        finally:
+            self._engine.enabled = before
+
+    def weigh(self, weight: float) -> None:
+        """See `WrappedModule.weigh`."""
+        if self._engine is None:
+            super().weigh(weight)
+            return
+        self._check_weighable()
+        self._announced = self._announce(weight)
+        if self._announced < 0:
+            raise ValueError("all ranks gave the weight 0, so there is nothing to average")
+
+    @contextlib.contextmanager
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """See `WrappedModule.join`."""
+        self._check_weighable()
+        self._joining, self._announced = True, None
+        try:
+            yield
+            last = 0
+            while self._engine is not None and (source := self._announce(0.0)) >= 0:
+                last = source
+                if self.training:
+                    self._synchronize_buffers(source, average=False)
+                self._engine.take_part()
+            if self._engine is not None:
+                last = max(self._communicator.all_gather_object(last))
+                synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+                if optimizer is not None:
+                    optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict(), last))
+        finally:
+            self._joining = False
+
+    def _announce(self, weight: float) -> int:
+        """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
+        assert self._engine is not None
+        self._engine.check_idle()
+        weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
+        self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
+        given = weights.tolist()
+        check_weights(given)
+        total = math.fsum(given)
+        self._engine.weight = weight * len(given) / total if total else 1.0  # nobody takes another step
+        return next((rank for rank, w in enumerate(given) if w > 0), -1)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See `WrappedModule.clip_grad_norm_`."""
+        if self._applies and self._engine is not None:
+            raise RuntimeError(
+                "with apply_in_backward=True parameters are updated before all gradients are known, so that these cannot be "
+                "clipped by their norm; leave it out"
+            )
+        return super().clip_grad_norm_(max_norm, norm_type)
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        from_all = vars(super().stats())
+        return Stats(**{**from_all, "errors": self.policy.errors(), "trial": self.policy.outcome})
+
+    def _counters(self) -> Counters:
+        return super()._counters() if self._engine is None else self._engine.counters
+
+    def _take_steps(self, steps: int) -> None:
+        super()._take_steps(steps)
+        if self._engine is not None:
+            self._engine.counters.steps = steps
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        exchanges = [] if self._engine is None else self._engine.buckets.exchanges
+        return math.sqrt(math.fsum(exchange.residual_norm() ** 2 for exchange in exchanges))
+
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.algorithm_state_dict`.
+
+        Returns:
+            `steps`; `order`, the names of parameters in the order of the buckets; in `vectors` for each thing remembered a
+            tensor for each name; and `decisions`. Each rank has its own, and needs it again.
+        """
+        order: list[str] = []
+        vectors: dict[str, dict[str, torch.Tensor]] = {}
+        if self._engine is not None:
+            self._engine.check_idle()
+            order = [self._engine.members[position].name for position in self._engine.buckets.order]
+            vectors = self._engine.buckets.state()
+        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self.policy.state()}
+
+    def load_algorithm_state_dict(self, state: Any) -> None:
+        """See `Algorithm.load_algorithm_state_dict`."""
+        for one in [state] if isinstance(state, Mapping) else list(state):
+            if set(one) != _STATE:
+                raise ValueError(
+                    f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
+                )
+        super().load_algorithm_state_dict(state)
+
+    def _load(self, states: list[Mapping[str, Any]]) -> None:
+        """See `Algorithm._load`."""
+        if self._engine is None:
+            self._take_steps(int(states[0]["steps"]))
+            return
+        self._engine.check_idle()
+        positions = {member.name: position for position, member in enumerate(self._engine.members)}
+        if states[0]["order"] and set(states[0]["order"]) != set(positions):
+            differ = sorted(set(states[0]["order"]) ^ set(positions))
+            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+        self._take_steps(int(states[0]["steps"]))
+        self.policy.load(states[0]["decisions"])
+        order = [positions[name] for name in states[0]["order"]] or None
+        self._engine.lay_out(order, mean_of([one["vectors"] for one in states]))

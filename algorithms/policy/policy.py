@@ -1,0 +1,70 @@
+"""What a policy is: it says what encodes a bucket in a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import torch
+
+from bagua_kernels.comm import Communicator
+
+Outcome = Literal["", "running", "compressed", "plain"]
+
+
+class Policy:
+    """Says what encodes the buckets of a kind in a step; this one that nothing does.
+
+    It is asked on communication threads, where ranks take buckets in different orders. So it decides only when a step ends, and
+    all ranks alike. Policies around others have them in `inner`.
+    """
+
+    def __init__(self, inner: Policy | None = None) -> None:
+        """Begins with no decision.
+
+        Args:
+            inner: what is asked first.
+        """
+        self.inner = inner
+
+    def codec(self, kind: Hashable, step: int) -> Any:
+        """What encodes buckets of a kind in a step; None if nothing does."""
+        return None if self.inner is None else self.inner.codec(kind, step)
+
+    def is_lasting(self, step: int) -> bool:
+        """Whether buckets are encoded from a step on as in all later ones, so that it tells how fast that is."""
+        return True if self.inner is None else self.inner.is_lasting(step)
+
+    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
+        """Decides what follows from a step; collective, when no exchange is under way.
+
+        Args:
+            step: its number.
+            seconds: from its first gradient to the end of its last exchange.
+            communicator: of all ranks.
+        """
+        if self.inner is not None:
+            self.inner.end_step(step, seconds, communicator)
+
+    def now(self, device: torch.device) -> float:
+        """The time by which steps are measured."""
+        return time.perf_counter() if self.inner is None else self.inner.now(device)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What was found to be faster, see `Stats.trial`."""
+        return "" if self.inner is None else self.inner.outcome
+
+    def errors(self) -> dict[str, float]:
+        """What `Stats.errors` holds."""
+        return {} if self.inner is None else self.inner.errors()
+
+    def state(self) -> list[Any]:
+        """What was decided: pairs of a name and a plain value, equal on all ranks."""
+        return [] if self.inner is None else self.inner.state()
+
+    def load(self, decisions: list[Any]) -> None:
+        """Takes what `state` gave."""
+        if self.inner is not None:
+            self.inner.load(decisions)

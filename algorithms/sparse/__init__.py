@@ -1,0 +1,1 @@
+"""Algorithms that send a few elements of a gradient, and remember the others."""
