@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_kernels import algorithms, comm
-from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, names
+from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, GradientAlgorithm, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
@@ -148,13 +148,17 @@ def test_options_are_those_of_the_constructor(name: str) -> None:
 def test_options_of_both_adams() -> None:
     """They stand together on one page, as `name=default`."""
     own = arguments(vars(MomentumAllReduce)["__init__"])
-    del own["freeze_step"]
+    del own["freeze_step"], own["codec"]
     rows = re.findall(r"^\| (`\w+=.*?) \|", PAGES["qadam.md"], re.MULTILINE)
     assert dict(re.findall(r"`(\w+)=(.*?)`", " ".join(rows))) == own
 
 
 def test_options_of_all() -> None:
-    assert options(INDEX) == {"optimizer": "None", **arguments(vars(Algorithm)["__init__"])}
+    assert options(INDEX) == {
+        "optimizer": "None",
+        **arguments(vars(GradientAlgorithm)["__init__"]),
+        **arguments(vars(Algorithm)["__init__"]),
+    }
 
 
 @every_row
@@ -178,7 +182,7 @@ def test_index_says_what_the_codec_says(name: str) -> None:
     biased = isinstance(codec.bias, Contractive)
     # TernGrad clips.
     assert bias == ("biased" if biased or name == "terngrad" else "unbiased")
-    kept = biased if algorithm.error_feedback is None else algorithm.error_feedback
+    kept = biased if algorithm.feedback.workers is None else algorithm.feedback.workers
     assert feedback == ("yes" if kept else "no")
 
 

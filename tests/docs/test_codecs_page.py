@@ -111,7 +111,7 @@ def test_own_codec_is_found_by_its_spec(page: ModuleType) -> None:
 def test_bounds_that_the_text_compares(page: ModuleType, spec: str) -> None:
     bias = from_spec(spec).bias
     assert isinstance(bias, Contractive)
-    assert f"{1 - bias.delta:.3g}" in PAGE.split("Where the bound comes from")[1].split("###")[0]
+    assert f"{1 - bias.delta:.3g}" in PAGE.split("The bound is derived as follows")[1].split("###")[0]
 
 
 def test_own_codec_has_the_bytes_of_the_oracle(target: Target, page: ModuleType) -> None:
