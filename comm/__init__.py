@@ -15,6 +15,7 @@ from bagua_kernels.comm.backends.local.communicator import LocalCommunicator as 
 from bagua_kernels.comm.backends.local.communicator import run_ranks as run_ranks
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator as NcclCommunicator
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator as StripedCommunicator
+from bagua_kernels.comm.backends.sockets.tuning import Tuning as Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator as TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator as Communicator
 from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce as HierarchicalAllReduce
@@ -28,7 +29,6 @@ from bagua_kernels.comm.rendezvous import shutdown as shutdown
 from bagua_kernels.comm.rendezvous import size as size
 from bagua_kernels.comm.rendezvous import world as world
 from bagua_kernels.comm.tuning.measure import tune as tune
-from bagua_kernels.comm.tuning.table import Tuning as Tuning
 from bagua_kernels.comm.work import Work as Work
 
 __all__ = [

@@ -26,10 +26,10 @@ from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.meeting import LocalWorld
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.start import Start, open_store
-from bagua_kernels.comm.tuning.table import Tuning
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
@@ -239,17 +239,9 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
             raise
     store.set_timeout(timedelta(seconds=timeout))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
-    _set_timeout(made, timeout)
+    # The start may have had less time left.
+    made.set_timeout(timeout)
     return made
-
-
-def _set_timeout(communicator: Communicator, seconds: float) -> None:
-    """Gives the operations of a communicator the time that was asked for, after a start that had less left."""
-    for one in (communicator, getattr(communicator, "base", None)):
-        if isinstance(one, TorchCommunicator | StripedCommunicator | NcclCommunicator):
-            one.timeout = one._session.timeout = seconds
-        if isinstance(one, TorchCommunicator):
-            one._group.set_timeout(seconds)
 
 
 def _give_up_group() -> None:
@@ -354,7 +346,7 @@ def _shutdown(limit: float | None, failure: str) -> None:
     communicator, made_group = _current.communicator, _current.made_group
     _current = None
     atexit.unregister(_shutdown_at_exit)
-    closed = communicator._unusable() == "it was closed"
+    closed = communicator.is_closed()
     healthy = not failure and (closed or not communicator.is_ended())
     if healthy:
         try:

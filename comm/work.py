@@ -35,6 +35,8 @@ class Work(abc.ABC):
         """Makes the timeout begin at a time of `time.monotonic`, instead of when `wait` is called."""
 
 
+CLOSED = "it was closed"  # why a communicator cannot be used any more after `close`
+
 # An operation in parts: yields each communication that has to be waited for before it can go on.
 Steps = Generator[Work, None, None]
 

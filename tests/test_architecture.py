@@ -13,9 +13,38 @@ ROOT = Path(__file__).parents[1]
 LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
 # From the ground up: a floor imports from itself and from those before it.
 FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
+# From the ground up, the rooms of a floor: a file imports from its own room and from those before it. A room is a folder or
+# a file at the top of the floor; the longest name that fits counts. Files at the top that are not named may import all.
+ORDER: dict[str, tuple[str, ...]] = {
+    "comm": (
+        "reduction",
+        "work",
+        "joining",
+        "collectives",
+        "communicator",
+        "failures",
+        "backends/local",
+        "backends/nccl",
+        "backends/torch_distributed",
+        "backends/sockets",
+        "compressed",
+        "hierarchical",
+        "topology",
+        "rendezvous",
+        "tuning",
+        "doctor",
+        "testing",
+        "tune",
+    ),
+}
+# To be emptied: folders of which some files import one another in a circle, and those that import private names of others.
+MAY_HAVE_CIRCLES: tuple[str, ...] = ("algorithms/", "bagua_kernels/compression/powersgd/", "bagua_kernels/optim/")
+MAY_IMPORT_PRIVATE_NAMES: tuple[str, ...] = ("algorithms/", "bagua_kernels/compression/powersgd/")
+
 # A command, which nothing imports, and the package itself, which imports its parts when they are first used.
 DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
 
+BACKENDS = ("_triton", "_numba_cuda", "_numba_cpu")
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
 MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/backends/nccl/binding.py")
 MAY_READ_THE_ENVIRONMENT = (
@@ -62,6 +91,59 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
 
 
+def module_of(file: Path) -> str:
+    """Returns the dotted name of a file's module."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "bagua_kernels" else ("bagua_kernels", *parts))
+
+
+MODULES = {module_of(file): file for file in sources()}
+
+
+def imported_files(file: Path) -> Iterator[tuple[int, Path]]:
+    """Yields line and path of each file of the project that a file imports, also inside functions and for types only."""
+    for line, name in imports(file):
+        found = MODULES.get(name) or MODULES.get(name.rpartition(".")[0])
+        if found is not None and found != file:
+            yield line, found
+
+
+def circles() -> list[list[str]]:
+    """Returns the groups of files of which each imports all others of its group, be it through others (Tarjan, 1972)."""
+    edges = {file: sorted({to for _, to in imported_files(file)}) for file in sources()}
+    number: dict[Path, int] = {}
+    lowest: dict[Path, int] = {}
+    stack: list[Path] = []
+    found: list[list[str]] = []
+
+    def visit(file: Path) -> None:
+        number[file] = lowest[file] = len(number)
+        stack.append(file)
+        for to in edges[file]:
+            if to not in number:
+                visit(to)
+            if to in stack:
+                lowest[file] = min(lowest[file], lowest[to])
+        if lowest[file] == number[file]:
+            group = stack[stack.index(file) :]
+            del stack[stack.index(file) :]
+            if len(group) > 1:
+                found.append(sorted(map(name_of, group)))
+
+    for file in edges:
+        if file not in number:
+            visit(file)
+    return found
+
+
+def room_of(file: Path, floor: str) -> int | None:
+    """Returns the number of a file's room in `ORDER[floor]`, None for a file that stands in none."""
+    name = module_of(file).replace(".", "/").removeprefix("bagua_kernels/").removeprefix(f"{floor}/") + "/"
+    fitting = [room for room in ORDER[floor] if name.startswith(f"{room}/")]
+    return ORDER[floor].index(max(fitting, key=len)) if fitting else None
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_floor_is_linked_into_the_package(name: str) -> None:
     link = ROOT / "bagua_kernels" / name
@@ -88,6 +170,46 @@ def test_imports_only_go_down_a_floor() -> None:
             floor = floor_of_module(module)
             assert floor is None or floor <= own or name_of(file) in DOORS, f"{where}, which is on a floor above"
             assert not module.startswith("bagua_kernels.warmup"), f"{where}, which is a command"
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    assert [group for group in circles() if not any(name.startswith(MAY_HAVE_CIRCLES) for name in group)] == []
+
+
+@pytest.mark.parametrize("floor", ORDER)
+def test_rooms_of_a_floor_import_one_way(floor: str) -> None:
+    files = [file for file in sources() if file.relative_to(ROOT).parts[0] == floor]
+    inside = [file for file in files if file.parent != ROOT / floor and file.name != "__init__.py"]
+    assert [name_of(file) for file in inside if room_of(file, floor) is None] == [], "add their folders to ORDER"
+    found = {room_of(file, floor) for file in files}
+    assert [room for number, room in enumerate(ORDER[floor]) if number not in found] == [], "these rooms do not exist"
+    wrong = []
+    for file in files:
+        own = room_of(file, floor)
+        for line, to in imported_files(file):
+            other = room_of(to, floor) if to.relative_to(ROOT).parts[0] == floor else None
+            if own is not None and other is not None and other > own:
+                wrong.append(f"{name_of(file)}:{line} imports {name_of(to)}, whose room comes later in ORDER")
+    assert wrong == []
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    wrong = []
+    for file in sources():
+        package = module_of(file) if file.name == "__init__.py" else module_of(file).rpartition(".")[0]
+        for line, name in imports(file):
+            parts = name.split(".")
+            private = next((i for i, part in enumerate(parts) if part.startswith("_")), None)
+            if private is None or floor_of_module(name) is None:
+                continue
+            owner = ".".join(parts[:private])
+            if owner in MODULES and MODULES[owner].name != "__init__.py":
+                owner = owner.rpartition(".")[0]
+            # What a backend's files share has the backend's name, in each folder.
+            same_backend = any(parts[private].startswith(one) and file.name.startswith(one) for one in BACKENDS)
+            if owner != package and not same_backend and not name_of(file).startswith(MAY_IMPORT_PRIVATE_NAMES):
+                wrong.append(f"{name_of(file)}:{line} imports {name}, which is private to {owner}")
+    assert wrong == []
 
 
 def test_optional_packages_are_imported_by_their_backends_only() -> None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua_kernels.comm.backends.sockets.mesh import own_address
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.doctor.report import BACKENDS, AllReduce, Clock, Measurements, RankFacts
 from bagua_kernels.comm.joining import interfaces
+from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import Work
 
@@ -126,7 +126,7 @@ def measure(communicator: Communicator, size: int, quick: bool = False) -> Measu
     matmul, copy = _work(communicator, 5 if quick else 15)
     clocks = _clocks(communicator, 10 if quick else 30)
     # Threads, which have no session, tell of a lost rank by themselves.
-    session = getattr(communicator, "_session", None)
+    session = getattr(communicator, "session", None)
     watched = session is None or session.liveness is not None
     row = [(latency[communicator.rank, r], bandwidth[communicator.rank, r], matmul, copy) for r in range(count)]
     rows: list[list[tuple[float, float, float, float]]] = communicator.all_gather_object(row)

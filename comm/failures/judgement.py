@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bagua_kernels.comm.failures.evidence import State
 from bagua_kernels.comm.failures.signs import Sign, describe
 from bagua_kernels.comm.failures.verdict import Kind, Verdict
+from bagua_kernels.comm.joining.evidence import State
 
 HOST = 0  # the rank whose process holds the store
 SILENT = 6.0  # heartbeats without a sign of life after which a rank counts as lost

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.failures.evidence import Evidence, Process
 from bagua_kernels.comm.failures.judgement import HOST as HOST
 from bagua_kernels.comm.failures.judgement import SILENT, Case, Seen, Trouble, View, ended_text, judge
 from bagua_kernels.comm.failures.signs import Doing, Sign, describe, parse_report, report_to_json
 from bagua_kernels.comm.failures.verdict import Verdict
+from bagua_kernels.comm.joining.evidence import Evidence, Process
 
 _LINGER = 3.0  # heartbeats for which a rank that leaves waits for the store
 _LAST_WORD = 5.0  # seconds for which the store's host stays, so that the others read the last report

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.backends.sockets.mesh import own_address
 from bagua_kernels.comm.failures.liveness import HOST, Liveness
 from bagua_kernels.comm.failures.liveness_client import Client, StoreError
 from bagua_kernels.comm.failures.liveness_server import Server
 from bagua_kernels.comm.joining import gate, hello
+from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.joining.secret import Secret
 
 _FAREWELL = 5.0  # seconds for it to end

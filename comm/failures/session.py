@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.channel import MismatchPeerError
-from bagua_kernels.comm.backends.sockets.transfer import MATCH, Operation
 from bagua_kernels.comm.failures.forked import FORKED
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.peer import MATCH, MismatchPeerError
 from bagua_kernels.comm.failures.verdict import Verdict
-from bagua_kernels.comm.work import Pending
+from bagua_kernels.comm.work import CLOSED, Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
 
 T = TypeVar("T")
@@ -39,6 +38,7 @@ class Session:
         liveness: tells who is at fault; None for errors without names.
         abandon: called once when an operation has failed.
         leaving: True while `close` waits for the other ranks.
+        failed: the error of the first operation that has failed; None while none has.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Session:
         self.ended = ""
         self.leaving = False
         self.abandon: Callable[[], None] | None = None
-        self._failure: CommunicationError | None = None
+        self.failed: CommunicationError | None = None
         self._lock = threading.Lock()
         _sessions.add(self)
 
@@ -78,7 +78,7 @@ class Session:
 
     def close(self) -> None:
         """Makes every later call fail, after all ranks are through with the communicator."""
-        self.ended = self.ended or "it was closed"
+        self.ended = self.ended or CLOSED
         if self.liveness is not None:
             self.liveness.closed(self.name)
 
@@ -144,10 +144,10 @@ class Session:
         what = f"{operation} #{number}" if number is not None else operation
         what += f" with rank {peer}" if peer is not None else ""
         with self._lock:
-            if self._failure is not None:
-                kind = type(self._failure)
-                text = f"{what} cannot finish, since another operation failed: {self._failure}"
-                return _with_ranks(kind, text, getattr(self._failure, "ranks", ()))
+            if self.failed is not None:
+                kind = type(self.failed)
+                text = f"{what} cannot finish, since another operation failed: {self.failed}"
+                return _with_ranks(kind, text, getattr(self.failed, "ranks", ()))
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
             # A transport may know at which rank it went wrong.
             cause = error.__cause__ if error else None
@@ -171,11 +171,11 @@ class Session:
                     verdict = self._stalled(what, missing[0], verdict)
             said = "" if error is None else f" [cause: {_told(error)}]"
             at = peer if broken_at is None and timed_out else broken_at
-            self._failure = self._describe(what, verdict, at, timed_out, said)
-            self.ended = self.ended or f"{self._failure}"
+            self.failed = self._describe(what, verdict, at, timed_out, said)
+            self.ended = self.ended or f"{self.failed}"
             if self.abandon is not None:
                 self.abandon()
-            return self._failure
+            return self.failed
 
     def _mismatch(self, what: str, cause: MismatchPeerError) -> Verdict:
         ranks = sorted((self.rank, cause.peer))
@@ -274,6 +274,7 @@ class SessionWork(Pending):
         peer: int | None,
         finish: Callable[[], None] | None,
         on_stream: bool,
+        missing: Callable[[], list[int]] | None = None,
     ) -> None:
         super().__init__()
         self._session = session
@@ -283,6 +284,7 @@ class SessionWork(Pending):
         self._peer = peer
         self._finish = finish
         self._on_stream = on_stream
+        self._missing = missing
         self._first_stream: torch.cuda.Stream | None = None
         self._noted = False
 
@@ -331,13 +333,13 @@ class SessionWork(Pending):
                 self._handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
                 return
             except RuntimeError as error:
-                if session.ended and session._failure is None:
+                if session.ended and session.failed is None:
                     raise self._given_up() from None
                 if self._handle.is_completed():
                     self._settle(error)
                     return
             if session.ended:
-                raise self._fail(None, timed_out=False) if session._failure else self._given_up()
+                raise self._fail(None, timed_out=False) if session.failed else self._given_up()
             if session.reported():
                 raise self._fail(None, timed_out=False)
             missing = self._note_missing()
@@ -347,9 +349,7 @@ class SessionWork(Pending):
 
     def _note_missing(self) -> list[int]:
         """Returns the ranks whose messages are missing in a collective, where the transport knows them."""
-        missing: list[int] = (
-            self._handle.missing() if self._peer is None and isinstance(self._handle, Operation) else []
-        )
+        missing = self._missing() if self._missing is not None and self._peer is None else []
         if missing:
             self._noted = True
             self._session.waits(missing[0])

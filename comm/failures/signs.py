@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bagua_kernels.comm.failures.evidence import Process
 from bagua_kernels.comm.failures.verdict import KINDS, Verdict
+from bagua_kernels.comm.joining.evidence import Process
 
 Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from bagua_kernels.comm.failures.evidence import Process
+from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.errors import CollectiveTimeoutError
 
 _POLL = 0.01  # seconds

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from bagua_kernels.comm.failures.evidence import Evidence
 from bagua_kernels.comm.joining.bounded import BoundedStore
+from bagua_kernels.comm.joining.evidence import Evidence
 from bagua_kernels.comm.joining.incarnation import agree
 from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError, CommunicationError, RankLostError
 

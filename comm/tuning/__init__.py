@@ -1,6 +1,6 @@
 """Which way of carrying out a collective is used for which size, measured in a job or by the launcher before it."""
 
-from bagua_kernels.comm.tuning.table import Cost as Cost
-from bagua_kernels.comm.tuning.table import Tuning as Tuning
+from bagua_kernels.comm.backends.sockets.tuning import Cost as Cost
+from bagua_kernels.comm.backends.sockets.tuning import Tuning as Tuning
 
 __all__ = ["Cost", "Tuning"]

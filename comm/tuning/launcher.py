@@ -30,6 +30,7 @@ from types import FrameType
 
 import bagua_kernels
 from bagua_kernels import knobs
+from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.tuning import probe as tune_probe
 from bagua_kernels.comm.tuning.choice import (
@@ -47,7 +48,6 @@ from bagua_kernels.comm.tuning.choice import (
 from bagua_kernels.comm.tuning.command import Command, CommandError, parse
 from bagua_kernels.comm.tuning.probe import Case, Node, Order, Result
 from bagua_kernels.comm.tuning.report import reused, show, text, write
-from bagua_kernels.comm.tuning.table import Tuning
 
 _OWN_SOCKETS = 4  # that the package's own `tune` may try
 _START = 5.0  # seconds, about, that a job of Python and torch takes to start

@@ -15,9 +15,9 @@ import torch
 
 from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Choice, Cost, Tuning
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.tuning.table import EVER, WAYS, Choice, Cost, Tuning
 
 _SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
 _GROWTH = 4  # from one of these to the next, about

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bagua_kernels import comm, knobs
-from bagua_kernels.comm.tuning.table import WAYS
+from bagua_kernels.comm.backends.sockets.tuning import WAYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
 

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from bagua_kernels import comm, knobs
-from bagua_kernels.comm import Communicator, TorchCommunicator, objects, run_ranks
+from bagua_kernels.comm import Communicator, TorchCommunicator, run_ranks
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.seal import HEADER, Seal
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CommunicationError
-
-HEADER = objects._HEADER
 
 
 class Bomb:
@@ -65,7 +64,7 @@ def test_pickle_of_a_stranger_is_not_read(operation: str, secret: str, tmp_path:
                     "scatter": lambda: c.scatter_object(None, 1),
                 }[operation]()
             return
-        forged = objects.Seal(Secret.random()).open(f"{operation}_object", c.abort)
+        forged = Seal(Secret.random()).open(f"{operation}_object", c.abort)
         header = forged.header(payload, 1) if secret == "another" else tensor(bytes(HEADER))
         with pytest.raises(CommunicationError):
             send(c, operation, header, payload)

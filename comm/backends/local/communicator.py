@@ -11,9 +11,9 @@ import torch
 
 from bagua_kernels.comm.backends.local.meeting import Combine, Group, LocalWorld, Meeting, MeetingWork, Parts
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.objects import Seal
+from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
-from bagua_kernels.comm.work import FINISHED, Work
+from bagua_kernels.comm.work import CLOSED, FINISHED, Work
 from bagua_kernels.errors import CollectiveTimeoutError, MismatchError
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class LocalCommunicator(Communicator):
         """See `Communicator.close`; `limit` is not needed, for threads of one process do not hang unseen."""
         if not self._unusable():
             self.barrier().wait()
-            self._leave("it was closed")
+            self._leave(CLOSED)
 
     def _leave(self, reason: str) -> None:
         with self._world.changed:

@@ -25,8 +25,8 @@ from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import BackendUnavailableError
@@ -159,7 +159,7 @@ class NcclCommunicator(Communicator):
         self.device = device
         self.timeout = session.timeout
         self.bytes_sent = 0
-        self._session = session
+        self.session = session
         self._key = key
         self._store = store
         self._secret = secret
@@ -190,34 +190,38 @@ class NcclCommunicator(Communicator):
                 raise RuntimeError(f"NCCL timed out: it did not connect the ranks within {self.timeout:g} s")
             return Endpoint(runtime, made[0], runtime.open_stream(self.device))
 
-        return self._session.guard("init", connect)
+        return self.session.guard("init", connect)
 
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""
-        self._session.abort(reason)
+        self.session.abort(reason)
         self._abandon()
         self._release(reason)
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`; at the end of the process it runs by itself, unless an exception ended it."""
-        if self._session.ended:
-            self._release(self._session.ended)
+        if self.session.ended:
+            self._release(self.session.ended)
             return
         if limit is not None:
-            self._session.timeout = min(limit, self._session.timeout)
+            self.session.timeout = min(limit, self.session.timeout)
         if self.size > 1:
-            self._session.leaving = True
+            self.session.leaving = True
             self._barrier().wait_on_host()
-        self._session.close()
+        self.session.close()
         if self.size > 1 and not self._runtime.bounded(self._lane.endpoint.destroy, self.device, _PATIENCE):
-            _log.warning("NCCL did not free communicator %r within %g s", self._session.name, _PATIENCE)
+            _log.warning("NCCL did not free communicator %r within %g s", self.session.name, _PATIENCE)
         self._release("it closed its communicator")
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Communicator.set_timeout`."""
+        self.timeout = self.session.timeout = seconds
 
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`."""
         for each in list(_made.values()):
-            if each._family is self._family and not each._session.ended:
-                each._session.close()
+            if each._family is self._family and not each.session.ended:
+                each.session.close()
                 each._abandon()
                 each._release("its relatives were closed")
 
@@ -231,24 +235,24 @@ class NcclCommunicator(Communicator):
     def _abandon(self) -> None:
         try:
             if self.size > 1 and not self._runtime.bounded(self._lane.abort, self.device, _PATIENCE):
-                _log.warning("NCCL did not abort communicator %r within %g s", self._session.name, _PATIENCE)
+                _log.warning("NCCL did not abort communicator %r within %g s", self.session.name, _PATIENCE)
         except RuntimeError as error:
-            _log.warning("NCCL did not abort communicator %r: %s", self._session.name, error)
+            _log.warning("NCCL did not abort communicator %r: %s", self.session.name, error)
 
     def _check_usable(self) -> None:
         # A failure mostly shows only here, after its work was waited for: it keeps its kind and its ranks.
-        if self._session._failure is not None:
-            raise self._session.failure("this call", None, None, None, timed_out=False)
+        if self.session.failed is not None:
+            raise self.session.failure("this call", None, None, None, timed_out=False)
         super()._check_usable()
 
     def _unusable(self) -> str:
-        return self._session.ended
+        return self.session.ended
 
     def _split(self, ranks: tuple[int, ...]) -> NcclCommunicator:
         # NCCL's own split must be called by all ranks of the parent with nothing under way; this one by its members.
         count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
         label = f"{'-'.join(map(str, ranks)) if len(ranks) < self.size else 'all'}.{count}"
-        session = self._session.child(label, ranks)
+        session = self.session.child(label, ranks)
         child = NcclCommunicator.__new__(NcclCommunicator)
         secret = self._secret.derive("split", label)
         child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime, secret)
@@ -277,7 +281,7 @@ class NcclCommunicator(Communicator):
         self._lane.issue_queued()
         number = next(self._numbers) if peers is None else None
         if number is not None:
-            self._session.entered(number, operation)
+            self.session.entered(number, operation)
         self.bytes_sent += sent
         ticket = Ticket(operation, number, tuple(peers or ()))
         return self._lane.start(ticket, issue, tensors, finish)
@@ -404,11 +408,11 @@ def _close_all() -> None:
     reason = "" if error is None else f"its process exited after {type(error).__name__}: {error}"
     for communicator in list(_made.values()):
         try:
-            if reason and not communicator._session.ended:
+            if reason and not communicator.session.ended:
                 communicator.abort(reason)
             else:
                 communicator.close(max(0.0, deadline - time.monotonic()))
         except RuntimeError as failure:
-            _log.warning("the other ranks did not close communicator %r: %s", communicator._session.name, failure)
+            _log.warning("the other ranks did not close communicator %r: %s", communicator.session.name, failure)
             reason = "its process exited"
             communicator.abort(reason)

@@ -364,6 +364,6 @@ class Lane:
 
 def _told(session: Session, ticket: Ticket, error: RuntimeError | None = None) -> CommunicationError:
     """Returns the error of an operation that was under way when the communicator ended, or that ended it."""
-    if session.ended and session._failure is None:
+    if session.ended and session.failed is None:
         return CommunicationError(f"{ticket.operation} was given up: {session.ended}")
     return session.failure(*ticket.told(), error, timed_out=False)

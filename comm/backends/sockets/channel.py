@@ -10,38 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.transfer import MATCH, Transfer, memory
+from bagua_kernels.comm.backends.sockets.transfer import Transfer, memory
 
 # number and code of the operation, tag of the message, offset and length of the part, length of the message
 HEADER = struct.Struct("<QQIQQQ")
 STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
 Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
-
-
-class PeerError(ConnectionError):
-    """Something went wrong with one other rank.
-
-    Attributes:
-        peer: which one.
-    """
-
-    def __init__(self, peer: int, text: str) -> None:
-        super().__init__(text)
-        self.peer = peer
-
-
-class MismatchPeerError(PeerError):
-    """Another rank's call does not fit this one's.
-
-    Attributes:
-        theirs: what the other rank did.
-        ours: what this rank did.
-    """
-
-    def __init__(self, peer: int, theirs: str, ours: str) -> None:
-        super().__init__(peer, f"rank {peer} {theirs} where this rank {ours}: {MATCH}")
-        self.theirs = theirs
-        self.ours = ours
 
 
 class Arrival:

@@ -16,13 +16,13 @@ from bagua_kernels.comm.backends.sockets import mesh, schedules
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session, SessionWork
-from bagua_kernels.comm.objects import Seal
+from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.tuning.table import Tuning
-from bagua_kernels.comm.work import Work
+from bagua_kernels.comm.work import CLOSED, Work
 from bagua_kernels.errors import CommunicationError
 
 _BRIEF = 64 << 10  # bytes of an operation that are sent on the caller's thread
@@ -75,10 +75,10 @@ class StripedCommunicator(Communicator):
         self._counting = threading.Lock()
         everyone = tuple(range(base.size))
         if isinstance(base, TorchCommunicator):
-            self._session = base._session.child("sockets", everyone)
+            self.session = base.session.child("sockets", everyone)
         else:
-            self._session = Session("world", base.timeout, base.rank, everyone, None)
-        self._session.abandon = self._abandon
+            self.session = Session("world", base.timeout, base.rank, everyone, None)
+        self.session.abandon = self._abandon
         self._loop: Loop | None = None
         self.tuning = tuning or Tuning()
         self._seal = Seal(base._sealed().secret.derive("striped"))
@@ -100,43 +100,47 @@ class StripedCommunicator(Communicator):
         if self._loop is not None:
             self._loop.use(tuning.stripes, tuning.split)
 
+    def set_timeout(self, seconds: float) -> None:
+        """See `Communicator.set_timeout`."""
+        self.timeout = self.session.timeout = seconds
+        self.base.set_timeout(seconds)
+
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""
-        self._session.abort(reason)
+        self.session.abort(reason)
         self._stop(reason)
         self.base.abort(reason)
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`."""
         if limit is not None:
-            self._session.timeout = min(limit, self._session.timeout)
-        deadline = time.monotonic() + self._session.timeout
+            self.session.timeout = min(limit, self.session.timeout)
+        deadline = time.monotonic() + self.session.timeout
         try:
             if not self.is_ended():
                 if self.size > 1:
-                    self._session.leaving = True
+                    self.session.leaving = True
                     self.barrier().wait()
-                self._session.close()
+                self.session.close()
                 # What is left of the time, for both farewells are one; the other ranks are there, as the first one shows.
-                self.base.close(max(deadline - time.monotonic(), self._session.timeout / 10))
+                self.base.close(max(deadline - time.monotonic(), self.session.timeout / 10))
         finally:
             # After the base's own farewell, so that no rank sees a socket close while it still waits for the first one.
-            self._session.ended = self._session.ended or "it was closed"
-            self._stop("it was closed")
+            self.session.ended = self.session.ended or CLOSED
+            self._stop(CLOSED)
 
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`."""
         for communicator in list(_open):
-            if self._session.liveness is not None and communicator._session.liveness is self._session.liveness:
-                communicator._session.close()
+            if self.session.liveness is not None and communicator.session.liveness is self.session.liveness:
+                communicator.session.close()
                 communicator._stop("its relatives were closed")
         self.base.close_relatives()
 
     def _abandon(self) -> None:
         self._stop("an operation has failed")
         if isinstance(self.base, TorchCommunicator):
-            self.base._session.ended = self.base._session.ended or self._session.ended
-            self.base._group.abandon()
+            self.base.give_up(self.session.ended)
         else:
             self.base.abort()
 
@@ -146,7 +150,7 @@ class StripedCommunicator(Communicator):
         _open.discard(self)
 
     def _unusable(self) -> str:
-        return self._session.ended or self.base._unusable()
+        return self.session.ended or self.base._unusable()
 
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
         base = self.base._split(ranks)
@@ -173,12 +177,19 @@ class StripedCommunicator(Communicator):
         collective = number is None
         number = next(self._numbers) if number is None else number
         if collective:
-            self._session.entered(number, name)
+            self.session.entered(number, name)
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
         return SessionWork(
-            self._session, operation, name, number if collective else None, peer, finish, on_stream=False
+            self.session,
+            operation,
+            name,
+            number if collective else None,
+            peer,
+            finish,
+            on_stream=False,
+            missing=lambda: operation.missing(),
         )
 
     def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:

@@ -15,18 +15,11 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.channel import (
-    HEADER,
-    Arrival,
-    Channel,
-    Key,
-    MismatchPeerError,
-    Part,
-    PeerError,
-)
+from bagua_kernels.comm.backends.sockets.channel import HEADER, Arrival, Channel, Key, Part
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
 from bagua_kernels.comm.failures.forked import FORKED
+from bagua_kernels.comm.failures.peer import MismatchPeerError, PeerError
 
 _AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn

@@ -179,12 +179,6 @@ NAMES = (
     "barrier",
     "send",
 )
-
-
-MATCH = (
-    "all ranks must issue the same operations with the same sizes in the same order (if ranks have different numbers of "
-    "batches, use `model.join()`)"
-)
 _SIZE = 40  # bits of a signature that hold the bytes of the call
 
 

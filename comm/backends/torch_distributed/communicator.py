@@ -19,8 +19,8 @@ from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.session import Session, SessionWork
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.comm.objects import Seal
 from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import Work
 
@@ -106,7 +106,7 @@ class TorchCommunicator(Communicator):
         self.timeout = group.timeout
         self.bytes_sent = 0
         self._group = group
-        self._session = session
+        self.session = session
         self._key = key
         self._secret = secret
         self._seal = Seal(secret)
@@ -118,25 +118,35 @@ class TorchCommunicator(Communicator):
 
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""
-        self._session.abort(reason)
+        self.session.abort(reason)
         self._group.abandon()
         if self._owned_liveness is not None:
             self._owned_liveness.stop(reason)
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`."""
-        if self._session.ended:
+        if self.session.ended:
             return
         if limit is not None:
-            self._session.timeout = min(limit, self._session.timeout)
+            self.session.timeout = min(limit, self.session.timeout)
         if self.size > 1:
             # Whoever closes its connections while others are still in an operation makes them fail.
-            self._session.leaving = True
+            self.session.leaving = True
             self.barrier().wait()
-        self._session.close()
+        self.session.close()
         self._group.close()
         if self._owned_liveness is not None:
             self._owned_liveness.stop("it closed its communicator")
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Communicator.set_timeout`."""
+        self.timeout = self.session.timeout = seconds
+        self._group.set_timeout(seconds)
+
+    def give_up(self, reason: str) -> None:
+        """Gives the connections up and makes every later call fail, without telling the other ranks."""
+        self.session.ended = self.session.ended or reason
+        self._group.abandon()
 
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`.
@@ -146,17 +156,17 @@ class TorchCommunicator(Communicator):
         ended would end the process with an abort.
         """
         for communicator in list(_open):
-            if communicator._session.liveness is self._session.liveness and not communicator._session.ended:
-                communicator._session.close()
+            if communicator.session.liveness is self.session.liveness and not communicator.session.ended:
+                communicator.session.close()
                 communicator._group.close()
 
     def _unusable(self) -> str:
-        return self._session.ended
+        return self.session.ended
 
     def _split(self, ranks: tuple[int, ...]) -> TorchCommunicator:
         count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
         label = "-".join(map(str, ranks)) if len(ranks) < self.size else "all"
-        session = self._session.child(f"{label}.{count}", ranks)
+        session = self.session.child(f"{label}.{count}", ranks)
         key = f"{self._key}/{label}.{count}"
         child = TorchCommunicator.__new__(TorchCommunicator)
         group = session.guard("split", lambda: self._group.child(key, ranks))
@@ -183,10 +193,10 @@ class TorchCommunicator(Communicator):
         number = next(self._numbers) if peers is None else None
         peer = peers[0] if peers is not None and len(peers) == 1 else None
         if number is not None:
-            self._session.entered(number, operation)
+            self.session.entered(number, operation)
         self.bytes_sent += sent
-        handle = self._session.guard(operation, call, number, peer)
-        return SessionWork(self._session, handle, operation, number, peer, finish, self.device.type == "cuda")
+        handle = self.session.guard(operation, call, number, peer)
+        return SessionWork(self.session, handle, operation, number, peer, finish, self.device.type == "cuda")
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         options = dist.BroadcastOptions()

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import HashStore
 
 from bagua_kernels import comm
-from bagua_kernels.comm.failures.evidence import Process
 from bagua_kernels.comm.failures.judgement import Case, Trouble
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from bagua_kernels.comm.failures.evidence import Evidence, Process, _stat, _table
 from bagua_kernels.comm.failures.judgement import Case, Trouble
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.signs import Sign, parse_report, report_to_json
 from bagua_kernels.comm.failures.verdict import Verdict
+from bagua_kernels.comm.joining.evidence import Evidence, Process, _stat, _table
 from tests.comm.failures.test_liveness import Ranks
 
 DAMAGED = [

@@ -93,7 +93,7 @@ def _trains(folder: str) -> None:
     pair = c.split([0, 1])
     assert pair is None or pair.all_gather_object(c.rank) == [0, 1]
     c.barrier().wait()
-    signs = c._session.liveness  # type: ignore[attr-defined]
+    signs = c.session.liveness  # type: ignore[attr-defined]
     over.set()
     for thread in threads:
         thread.join()

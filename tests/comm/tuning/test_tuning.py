@@ -14,9 +14,9 @@ import torch
 
 from bagua_kernels.comm import Communicator, ReduceOp, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Choice, Cost, Tuning
 from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning.measure import borders, tune
-from bagua_kernels.comm.tuning.table import EVER, WAYS, Choice, Cost, Tuning
 from tests.comm import contract
 from tests.comm.contract import check, oracle, values
 

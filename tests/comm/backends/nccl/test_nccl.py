@@ -170,7 +170,7 @@ def test_a_late_rank_is_named_and_later_calls_repeat_it() -> None:
         if c.rank != 1:
             c.all_reduce(torch.ones(2)).wait()
             deadline = time.monotonic() + 10
-            while not c._session.ended and time.monotonic() < deadline:
+            while not c.session.ended and time.monotonic() < deadline:
                 time.sleep(0.01)
             with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #1 .*rank 1\b") as caught:
                 c.all_reduce(torch.ones(2))
@@ -223,7 +223,7 @@ def test_an_asynchronous_error_ends_the_communicator(status: int, text: str) -> 
         if c.rank == 0:
             world.gpus[0].async_error = status
             c.all_reduce(torch.ones(1)).wait()
-            while not c._session.ended:
+            while not c.session.ended:
                 time.sleep(0.01)
             with pytest.raises(CommunicationError, match=rf"all_reduce #0 .*{text}"):
                 c.barrier()
@@ -304,7 +304,7 @@ def test_without_a_watch_nothing_goes_on() -> None:
 
         c._lane.watch._prepare = broken
         work = c.all_reduce(torch.ones(1))
-        while not c._session.ended:
+        while not c.session.ended:
             time.sleep(0.01)
         with pytest.raises(CommunicationError, match=r"all_reduce #0 .*libcuda\.so\.1"):
             c.barrier()
@@ -329,7 +329,7 @@ def test_close_waits_for_the_other_ranks() -> None:
 def test_an_abort_explains_the_error_of_what_is_being_issued() -> None:
     def fn(c: NcclCommunicator) -> None:
         def broken(*arguments: int) -> None:
-            c._session.abort("it was aborted")
+            c.session.abort("it was aborted")
             raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
         c._lane.endpoint._handle.allReduce = broken

@@ -37,7 +37,7 @@ def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def await_end(c: NcclCommunicator, seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
-    while not c._session.ended:
+    while not c.session.ended:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -173,7 +173,7 @@ def test_the_watch_leaves_time_for_the_verdict() -> None:
     def fn(c: NcclCommunicator) -> None:
         c.barrier().wait()
         if c.rank == 0:
-            c._session.patience = lambda: 0.1
+            c.session.patience = lambda: 0.1
             started = time.monotonic()
             c.all_reduce(torch.ones(1)).wait()
             await_end(c)

@@ -21,7 +21,7 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import messages
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
-from bagua_kernels.comm.tuning.table import EVER, Tuning
+from bagua_kernels.comm.backends.sockets.tuning import EVER, Tuning
 from tests.comm import contract
 
 SEND = signature("send")

@@ -1,4 +1,4 @@
-"""How ranks connect: with strangers at the door, with ranks that do not come, and by which address."""
+"""How ranks connect: with strangers at the door and with ranks that do not come."""
 
 from __future__ import annotations
 
@@ -287,34 +287,6 @@ def test_address_that_cannot_be_listened_on() -> None:
             )
 
     run_ranks(2, fn)
-
-
-def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interface that was named comes first, then the one towards MASTER_ADDR, then the host's name."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert mesh.own_address() == "127.0.0.1" == mesh.address_of("lo")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    assert mesh.own_address() == "127.0.0.1"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    for master in ("localhost", "127.0.0.1", "::1"):
-        monkeypatch.setenv("MASTER_ADDR", master)
-        assert mesh.own_address() == "127.0.0.1"
-    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    # The name of a host that stands for its loopback is of no use to others; what leads to the world is taken instead.
-    resolve, asked = socket.getaddrinfo, []
-
-    def only(name: str, *args: Any, **kwargs: Any) -> Any:
-        asked.append(name)
-        return resolve(
-            {"own": "127.0.1.1", "192.0.2.1": "127.0.0.9"}.get(name, "no.such.host.invalid"), *args, **kwargs
-        )
-
-    monkeypatch.setattr(socket, "getaddrinfo", only)
-    monkeypatch.setattr(socket, "gethostname", lambda: "own")
-    assert mesh.own_address() == "127.0.0.1"
-    assert asked == ["no.such.host.invalid", "own", "192.0.2.1"]
-    with pytest.raises(ValueError, match=r"'nosuch0' is no network interface of this host; it has .*lo"):
-        mesh.address_of("nosuch0")
 
 
 def test_listener_is_gone_afterwards() -> None:

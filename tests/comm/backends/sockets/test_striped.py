@@ -16,7 +16,7 @@ from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.meeting import LocalWorld
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.tuning.table import ALL_REDUCE, EVER, Tuning
+from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES, check, oracle, same, values

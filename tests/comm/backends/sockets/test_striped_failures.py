@@ -17,8 +17,8 @@ from bagua_kernels import comm
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.testing import run_processes
-from bagua_kernels.comm.tuning.table import Tuning
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, TIGHT, by_way, leaving_nothing, striped
@@ -225,7 +225,7 @@ def falling_out(how: str) -> None:
         first = error
     for later in range(2):
         with pytest.raises(type(first)) as caught:
-            c._session.guard(f"later {later}", throw)
+            c.session.guard(f"later {later}", throw)
         assert caught.value.ranks == first.ranks
     print(json.dumps([type(first).__name__, first.ranks, str(first)]), flush=True)
 

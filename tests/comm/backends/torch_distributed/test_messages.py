@@ -229,7 +229,7 @@ def test_neighbour_exchange_on_nccl_does_not_wait_for_itself(size: int) -> None:
             got = {peer: torch.zeros(2) for peer in peers}
             c.neighbour_exchange(got, {peer: torch.full((2,), 10.0 * n + rank) for peer in peers}).wait()
             seen[rank, n] = {peer: tensor.tolist() for peer, tensor in got.items()}
-        c._session.close()
+        c.session.close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
