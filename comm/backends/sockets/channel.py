@@ -8,34 +8,12 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from bagua_kernels.comm.backends.sockets.transfer import Transfer, memory
+from bagua_kernels.comm.backends.sockets.inbox import Arrival, Inbox, Key
+from bagua_kernels.comm.backends.sockets.transfer import Transfer
 
 # number and code of the operation, tag of the message, offset and length of the part, length of the message
 HEADER = struct.Struct("<QQIQQQ")
 STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
-Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
-
-
-class Arrival:
-    """A message from another rank: where it goes, what is missing of it, and who has asked for it.
-
-    Attributes:
-        own: the memory it goes to, unless that is where it was asked for.
-        early: whether it began to arrive before it was asked for.
-    """
-
-    __slots__ = ("code", "data", "early", "key", "left", "own", "transfer")
-
-    def __init__(self, key: Key, code: int, transfer: Transfer | None, to: memoryview | torch.Tensor) -> None:
-        self.key = key
-        self.code = code
-        self.transfer = transfer
-        self.early = transfer is None
-        self.own = to if isinstance(to, torch.Tensor) else None
-        self.data = memory(to) if isinstance(to, torch.Tensor) else to
-        self.left = len(self.data)
 
 
 class Part:
@@ -115,3 +93,62 @@ class Channel:
                 part.rest = part.rest[sent:]
         self.torn = False
         return False
+
+    def read(self, inbox: Inbox, limit: int) -> None:
+        """Takes what has arrived, about `limit` bytes at most; stops where `inbox` has no room for a message (`parked`).
+
+        Raises:
+            OSError: if the connection has ended.
+        """
+        taken = 0
+        while taken < limit and self.parked is None:
+            into = self.rest if len(self.rest) else self.staging[self.end :]
+            try:
+                count = self.sock.recv_into(into)
+            except BlockingIOError:
+                return
+            if not count:
+                raise ConnectionResetError("it was closed at the other end")
+            taken += count
+            if len(self.rest):
+                self._filled(inbox, count)
+            else:
+                self.end += count
+                self.parse(inbox)
+            if count < len(into):
+                return
+
+    def parse(self, inbox: Inbox) -> bool:
+        """Takes headers, and what follows each, out of what was read ahead; returns whether it has stopped (`parked`)."""
+        while self.end - self.begin >= HEADER.size:
+            number, code, tag, offset, length, total = HEADER.unpack_from(self.staging, self.begin)
+            arrival = inbox.place((self.peer, number, tag), code, total)
+            if arrival is None:
+                self.parked = (self.peer, number, tag)
+                break
+            self.begin += HEADER.size
+            self.arrival = arrival
+            self.rest = arrival.data[offset : offset + length]
+            count = min(length, self.end - self.begin)
+            self.rest[:count] = self.staging[self.begin : self.begin + count]
+            self.begin += count
+            self._filled(inbox, count)
+            if len(self.rest):
+                break
+        # What is left is less than a header, or waits for its operation.
+        left = self.end - self.begin
+        if self.begin:
+            self.staging[:left] = bytes(self.staging[self.begin : self.end])
+        self.begin, self.end = 0, left
+        return self.parked is not None
+
+    def _filled(self, inbox: Inbox, count: int) -> None:
+        arrival = self.arrival
+        assert arrival is not None
+        self.rest = self.rest[count:]
+        arrival.left -= count
+        if not len(self.rest):
+            # Even an empty view would keep the tensor's memory.
+            self.rest, self.arrival = memoryview(b""), None
+            if not arrival.left:
+                inbox.arrived(arrival)

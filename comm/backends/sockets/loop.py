@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.channel import HEADER, Arrival, Channel, Key, Part
-from bagua_kernels.comm.backends.sockets.scratch import Scratch
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer, mismatch, wrong_size
+from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, Part
+from bagua_kernels.comm.backends.sockets.inbox import Inbox, different
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
 from bagua_kernels.comm.failures.forked import FORKED
-from bagua_kernels.comm.failures.peer import MismatchPeerError, PeerError
+from bagua_kernels.comm.failures.peer import PeerError
 
-_AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
 # Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link segments would
 # wake it one by one, and each time it takes the interpreter from whoever computes.
@@ -45,12 +44,8 @@ class Loop:
         self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
         self._stripes = self._split = 1
         self._sent = sent
-        self._posted: dict[Key, Transfer] = {}
-        self._arrivals: dict[Key, Arrival] = {}
-        self._ahead = dict.fromkeys(self._links, 0)
-        self._wanted = dict.fromkeys(self._links, 0)
+        self._inbox = Inbox(self._links, self._done, self._fail, self._compare)
         self._running: dict[Operation, set[Transfer]] = {}
-        self._scratch = Scratch()
         self._ready: deque[Lane] = deque()
         self._lost: dict[int, BaseException] = {}
         self._submitted: deque[Operation] = deque()
@@ -141,20 +136,8 @@ class Loop:
         operation = lane.operation
         to, total = (None, data) if isinstance(data, int) else (data, len(data))
         transfer = Transfer(lane, peer, to, total)
-        key = (peer, operation.number, tag)
         self._running[operation].add(transfer)
-        arrival = self._arrivals.get(key)
-        if arrival is not None:
-            self._check(arrival.code, len(arrival.data), transfer)
-        if peer in self._lost and (arrival is None or arrival.left):
-            raise self._lost[peer]
-        self._wanted[peer] += 1
-        if arrival is None:
-            self._posted[key] = transfer
-        else:
-            arrival.transfer = transfer
-            if not arrival.left:
-                self._arrived(arrival)
+        self._inbox.ask((peer, operation.number, tag), transfer, self._lost.get(peer))
         self._unpark(peer)
         return transfer
 
@@ -168,7 +151,7 @@ class Loop:
 
     def free(self, own: torch.Tensor) -> None:
         """See `Lane.free`."""
-        self._scratch.give(own)
+        self._inbox.scratch.give(own)
 
     def _start_here(self, operation: Operation) -> bool:
         """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
@@ -245,11 +228,8 @@ class Loop:
             operation.end(error)
         for channel in self._channels.values():
             channel.sock.close()
-        for kept in (self._running, self._posted, self._arrivals, self._channels, self._links):
+        for kept in (self._running, self._channels, self._links, self._ready, self._submitted, self._inbox):
             kept.clear()
-        self._ready.clear()
-        self._submitted.clear()
-        self._scratch = Scratch()
         self._epoll.close()
 
     def _nudge(self) -> None:
@@ -260,7 +240,7 @@ class Loop:
 
     def _start(self, operation: Operation) -> None:
         self._running[operation] = set()
-        for peer, number, code in [(*key[:2], arrival.code) for key, arrival in self._arrivals.items()]:
+        for peer, number, code in self._inbox.calls():
             self._compare(peer, number, code)
         self._refill(operation)
 
@@ -328,10 +308,7 @@ class Loop:
                 self._fail(operation, said)
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
-        transfers = self._running.pop(operation, set())
-        for key in [key for key, transfer in self._posted.items() if transfer in transfers]:
-            del self._posted[key]
-            self._wanted[key[0]] -= 1
+        self._inbox.withdraw(self._running.pop(operation, set()))
         operation.end(error)
 
     def _write(self, channel: Channel) -> None:
@@ -346,128 +323,27 @@ class Loop:
 
     def _read(self, channel: Channel) -> None:
         """Takes what has arrived."""
-        self._take(channel)
+        channel.read(self._inbox, _TURN)
+        if channel.parked is not None:
+            self._register(channel)
         channel.expect(min(len(channel.rest), _GATHER))
-
-    def _take(self, channel: Channel) -> None:
-        taken = 0
-        while taken < _TURN and channel.parked is None:
-            into = channel.rest if len(channel.rest) else channel.staging[channel.end :]
-            try:
-                count = channel.sock.recv_into(into)
-            except BlockingIOError:
-                return
-            if not count:
-                raise ConnectionResetError("it was closed at the other end")
-            taken += count
-            if len(channel.rest):
-                self._filled(channel, count)
-            else:
-                channel.end += count
-                self._parse(channel)
-            if count < len(into):
-                return
-
-    def _filled(self, channel: Channel, count: int) -> None:
-        arrival = channel.arrival
-        assert arrival is not None
-        channel.rest = channel.rest[count:]
-        arrival.left -= count
-        if not len(channel.rest):
-            # Even an empty view would keep the tensor's memory.
-            channel.rest, channel.arrival = memoryview(b""), None
-            if not arrival.left:
-                self._arrived(arrival)
-
-    def _parse(self, channel: Channel) -> None:
-        """Takes headers, and what follows each, out of what was read ahead."""
-        while channel.end - channel.begin >= HEADER.size:
-            number, code, tag, offset, length, total = HEADER.unpack_from(channel.staging, channel.begin)
-            arrival = self._arrival((channel.peer, number, tag), code, total)
-            if arrival is None:
-                channel.parked = (channel.peer, number, tag)
-                self._register(channel)
-                break
-            channel.begin += HEADER.size
-            channel.arrival = arrival
-            channel.rest = arrival.data[offset : offset + length]
-            count = min(length, channel.end - channel.begin)
-            channel.rest[:count] = channel.staging[channel.begin : channel.begin + count]
-            channel.begin += count
-            self._filled(channel, count)
-            if len(channel.rest):
-                break
-        # What is left is less than a header, or waits for its operation.
-        left = channel.end - channel.begin
-        if channel.begin:
-            channel.staging[:left] = bytes(channel.staging[channel.begin : channel.end])
-        channel.begin, channel.end = 0, left
-
-    def _arrival(self, key: Key, code: int, total: int) -> Arrival | None:
-        """Returns where a message goes: to where it was asked for, else to memory of its own; None while that is used up."""
-        arrival = self._arrivals.get(key)
-        if arrival is not None:
-            return arrival
-        transfer = self._posted.pop(key, None)
-        if transfer is not None:
-            try:
-                self._check(code, total, transfer)
-            except PeerError as error:
-                self._wanted[key[0]] -= 1
-                self._fail(transfer.lane.operation, error)
-                transfer = None
-        peer = key[0]
-        if transfer is not None:
-            to = self._scratch.take(total, torch.uint8) if transfer.data is None else transfer.data
-            arrival = Arrival(key, code, transfer, to)
-        elif not self._wanted[peer] and self._ahead[peer] + total > _AHEAD:
-            # Where something is wanted it may lie behind this in the same socket.
-            return None
-        else:
-            arrival = Arrival(key, code, None, self._scratch.take(total, torch.uint8))
-            self._ahead[peer] += total
-            self._compare(peer, key[1], code)
-        self._arrivals[key] = arrival
-        return arrival
 
     def _compare(self, peer: int, number: int, code: int) -> None:
         """Ends an operation of this number that is another one than a rank's: its messages may never be asked for."""
         for operation in list(self._running):
             if operation.number == number and operation.code != code:
-                self._fail(operation, MismatchPeerError(peer, *mismatch(code, operation.code)))
-
-    def _arrived(self, arrival: Arrival) -> None:
-        """Hands over a complete message, if it has been asked for."""
-        transfer = arrival.transfer
-        if transfer is None:
-            return
-        del self._arrivals[arrival.key]
-        self._wanted[transfer.peer] -= 1
-        if arrival.early:
-            self._ahead[transfer.peer] -= len(arrival.data)
-        if transfer.data is None:
-            transfer.own = arrival.own
-        elif arrival.own is not None:
-            transfer.data[:] = arrival.data
-            self._scratch.give(arrival.own)
-        self._done(transfer)
+                self._fail(operation, different(peer, code, operation))
 
     def _unpark(self, peer: int) -> None:
         for channel in self._links[peer]:
             if channel.parked is not None and channel.fd in self._channels:
                 channel.parked = None
                 self._register(channel)
-                self._parse(channel)
+                if channel.parse(self._inbox):
+                    self._register(channel)
 
     def _hang_up(self, channel: Channel) -> None:
         raise ConnectionResetError("it broke while nothing was asked of it")
-
-    def _check(self, code: int, total: int, transfer: Transfer) -> None:
-        operation, expected = transfer.lane.operation, transfer.left
-        if code != operation.code:
-            raise MismatchPeerError(transfer.peer, *mismatch(code, operation.code))
-        if total != expected:
-            raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))
 
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()

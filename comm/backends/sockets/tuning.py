@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 class Tuning:
     """Sizes in bytes up to which each way is used, in ascending order, the last one without a limit.
 
-    `base` stands for the communicator beneath, which is Gloo. The ways are those of `comm/backends/sockets/schedules.py`.
+    `base` stands for the communicator beneath, which is Gloo. The ways are those of `comm/backends/sockets/schedules`.
 
     Attributes:
         all_reduce: by the bytes of the tensor.

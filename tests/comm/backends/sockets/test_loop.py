@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bagua_kernels.comm.backends.sockets import inbox as inbox_module
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, all_to_all, messages
@@ -43,15 +44,15 @@ def test_messages_that_come_before_they_are_asked_for() -> None:
     with by_hand() as (loop, (peer,)):
         for number in (2, 0, 1):
             peer.sendall(part(number, bytes([number]) * 100))
-        until(lambda: len(loop._arrivals) == 3)
+        until(lambda: len(loop._inbox._arrivals) == 3)
         for number in (1, 2, 0):
             got = torch.zeros(100, dtype=torch.uint8)
             work = receiving(number, got)
             loop.submit(work)
             wait(work)
             assert got.tolist() == [number] * 100
-        assert loop._ahead == {1: 0}
-        assert not loop._arrivals
+        assert loop._inbox._ahead == {1: 0}
+        assert not loop._inbox._arrivals
 
 
 @pytest.mark.parametrize("asked", ["before", "between", "after"])
@@ -77,13 +78,13 @@ def test_what_may_be_received_anywhere_is_not_moved(asked: str) -> None:
             cut = {"before": 0, "between": 500, "after": len(whole)}[asked]
             peer.sendall(whole[:cut])
             if cut:
-                until(lambda: bool(loop._arrivals))
+                until(lambda: bool(loop._inbox._arrivals))
             loop.submit(work)
             peer.sendall(whole[cut:])
             wait(work)
             assert bytes(got[0].view(torch.uint8).numpy()) == message
-            assert loop._ahead == {1: 0}
-            assert not loop._arrivals
+            assert loop._inbox._ahead == {1: 0}
+            assert not loop._inbox._arrivals
         assert len(set(used)) == 1
         # One of another size is told of, not taken.
         work = operation(3, [steps])
@@ -138,7 +139,7 @@ def test_parts_through_several_sockets(asked: str, seed: int) -> None:
             streams[which] = streams[which][n:]
             step += 1
         if asked == "after":
-            until(lambda: len(loop._arrivals) == 2 and not any(a.left for a in loop._arrivals.values()))
+            until(lambda: len(loop._inbox._arrivals) == 2 and not any(a.left for a in loop._inbox._arrivals.values()))
         for work in works:
             loop.submit(work) if asked == "after" or step <= at else None
             wait(work)
@@ -147,7 +148,7 @@ def test_parts_through_several_sockets(asked: str, seed: int) -> None:
 
 def test_what_is_kept_ahead_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit messages stay in the network, and come when they are asked for."""
-    monkeypatch.setattr(loop_module, "_AHEAD", 5000)
+    monkeypatch.setattr(inbox_module, "_AHEAD", 5000)
     most = 0
     with two() as (a, b):
         tensors = [data(1000, i) for i in range(40)]
@@ -156,7 +157,7 @@ def test_what_is_kept_ahead_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             a.submit(work)
         until(lambda: b._links[0][0].parked is not None)
         for i, tensor in enumerate(tensors):
-            most = max(most, b._ahead[0])
+            most = max(most, b._inbox._ahead[0])
             got = torch.zeros(1000, dtype=torch.uint8)
             work = receiving(i, got, peer=0)
             b.submit(work)
@@ -164,18 +165,18 @@ def test_what_is_kept_ahead_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(got, tensor)
         for work in works:
             wait(work)
-        assert b._ahead == {0: 0}
+        assert b._inbox._ahead == {0: 0}
     assert 0 < most <= 5000
 
 
 def test_limit_does_not_keep_back_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is asked for gets past those that nobody wants yet."""
-    monkeypatch.setattr(loop_module, "_AHEAD", 5000)
+    monkeypatch.setattr(inbox_module, "_AHEAD", 5000)
     with two() as (a, b):
         tensors = [data(4000, i) for i in range(6)]
         for i, tensor in enumerate(tensors):
             a.submit(sending(i, tensor))
-        until(lambda: b._ahead[0] > 0)
+        until(lambda: b._inbox._ahead[0] > 0)
         for i in reversed(range(6)):
             got = torch.zeros(4000, dtype=torch.uint8)
             work = receiving(i, got, peer=0)
@@ -186,11 +187,11 @@ def test_limit_does_not_keep_back_what_is_waited_for(monkeypatch: pytest.MonkeyP
 
 def test_limit_reached_between_two_parts_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that had to wait is taken although another part of its message was let in meanwhile."""
-    monkeypatch.setattr(loop_module, "_AHEAD", 9000)
+    monkeypatch.setattr(inbox_module, "_AHEAD", 9000)
     message = bytes(data(8192).numpy())
     with by_hand(2) as (loop, peers):
         peers[0].sendall(part(0, b"x" * 5000))
-        until(lambda: loop._ahead[1] == 5000)
+        until(lambda: loop._inbox._ahead[1] == 5000)
         peers[0].sendall(part(1, message[:4096], 0, 8192))
         until(lambda: loop._links[1][0].parked is not None)
         first, second = torch.zeros(5000, dtype=torch.uint8), torch.zeros(8192, dtype=torch.uint8)
@@ -198,7 +199,7 @@ def test_limit_reached_between_two_parts_of_a_message(monkeypatch: pytest.Monkey
         loop.submit(work)
         wait(work)
         peers[1].sendall(part(1, message[4096:], 4096, 8192))
-        until(lambda: bool(loop._arrivals))
+        until(lambda: bool(loop._inbox._arrivals))
         work = receiving(1, second)
         loop.submit(work)
         wait(work, 3.0)
@@ -282,10 +283,10 @@ def test_nothing_refers_to_tensors_afterwards(n: int, first: str) -> None:
         works = [sending(0, torch.from_numpy(arrays[0])), receiving(0, torch.from_numpy(arrays[1]), peer=0)]
         if first == "asked":
             b.submit(works[1])
-            until(lambda: bool(b._posted))
+            until(lambda: bool(b._inbox._posted))
         a.submit(works[0])
         if first == "sent":
-            until(lambda: bool(b._arrivals))
+            until(lambda: bool(b._inbox._arrivals))
             b.submit(works[1])
         for work in works:
             wait(work)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua_kernels.comm.backends.sockets import loop as loop_module
+from bagua_kernels.comm.backends.sockets import inbox as inbox_module
 from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.loop import Loop
@@ -61,10 +61,10 @@ class CountingEpoll:
 
 def test_peer_that_dies_while_nothing_more_is_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread does not spin, and what is asked for afterwards ends with an error or what was sent."""
-    monkeypatch.setattr(loop_module, "_AHEAD", 1000)
+    monkeypatch.setattr(inbox_module, "_AHEAD", 1000)
     with by_hand() as (loop, (peer,)):
         peer.sendall(part(0, b"x" * 900) + part(1, b"y" * 900))
-        until(lambda: loop._ahead[1] == 900)
+        until(lambda: loop._inbox._ahead[1] == 900)
         epoll = CountingEpoll(loop._epoll)
         loop._epoll = epoll  # type: ignore[assignment]
         peer.close()
@@ -90,10 +90,10 @@ def test_call_of_another_operation(first: str) -> None:
         theirs = part(5, b"1234", code=signature("broadcast", 4))
         if first == "asked":
             loop.submit(work)
-            until(lambda: bool(loop._posted))
+            until(lambda: bool(loop._inbox._posted))
         peer.sendall(theirs)
         if first == "sent":
-            until(lambda: bool(loop._arrivals))
+            until(lambda: bool(loop._inbox._arrivals))
             loop.submit(work)
         with pytest.raises(RuntimeError, match="rank 1 called broadcast where this rank called all_reduce"):
             wait(work)
@@ -120,10 +120,10 @@ def test_message_of_another_size(first: str) -> None:
         work = receiving(0, got)
         if first == "asked":
             loop.submit(work)
-            until(lambda: bool(loop._posted))
+            until(lambda: bool(loop._inbox._posted))
         peer.sendall(part(0, b"x" * 9))
         if first == "sent":
-            until(lambda: bool(loop._arrivals))
+            until(lambda: bool(loop._inbox._arrivals))
             loop.submit(work)
         with pytest.raises(RuntimeError, match="rank 1 sent 9 bytes where this rank expected 8 in its send"):
             wait(work)
@@ -146,7 +146,7 @@ def test_peer_closes_before_a_message_is_complete(length: int, asked: str) -> No
             loop.submit(works[0])
         peers[1].sendall(part(0, b"x" * 100)[:length])
         if length > 40 and asked == "after":
-            until(lambda: bool(loop._arrivals))
+            until(lambda: bool(loop._inbox._arrivals))
         peers[1].close()
         until(lambda: bool(loop._lost))
         for work in works[asked == "before" :]:
@@ -219,7 +219,7 @@ def test_stop_ends_what_is_under_way(who: str) -> None:
         for work in works:
             loop.submit(work)
         peer.sendall(part(0, b"x" * 100)[:90])
-        until(lambda: loop._links[1][0].writing and bool(loop._arrivals))
+        until(lambda: loop._links[1][0].writing and bool(loop._inbox._arrivals))
         if who == "its own thread":
 
             def steps(lane: Lane) -> Steps:
@@ -308,7 +308,7 @@ def test_nothing_refers_to_tensors_of_a_stopped_loop() -> None:
         for work in works:
             loop.submit(work)
         peer.sendall(part(1, b"x" * 100, total=16 << 20))
-        until(lambda: loop._links[1][0].writing and bool(loop._arrivals))
+        until(lambda: loop._links[1][0].writing and bool(loop._inbox._arrivals))
         loop.stop("over")
         del arrays, works, work
         gc.collect()

@@ -286,7 +286,7 @@ def test_scratch_is_bounded_and_used_again() -> None:
         for n in range(1, 60):
             world.all_reduce("direct", [torch.zeros(n)] * 2, ReduceOp.SUM)
             world.all_reduce("exchange", [torch.zeros(n)] * 2, ReduceOp.SUM)
-        for kept in (*(r.scratch for r in world.ranks), *(loop._scratch for loop in world.loops)):
+        for kept in (*(r.scratch for r in world.ranks), *(loop._inbox.scratch for loop in world.loops)):
             assert 0 < sum(map(len, kept._free.values())) <= 256
 
 

@@ -15,7 +15,7 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import ReduceOp
-from bagua_kernels.comm.backends.sockets import loop as loop_module
+from bagua_kernels.comm.backends.sockets import inbox as inbox_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.testing import run_processes
@@ -101,7 +101,7 @@ def test_different_operations() -> None:
 @pytest.mark.parametrize("way", ["direct", "ring", "doubling"])
 def test_ranks_that_run_ahead(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One starts everything and then waits, the other waits for each before it starts the next."""
-    monkeypatch.setattr(loop_module, "_AHEAD", 10_000)
+    monkeypatch.setattr(inbox_module, "_AHEAD", 10_000)
 
     def fn(c: StripedCommunicator) -> None:
         x = [torch.full((6000,), float(i)) for i in range(8)]

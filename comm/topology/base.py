@@ -5,17 +5,14 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.reduction import FLOATING, HALF
 
 Matrix = npt.NDArray[np.float64]
 Needs = Literal["rows", "columns", "doubly", "symmetric"]
@@ -182,214 +179,19 @@ class Topology(abc.ABC):
         return ""
 
 
-@dataclass(frozen=True)
-class Complete(Topology):
-    """All with all, 1/P each: one step is an all-reduce, and costs more than one."""
-
-    def _matrix(self, step: int) -> Matrix:
-        return np.full((self.size, self.size), 1 / self.size)
-
-
-@dataclass(frozen=True)
-class Ring(Topology):
-    """Both neighbours on a ring and itself, 1/3 each (Lian et al., D-PSGD, 2017); 1/2 each for two ranks."""
-
-    def _matrix(self, step: int) -> Matrix:
-        return _uniform([{(rank - 1) % self.size, (rank + 1) % self.size} for rank in range(self.size)])
-
-
-@dataclass(frozen=True)
-class Torus(Topology):
-    """A grid closed at its edges, rank r in row r // columns: the four neighbours and itself, 1/5 each.
-
-    In a direction of two ranks both neighbours are one, in a direction of one rank there is none: the weights are
-    then 1/4, 1/3 and so on. `columns` divides the size; 0 stands for the divisor that makes the sides differ least.
-    """
-
-    columns: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows = next(rows for rows in range(math.isqrt(self.size), 0, -1) if self.size % rows == 0)
-        object.__setattr__(self, "columns", self.columns or self.size // rows)
-        if self.columns < 1 or self.size % self.columns:
-            raise ValueError(f"expected columns to divide {self.size=}, got {self.columns}")
-
-    def _matrix(self, step: int) -> Matrix:
-        cells = np.arange(self.size).reshape(-1, self.columns)
-        moved = [np.roll(cells, by, axis).ravel().tolist() for axis in (0, 1) for by in (-1, 1)]
-        return _uniform([set(peers) for peers in zip(*moved, strict=True)])
-
-
-@dataclass(frozen=True)
-class StaticExponential(Topology):
-    """Rank i sends to all i + 2^k mod P, k < m = ceil(log2 P); 1/(m + 1) each (Ying et al., NeurIPS 2021).
-
-    For even P rho is (m - 1)/(m + 1), for odd P at most that. Directed: not symmetric for P > 3.
-    """
-
-    def _matrix(self, step: int) -> Matrix:
-        hops = [2**k for k in range((self.size - 1).bit_length())]
-        return _uniform([{(rank - hop) % self.size for hop in hops} for rank in range(self.size)])
-
-
-@dataclass(frozen=True)
-class OnePeerExponential(Topology):
-    """In step k rank i sends to i + 2^(k mod m) mod P, m = ceil(log2 P); 1/2 each (Assran et al., SGP, 2019).
-
-    If P is a power of two, m steps in a row yield the exact mean (Ying et al., NeurIPS 2021). One alone need not contract.
-    """
-
-    @property
-    def period(self) -> int:
-        """ceil(log2 P), and 1 for one rank."""
-        return max(1, (self.size - 1).bit_length())
-
-    def _matrix(self, step: int) -> Matrix:
-        return _uniform([{(rank - 2**step) % self.size} for rank in range(self.size)])
-
-
-@dataclass(frozen=True)
-class ShiftOne(Topology):
-    """The two halves of the ranks pair up, shifted by one in every step; 1/2 each (BAGUA, `shift_one`).
-
-    In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2, so that every rank meets all of the other half in P/2
-    steps. With an odd number of ranks the second half lacks its last: whoever would meet it idles, and in (P + 1)/2
-    steps each rank of the first half does so once.
-    """
-
-    @property
-    def period(self) -> int:
-        """P/2, rounded up."""
-        return (self.size + 1) // 2
-
-    def _matrix(self, step: int) -> Matrix:
-        half = self.period
-        upper = [{(step + rank) % half + half} - {self.size} for rank in range(half)]
-        return _uniform(upper + [{(rank - step) % half} for rank in range(self.size - half)])
-
-
-@dataclass(frozen=True)
-class RandomMatching(Topology):
-    """All ranks pair up at random, anew in every step; 1/2 each; with an odd number one idles.
-
-    Ranks are sorted by the SHA-256 of seed, step and rank, and neighbours in that order pair up: the same everywhere,
-    whatever the version of any random generator.
-    """
-
-    seed: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"expected seed to be an int, got {self.seed!r}")
-
-    @property
-    def period(self) -> None:
-        """None: no two steps are related."""
-
-    def rho(self) -> float:
-        """Returns the square root of the second eigenvalue of E[W^T W], the expectation over all matchings.
-
-        So in every step the expected |X - 1 xbar|_F^2 shrinks by at least rho^2 (Boyd et al., "Randomized Gossip
-        Algorithms", 2006): (P - 2)/(2 (P - 1)) for an even number of ranks, 1/2 for an odd one above 1.
-        """
-        # W is a projection, W^T W = W, so that E[W] is all it takes: 1/2 times the chance of a link where there is one.
-        return math.sqrt(0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))) if self.size > 1 else 0.0
-
-    def _matrix(self, step: int) -> Matrix:
-        order = sorted(range(self.size), key=lambda r: hashlib.sha256(f"{self.seed} {step} {r}".encode()).digest())
-        pairs = {rank: set(order[k & ~1 : (k & ~1) + 2]) for k, rank in enumerate(order)}
-        return _uniform(pairs[rank] for rank in range(self.size))
-
-
-@dataclass(frozen=True)
-class Graph(Topology):
-    """Any undirected graph, with Metropolis weights 1/(1 + max(deg i, deg j)) (Xiao, Boyd and Lall, IPSN 2005).
-
-    A rank keeps the rest for itself, so that W is symmetric and doubly stochastic. Edges are pairs of different ranks,
-    in any order and direction, repeated or not.
-    """
-
-    edges: Sequence[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for edge in self.edges:
-            if len(edge) != 2 or edge[0] == edge[1] or not all(0 <= rank < self.size for rank in edge):
-                raise ValueError(f"expected edges to be pairs of different ranks below {self.size}, got {tuple(edge)}")
-        object.__setattr__(self, "edges", tuple(sorted({(int(min(edge)), int(max(edge))) for edge in self.edges})))
-
-    def _matrix(self, step: int) -> Matrix:
-        degrees = np.bincount(np.array(self.edges, dtype=np.int64).reshape(-1), minlength=self.size)
-        w = np.zeros((self.size, self.size))
-        for i, j in self.edges:
-            w[i, j] = w[j, i] = 1 / (1 + int(max(degrees[i], degrees[j])))
-        # fsum rounds once, whatever the order.
-        w[np.diag_indices(self.size)] = [1 - math.fsum(row) for row in w]
-        return w
-
-
-@dataclass(frozen=True)
-class GivenMatrix(Topology):
-    """One matrix for all steps, as it is given: P rows of P finite weights >= 0, which may be an array."""
-
-    rows: Sequence[Sequence[float]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        w = np.array(self.rows, dtype=np.float64) + 0.0  # -0.0 would be equal to 0.0 and yet read otherwise
-        if w.shape != (self.size, self.size) or not np.isfinite(w).all() or (w < 0).any():
-            raise ValueError(f"expected {self.size} rows of {self.size} finite weights >= 0, got shape {w.shape}\n{w}")
-        object.__setattr__(self, "rows", tuple(map(tuple, w.tolist())))
-
-    def _matrix(self, step: int) -> Matrix:
-        return np.array(self.rows, dtype=np.float64)
-
-
-def neighbour_average(communicator: Communicator, topology: Topology, x: torch.Tensor, step: int = 0) -> None:
-    """Replaces `x` by sum_j W[i, j] x_j: one gossip step, in which every rank takes part with the same step; blocks.
-
-    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32; equal weights
-    1/n divide the sum by n. Holds one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
-
-    Args:
-        communicator: of `topology.size` ranks, all with the same topology, see `Topology.check`.
-        topology: whose matrix number `step` is W.
-        x: this rank's values, floating-point (or `TypeError`), contiguous, on the communicator's device; overwritten.
-        step: counts from 0.
-    """
-    if topology.size != communicator.size:
-        raise ValueError(f"the topology is for {topology.size} ranks: expected one for {communicator.size=}")
-    if x.dtype not in FLOATING:
-        raise TypeError(f"expected x to be float64, float32, float16 or bfloat16, got {x.dtype}: convert it")
-    x, rank = x.detach(), communicator.rank
-    values = {peer: torch.empty_like(x) for peer in topology.neighbours_in(rank, step)}
-    communicator.neighbour_exchange(values, dict.fromkeys(topology.neighbours_out(rank, step), x)).wait()
-    values[rank] = x
-    weights = {peer: weight for peer, weight in topology.weights(rank, step).items() if weight}
-    # 1/3 rounded to float32 is too large: with three of them the model would grow by 3e-8 in every step. Dividing the
-    # sum has no bias, and gives ranks that average the same values the same bits. -0.0 leaves even 0.0 as it is.
-    mean = all(weight == 1 / len(weights) for weight in weights.values())
-    total = torch.full_like(x, -0.0 if weights else 0.0, dtype=torch.float32 if x.dtype in HALF else x.dtype)
-    for peer, weight in weights.items():
-        total += values[peer] if mean else values[peer].to(total.dtype) * weight
-    x.copy_(total / max(1, len(weights)) if mean else total)
+def uniform(senders: Iterable[set[int]]) -> Matrix:
+    """Gives each rank the plain mean of its own value and those of its senders."""
+    rows = [sorted(peers | {rank}) for rank, peers in enumerate(senders)]
+    w = np.zeros((len(rows), len(rows)))
+    for rank, peers in enumerate(rows):
+        w[rank, peers] = 1 / len(peers)
+    return w
 
 
 @functools.lru_cache(maxsize=16)
 def _cached_matrix(topology: Topology, step: int) -> Matrix:
     w = topology._matrix(step)
     w.setflags(write=False)
-    return w
-
-
-def _uniform(senders: Iterable[set[int]]) -> Matrix:
-    """Gives each rank the plain mean of its own value and those of its senders."""
-    rows = [sorted(peers | {rank}) for rank, peers in enumerate(senders)]
-    w = np.zeros((len(rows), len(rows)))
-    for rank, peers in enumerate(rows):
-        w[rank, peers] = 1 / len(peers)
     return w
 
 

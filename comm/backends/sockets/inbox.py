@@ -1,0 +1,161 @@
+"""What other ranks have sent, and what this rank has asked for: brings the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from bagua_kernels.comm.backends.sockets.scratch import Scratch
+from bagua_kernels.comm.backends.sockets.transfer import Operation, Transfer, memory, mismatch, wrong_size
+from bagua_kernels.comm.failures.peer import MismatchPeerError, PeerError
+
+Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
+
+_AHEAD = 64 << 20  # bytes that are kept of what one rank sends while nothing is asked of it; more stay in the network
+
+
+class Arrival:
+    """A message from another rank: where it goes, what is missing of it, and who has asked for it.
+
+    Attributes:
+        own: the memory it goes to, unless that is where it was asked for.
+        early: whether it began to arrive before it was asked for.
+    """
+
+    __slots__ = ("code", "data", "early", "key", "left", "own", "transfer")
+
+    def __init__(self, key: Key, code: int, transfer: Transfer | None, to: memoryview | torch.Tensor) -> None:
+        self.key = key
+        self.code = code
+        self.transfer = transfer
+        self.early = transfer is None
+        self.own = to if isinstance(to, torch.Tensor) else None
+        self.data = memory(to) if isinstance(to, torch.Tensor) else to
+        self.left = len(self.data)
+
+
+class Inbox:
+    """Matches the messages that arrive with the transfers that wait for them, whichever comes first.
+
+    Args:
+        peers: the other ranks.
+        done: called with each transfer whose message is complete.
+        fail: ends an operation with an error.
+        compare: called with rank, number and code of an operation of which a message came before it was asked for.
+
+    Attributes:
+        scratch: memory for what arrives early, or may arrive anywhere.
+    """
+
+    def __init__(
+        self,
+        peers: Iterable[int],
+        done: Callable[[Transfer], None],
+        fail: Callable[[Operation, BaseException], None],
+        compare: Callable[[int, int, int], None],
+    ) -> None:
+        self.scratch = Scratch()
+        self._posted: dict[Key, Transfer] = {}
+        self._arrivals: dict[Key, Arrival] = {}
+        self._ahead = dict.fromkeys(peers, 0)
+        self._wanted = dict.fromkeys(self._ahead, 0)
+        self._done = done
+        self._fail = fail
+        self._compare = compare
+
+    def ask(self, key: Key, transfer: Transfer, lost: BaseException | None) -> None:
+        """Waits for a message.
+
+        Args:
+            key: of the message.
+            transfer: where it goes.
+            lost: why nothing more will come of its rank; None if it may. Raised unless all of the message is here.
+
+        Raises:
+            MismatchPeerError: if the message that has arrived is not the one that is expected.
+        """
+        arrival, peer = self._arrivals.get(key), transfer.peer
+        if arrival is not None:
+            _check(arrival.code, len(arrival.data), transfer)
+        if lost is not None and (arrival is None or arrival.left):
+            raise lost
+        self._wanted[peer] += 1
+        if arrival is None:
+            self._posted[key] = transfer
+        else:
+            arrival.transfer = transfer
+            if not arrival.left:
+                self.arrived(arrival)
+
+    def withdraw(self, transfers: Collection[Transfer]) -> None:
+        """Waits no more for those of some transfers of which nothing has arrived."""
+        for key in [key for key, transfer in self._posted.items() if transfer in transfers]:
+            del self._posted[key]
+            self._wanted[key[0]] -= 1
+
+    def calls(self) -> list[tuple[int, int, int]]:
+        """Returns rank, number and code of the operations of all messages that have arrived in part."""
+        return [(key[0], key[1], arrival.code) for key, arrival in self._arrivals.items()]
+
+    def clear(self) -> None:
+        """Frees all memory."""
+        self._posted.clear()
+        self._arrivals.clear()
+        self.scratch = Scratch()
+
+    def place(self, key: Key, code: int, total: int) -> Arrival | None:
+        """Returns where a message goes: to where it was asked for, else to memory of its own; None while that is used up."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            return arrival
+        transfer = self._posted.pop(key, None)
+        if transfer is not None:
+            try:
+                _check(code, total, transfer)
+            except PeerError as error:
+                self._wanted[key[0]] -= 1
+                self._fail(transfer.lane.operation, error)
+                transfer = None
+        peer = key[0]
+        if transfer is not None:
+            to = self.scratch.take(total, torch.uint8) if transfer.data is None else transfer.data
+            arrival = Arrival(key, code, transfer, to)
+        elif not self._wanted[peer] and self._ahead[peer] + total > _AHEAD:
+            # Where something is wanted it may lie behind this in the same socket.
+            return None
+        else:
+            arrival = Arrival(key, code, None, self.scratch.take(total, torch.uint8))
+            self._ahead[peer] += total
+            self._compare(peer, key[1], code)
+        self._arrivals[key] = arrival
+        return arrival
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Hands over a complete message, if it has been asked for."""
+        transfer = arrival.transfer
+        if transfer is None:
+            return
+        del self._arrivals[arrival.key]
+        self._wanted[transfer.peer] -= 1
+        if arrival.early:
+            self._ahead[transfer.peer] -= len(arrival.data)
+        if transfer.data is None:
+            transfer.own = arrival.own
+        elif arrival.own is not None:
+            transfer.data[:] = arrival.data
+            self.scratch.give(arrival.own)
+        self._done(transfer)
+
+
+def different(peer: int, code: int, operation: Operation) -> MismatchPeerError:
+    """Returns the error of an operation where rank `peer` called something else, by its code."""
+    return MismatchPeerError(peer, *mismatch(code, operation.code))
+
+
+def _check(code: int, total: int, transfer: Transfer) -> None:
+    operation, expected = transfer.lane.operation, transfer.left
+    if code != operation.code:
+        raise different(transfer.peer, code, operation)
+    if total != expected:
+        raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))

@@ -1,0 +1,172 @@
+"""The all-reduces: one for each size and network, see `schedules`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import torch
+
+from bagua_kernels.comm.backends.sockets.schedules.ranks import (
+    Ranks,
+    chunks,
+    combine_arrived,
+    divide_first,
+    divide_last,
+    reduce_arrived,
+    reduce_rows,
+)
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Steps, Transfer
+from bagua_kernels.comm.reduction import ReduceOp
+
+
+def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: everyone sends everything to everyone, and all reduce in rank order."""
+
+    def steps(lane: Lane) -> Steps:
+        parts = ranks.scratch.take(ranks.size * x.numel(), x.dtype).view(ranks.size, -1)
+        parts[ranks.rank] = x
+        got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
+        sent = [lane.send(peer, x) for peer in ranks.others]
+        yield [*got, *sent]
+        reduce_rows(parts, x, op)
+        ranks.scratch.give(parts.view(-1))
+
+    return steps
+
+
+def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: chunk r of everyone goes to rank r, which reduces in rank order and sends the result to everyone."""
+
+    def steps(lane: Lane) -> Steps:
+        pieces = chunks(x.numel(), ranks.size)
+        own = x[pieces[ranks.rank]]
+        got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
+        # A reduced chunk can only come from a rank that has received all of this rank's, so it overwrites nothing
+        # that is still to be sent.
+        results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
+        sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
+        yield got
+        reduce_arrived(lane, ranks, got, own, op)
+        passed = [lane.send(peer, own) for peer in ranks.others]
+        yield [*sent, *results, *passed]
+
+    return steps
+
+
+def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: chunks travel around a ring once to be reduced, and once more as results."""
+
+    def steps(lane: Lane) -> Steps:
+        rank, size = ranks.rank, ranks.size
+        right, left = (rank + 1) % size, (rank - 1) % size
+        pieces = chunks(x.numel(), size)
+        divide_first(x, op, size)
+        own = (rank + 1) % size
+        arriving = [lane.receive_anywhere(left, x[pieces[(rank - step - 1) % size]]) for step in range(size - 1)]
+        # A result comes from a rank to which this one's share has come around the ring.
+        results = [lane.receive(left, x[pieces[(own - step - 1) % size]]) for step in range(size - 1)]
+        sent = []
+        for step, arrival in enumerate(arriving):
+            sent.append(lane.send(right, x[pieces[(rank - step) % size]]))
+            yield [arrival]
+            combine_arrived(lane, arrival, x[pieces[(rank - step - 1) % size]], op)
+        divide_last(x[pieces[own]], op, size)
+        for step, result in enumerate(results):
+            sent.append(lane.send(right, x[pieces[(own - step) % size]]))
+            yield [result]
+        yield sent
+
+    return steps
+
+
+def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: in round i, ranks that differ in bit i alone exchange and reduce everything."""
+
+    def steps(lane: Lane) -> Steps:
+        divide_first(x, op, ranks.size)
+        place, count = yield from _fold(lane, ranks, x, op)
+        if place is not None:
+            distance = 1
+            while distance < count:
+                peer = _unfolded(place ^ distance, ranks.size)
+                arrival = lane.receive_anywhere(peer, x)
+                yield [arrival, lane.send(peer, x)]
+                combine_arrived(lane, arrival, x, op, first=place & distance == 0)
+                distance *= 2
+            divide_last(x, op, ranks.size)
+        yield from _unfold(lane, ranks, x)
+
+    return steps
+
+
+def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+    """All-reduce: rounds that exchange and reduce half of what is left, then rounds that put the halves together."""
+
+    def steps(lane: Lane) -> Steps:
+        divide_first(x, op, ranks.size)
+        place, count = yield from _fold(lane, ranks, x, op)
+        if place is not None:
+            rounds = _halves(place, count, x.numel())
+            peers = [_unfolded(place ^ distance, ranks.size) for distance, _, _ in rounds]
+            arriving = [lane.receive_anywhere(peer, x[kept]) for peer, (_, kept, _) in zip(peers, rounds, strict=True)]
+            # A result can only come from a rank that has received what it overwrites.
+            results = [lane.receive(peer, x[given]) for peer, (_, _, given) in zip(peers, rounds, strict=True)]
+            sent, own = [], slice(0, x.numel())
+            for (distance, own, given), peer, arrival in zip(rounds, peers, arriving, strict=True):
+                sent.append(lane.send(peer, x[given]))
+                yield [arrival]
+                combine_arrived(lane, arrival, x[own], op, first=place & distance == 0)
+            divide_last(x[own], op, ranks.size)
+            for (_, _, given), peer, result in zip(reversed(rounds), reversed(peers), reversed(results), strict=True):
+                sent.append(lane.send(peer, x[own]))
+                yield [result]
+                own = slice(min(own.start, given.start), max(own.stop, given.stop))
+            yield sent
+        yield from _unfold(lane, ranks, x)
+
+    return steps
+
+
+def _halves(place: int, count: int, n: int) -> list[tuple[int, slice, slice]]:
+    """For each round of `halving`, how far away its other rank is, what is kept of `n` elements and what is given."""
+    rounds = []
+    begin, end, distance = 0, n, count // 2
+    while distance:
+        middle = (begin + end) // 2
+        lower, upper = slice(begin, middle), slice(middle, end)
+        kept, given = (upper, lower) if place & distance else (lower, upper)
+        rounds.append((distance, kept, given))
+        begin, end, distance = kept.start, kept.stop, distance // 2
+    return rounds
+
+
+def _fold(
+    lane: Lane, ranks: Ranks, x: torch.Tensor, op: ReduceOp
+) -> Generator[list[Transfer], None, tuple[int | None, int]]:
+    """Leaves a power of two of ranks: the first few even ranks give their values to the odd ones beside them.
+
+    Returns:
+        This rank's place among those that stay, None for one that waits, and how many stay.
+    """
+    count = 1 << (ranks.size.bit_length() - 1)
+    extra = ranks.size - count
+    if ranks.rank >= 2 * extra:
+        return ranks.rank - extra, count
+    if ranks.rank % 2 == 0:
+        yield [lane.send(ranks.rank + 1, x)]
+        return None, count
+    arrival = lane.receive_anywhere(ranks.rank - 1, x)
+    yield [arrival]
+    combine_arrived(lane, arrival, x, op)
+    return ranks.rank // 2, count
+
+
+def _unfolded(place: int, size: int) -> int:
+    extra = size - (1 << (size.bit_length() - 1))
+    return 2 * place + 1 if place < extra else place + extra
+
+
+def _unfold(lane: Lane, ranks: Ranks, x: torch.Tensor) -> Steps:
+    extra = ranks.size - (1 << (ranks.size.bit_length() - 1))
+    if ranks.rank < 2 * extra:
+        yield [lane.receive(ranks.rank + 1, x) if ranks.rank % 2 == 0 else lane.send(ranks.rank - 1, x)]

@@ -1,0 +1,79 @@
+"""Topologies of another matrix in each step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+from bagua_kernels.comm.topology.base import Matrix, Topology, uniform
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """In step k rank i sends to i + 2^(k mod m) mod P, m = ceil(log2 P); 1/2 each (Assran et al., SGP, 2019).
+
+    If P is a power of two, m steps in a row yield the exact mean (Ying et al., NeurIPS 2021). One alone need not contract.
+    """
+
+    @property
+    def period(self) -> int:
+        """ceil(log2 P), and 1 for one rank."""
+        return max(1, (self.size - 1).bit_length())
+
+    def _matrix(self, step: int) -> Matrix:
+        return uniform([{(rank - 2**step) % self.size} for rank in range(self.size)])
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """The two halves of the ranks pair up, shifted by one in every step; 1/2 each (BAGUA, `shift_one`).
+
+    In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2, so that every rank meets all of the other half in P/2
+    steps. With an odd number of ranks the second half lacks its last: whoever would meet it idles, and in (P + 1)/2
+    steps each rank of the first half does so once.
+    """
+
+    @property
+    def period(self) -> int:
+        """P/2, rounded up."""
+        return (self.size + 1) // 2
+
+    def _matrix(self, step: int) -> Matrix:
+        half = self.period
+        upper = [{(step + rank) % half + half} - {self.size} for rank in range(half)]
+        return uniform(upper + [{(rank - step) % half} for rank in range(self.size - half)])
+
+
+@dataclass(frozen=True)
+class RandomMatching(Topology):
+    """All ranks pair up at random, anew in every step; 1/2 each; with an odd number one idles.
+
+    Ranks are sorted by the SHA-256 of seed, step and rank, and neighbours in that order pair up: the same everywhere,
+    whatever the version of any random generator.
+    """
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"expected seed to be an int, got {self.seed!r}")
+
+    @property
+    def period(self) -> None:
+        """None: no two steps are related."""
+
+    def rho(self) -> float:
+        """Returns the square root of the second eigenvalue of E[W^T W], the expectation over all matchings.
+
+        So in every step the expected |X - 1 xbar|_F^2 shrinks by at least rho^2 (Boyd et al., "Randomized Gossip
+        Algorithms", 2006): (P - 2)/(2 (P - 1)) for an even number of ranks, 1/2 for an odd one above 1.
+        """
+        # W is a projection, W^T W = W, so that E[W] is all it takes: 1/2 times the chance of a link where there is one.
+        return math.sqrt(0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))) if self.size > 1 else 0.0
+
+    def _matrix(self, step: int) -> Matrix:
+        order = sorted(range(self.size), key=lambda r: hashlib.sha256(f"{self.seed} {step} {r}".encode()).digest())
+        pairs = {rank: set(order[k & ~1 : (k & ~1) + 2]) for k, rank in enumerate(order)}
+        return uniform(pairs[rank] for rank in range(self.size))
