@@ -1,9 +1,9 @@
 """Names the rank at fault when a communication fails.
 
 A transport knows at best the address of a socket that closed. So every rank has a background thread that writes a
-sign of life into a small key-value store of its own: a counter, its process, and for each communicator the last
+heartbeat into a small key-value store of its own: a counter, its process, and for each communicator the last
 operation that it entered. A rank whose operation failed watches these signs for a moment. A counter that stands still
-belongs to a lost rank; if all go on, a rank that has not entered the operation is late. The verdict goes into the store
+belongs to a lost rank; if all go on, a rank that has not entered the operation is late. The diagnosis goes into the store
 as a report before the error is raised, and the first report wins: the ranks that raise and leave next are not taken for
 the culprit by the others.
 
@@ -20,14 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.failures.judgement import HOST as HOST
-from bagua_kernels.comm.failures.judgement import SILENT, Case, Seen, Trouble, View, ended_text, judge
-from bagua_kernels.comm.failures.signs import Doing, Sign, describe, parse_report, report_to_json
-from bagua_kernels.comm.failures.verdict import Verdict
-from bagua_kernels.comm.joining.evidence import Evidence, Process
+from bagua_kernels.comm.failures.board import Board, Store
+from bagua_kernels.comm.failures.diagnose import HOST as HOST
+from bagua_kernels.comm.failures.diagnose import SILENT, FailedOperation, Trouble, View, diagnose, ended_text
+from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.heartbeat import Doing, Heartbeat, describe
+from bagua_kernels.comm.joining.evidence import Process
 
 _LINGER = 3.0  # heartbeats for which a rank that leaves waits for the store
 _LAST_WORD = 5.0  # seconds for which the store's host stays, so that the others read the last report
@@ -35,17 +35,6 @@ _CLOSED_KEPT = 32  # closed communicators whose progress is still published
 _GRACE = 2.0  # heartbeats after a rank has gone in which what it sent before may still arrive
 
 _log = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """What is used of a `torch.distributed.Store`; where it cannot be reached, calls raise RuntimeError or OSError."""
-
-    def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
-    def get(self, key: str, /) -> bytes: ...  # noqa: D102
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...  # noqa: D102
-    def check(self, keys: list[str], /) -> bool: ...  # noqa: D102
-    def add(self, key: str, value: int, /) -> int: ...  # noqa: D102
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...  # noqa: D102
 
 
 class Liveness:
@@ -79,25 +68,20 @@ class Liveness:
         self.size = size
         self.heartbeat = knobs.HEARTBEAT.get() if heartbeat is None else heartbeat
         self.release: Callable[[], object] | None = None
-        self._store = store
+        self._board = Board(store, rank, size, self.heartbeat, clock)
         self._clock = clock
         self._beats = 0
         self._process = process or Process.current()
-        self._evidence = Evidence()
         self._ended: dict[int, float] = {}
         self._progress: dict[str, Doing] = {}
         self._closed: list[str] = []
         self._waits: dict[str, int] = {}
         self._left = ""
         self._said_goodbye = False
-        self._seen: dict[int, Seen] = {}
-        self._read_at = float("-inf")
         self._observe_until = float("-inf")
         self._in_call_since: float | None = None
         self._trouble: Trouble | None = None
-        self._reports: list[Verdict] = []
-        self._reports_read = 0
-        self._outgoing: list[Verdict] = []
+        self._outgoing: list[Diagnosis] = []
         self._noting = threading.Lock()
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -131,8 +115,8 @@ class Liveness:
 
     def waited_for(self, communicator: str, rank: int) -> int | None:
         """Returns the rank whose message another rank waits for, as it said in its last sign of life."""
-        seen = self._seen.get(rank)
-        return None if seen is None else seen.sign.waits.get(communicator)
+        seen = self._board.seen.get(rank)
+        return None if seen is None else seen.heartbeat.waits.get(communicator)
 
     def closed(self, communicator: str) -> None:
         """Notes that this rank uses a communicator no more, and tells the others soon."""
@@ -146,25 +130,25 @@ class Liveness:
     def gave_up(self, communicator: str, reason: str) -> None:
         """Tells the others soon that this rank will use a communicator no more, though its connections stay."""
         text = f"rank {self.rank} gave up: {reason}"
-        self._outgoing.append(Verdict("closed", (self.rank,), text, communicator, self.rank))
+        self._outgoing.append(Diagnosis("closed", (self.rank,), text, communicator, self.rank))
         self._wake.set()
 
     def observe(self) -> None:
-        """Keeps an eye on the others for the next heartbeats, so that a verdict is quick if one is needed."""
+        """Keeps an eye on the others for the next heartbeats, so that a diagnosis is quick if one is needed."""
         self._observe_until = self._clock() + 4 * self.heartbeat
 
-    def reported(self, communicator: str, members: Sequence[int]) -> Verdict | None:
+    def reported(self, communicator: str, members: Sequence[int]) -> Diagnosis | None:
         """Returns the first report that concerns a communicator; asks only this process's memory."""
-        return next((report for report in list(self._reports) if report.concerns(communicator, members)), None)
+        return next((report for report in list(self._board.reports) if report.concerns(communicator, members)), None)
 
     def missed(self, communicator: str, members: Sequence[int]) -> bool:
         """Returns whether a rank has left the job without closing a communicator, and nothing of it is on its way."""
         now = self._clock()
         return any(
-            seen.sign.left
-            and (communicator not in seen.sign.doing or seen.sign.doing[communicator][1] != "closed")
+            seen.heartbeat.left
+            and (communicator not in seen.heartbeat.doing or seen.heartbeat.doing[communicator][1] != "closed")
             and now - seen.changed > _GRACE * self.heartbeat
-            for seen in (self._seen.get(rank) for rank in members)
+            for seen in (self._board.seen.get(rank) for rank in members)
             if seen is not None
         )
 
@@ -179,7 +163,7 @@ class Liveness:
         beyond: Sequence[int] = (),
         broken: Sequence[int] = (),
         leaving: bool = False,
-    ) -> Verdict:
+    ) -> Diagnosis:
         """Finds out why an operation failed; takes up to about seven heartbeats, never more than fourteen.
 
         Args:
@@ -193,51 +177,51 @@ class Liveness:
             leaving: True if this rank waits for nothing but the farewell of the others, who need not be late for that.
 
         Returns:
-            The verdict, which has been reported to the other ranks unless it is "unknown", or "late" for a farewell.
+            The diagnosis, which has been reported to the other ranks unless it is "unknown", or "late" for a farewell.
         """
-        case = Case(communicator, members, number, operation, self._clock(), timed_out, beyond, broken)
+        case = FailedOperation(communicator, members, number, operation, self._clock(), timed_out, beyond, broken)
         while True:
             self.observe()
-            verdict = self.judge(case)
-            if verdict is not None:
+            diagnosis = self.diagnosis(case)
+            if diagnosis is not None:
                 break
             self._wake.set()
             with self._changed:
                 self._changed.wait(self.heartbeat / 2)
-        if verdict.kind == "unknown" or (leaving and verdict.kind == "late") or verdict in self._reports:
-            return verdict
-        return self.report(verdict, members)
+        if diagnosis.kind == "unknown" or (leaving and diagnosis.kind == "late") or diagnosis in self._board.reports:
+            return diagnosis
+        return self.report(diagnosis, members)
 
-    def report(self, verdict: Verdict, members: Sequence[int]) -> Verdict:
+    def report(self, diagnosis: Diagnosis, members: Sequence[int]) -> Diagnosis:
         """Tells the other ranks what this rank has found out; returns what was reported before, if anything was.
 
         Args:
-            verdict: on a failure.
+            diagnosis: on a failure.
             members: of its communicator, as numbers of the world.
         """
         if self._store_trouble(self._clock()) is not None:
-            return verdict
-        self._outgoing.append(verdict)
+            return diagnosis
+        self._outgoing.append(diagnosis)
         self._wake.set()
         with self._changed:
-            self._changed.wait_for(lambda: verdict not in self._outgoing, timeout=_LINGER * self.heartbeat)
-        return self.reported(verdict.communicator, members) or verdict
+            self._changed.wait_for(lambda: diagnosis not in self._outgoing, timeout=_LINGER * self.heartbeat)
+        return self.reported(diagnosis.communicator, members) or diagnosis
 
-    def judge(self, case: Case) -> Verdict | None:
-        """Returns the verdict on an operation that failed, or None while the signs do not suffice."""
+    def diagnosis(self, case: FailedOperation) -> Diagnosis | None:
+        """Returns the diagnosis of an operation that failed, or None while the heartbeats do not suffice."""
         view = View(
             rank=self.rank,
-            heartbeat=self.heartbeat,
+            period=self.heartbeat,
             now=self._clock(),
-            read_at=self._read_at,
-            seen=dict(self._seen),
+            read_at=self._board.read_at,
+            seen=dict(self._board.seen),
             ended=tuple(self._ended),
-            reports=list(self._reports),
+            reports=list(self._board.reports),
             trouble=self._store_trouble(case.since),
-            state=self._evidence.state,
-            pid=self._evidence.pid,
+            state=self._board.evidence.state,
+            pid=self._board.evidence.pid,
         )
-        return judge(case, view)
+        return diagnose(case, view)
 
     def stop(self, reason: str) -> None:
         """Says goodbye to the other ranks and ends the background thread; bounded by some seconds."""
@@ -268,21 +252,15 @@ class Liveness:
         self._beats += 1
         self._in_call_since = self._clock()
         left = self._left
-        sign = Sign(self._beats, left, dict(self._progress), dict(self._waits), self._process)
-        self._store.set(f"beat/{self.rank}", sign.to_json())
+        self._board.write(Heartbeat(self._beats, left, dict(self._progress), dict(self._waits), self._process))
         self._said_goodbye = bool(left)
         observing = self._clock() < self._observe_until
-        # Processes before signs before reports: what a process wrote before its end, or a rank before it left, is read
-        # after that is noticed. Nobody may judge by the signs before the reports have been read, too.
-        ended = [rank for rank in self._seen if observing and self._evidence.state(rank) == "gone"]
-        seen, read_at = self._seen, self._read_at
-        if observing or len(self._seen) < self.size - 1:
-            seen, read_at = self._read_signs()
-        self._read_reports()
-        self._seen, self._read_at = seen, read_at
+        # Processes before heartbeats: what a process wrote before its end is read after that is noticed.
+        ended = [rank for rank in self._board.seen if observing and self._board.evidence.state(rank) == "gone"]
+        self._board.read(heartbeats=observing or not self._board.complete)
         self._witness(ended)
         while self._outgoing:
-            self._report(self._outgoing[0])
+            self._board.report(self._outgoing[0])
             del self._outgoing[0]
         self._in_call_since = None
         with self._changed:
@@ -292,57 +270,16 @@ class Liveness:
         """Reports ranks whose processes have ended without a farewell: their connections may not show it."""
         now = self._clock()
         for rank in ended:
-            doing = self._seen[rank].sign.doing
-            if self._seen[rank].sign.left:
+            doing = self._board.seen[rank].heartbeat.doing
+            if self._board.seen[rank].heartbeat.left:
                 continue
             since = self._ended.setdefault(rank, now)
-            known = any(report.kind == "lost" and rank in report.ranks for report in self._reports)
+            known = any(report.kind == "lost" and rank in report.ranks for report in self._board.reports)
             if known or now - since < _GRACE / 2 * self.heartbeat:
                 continue
             under_way = [f"{describe(one)} of communicator {name!r}" for name, one in doing.items() if not one[2]]
-            text = ended_text(rank, self._evidence.pid(rank), ", ".join(under_way) or "in no operation")
-            self._outgoing.append(Verdict("lost", (rank,), text, "", self.rank))
-
-    def _read_reports(self) -> None:
-        while self._store.check([f"report/{self._reports_read}"]):
-            self._take_report(self._store.get(f"report/{self._reports_read}"))
-
-    def _report(self, verdict: Verdict) -> None:
-        """Writes a report into the first free place, unless one before it explains the same failure."""
-        text = report_to_json(verdict)
-        while not any(report.concerns(verdict.communicator, verdict.ranks) for report in self._reports):
-            self._take_report(self._store.compare_set(f"report/{self._reports_read}", "", text))
-
-    def _take_report(self, text: bytes) -> None:
-        self._reports_read += 1
-        try:
-            self._reports.append(parse_report(text, self.size))
-        except (ValueError, RecursionError) as error:
-            _log.warning("rank %d passes over a report that cannot be read: %s", self.rank, error)
-
-    def _read_signs(self) -> tuple[dict[int, Seen], float]:
-        """Returns the last sign of each other rank, and when they were read."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank]
-        keys = [f"beat/{rank}" for rank in ranks]
-        # Every rank writes its first sign before any rank communicates, but this may be earlier.
-        if len(self._seen) < len(ranks) and not self._store.check(keys):
-            return self._seen, self._read_at
-        values = self._store.multi_get(keys)
-        seen, now = dict(self._seen), self._clock()
-        # A gap in the observation, such as a pause of this interpreter, says nothing about the others: they start anew.
-        gap = now - self._read_at > 2.5 * self.heartbeat
-        for rank, value in zip(ranks, values, strict=True):
-            last = seen.get(rank)
-            try:
-                sign = Sign.parse(value)
-            except (ValueError, RecursionError) as error:
-                # The rank's next one will be read again; until then it gave none.
-                _log.debug("rank %d passes over a sign of rank %d that cannot be read: %s", self.rank, rank, error)
-                continue
-            self._evidence.add(rank, sign.process)
-            if last is None or gap or last.sign.beat != sign.beat:
-                seen[rank] = Seen(sign, now, last is not None and not gap)
-        return seen, now
+            text = ended_text(rank, self._board.evidence.pid(rank), ", ".join(under_way) or "in no operation")
+            self._outgoing.append(Diagnosis("lost", (rank,), text, "", self.rank))
 
     def _store_trouble(self, since: float) -> Trouble | None:
         """Returns what is wrong with the store; `since` is when the operation failed."""
@@ -357,8 +294,7 @@ class Liveness:
         try:
             while not self._left:
                 # Until it knows who the others are, it asks more often.
-                complete = len(self._seen) == self.size - 1
-                self._wake.wait(self.heartbeat if complete else self.heartbeat / 5)
+                self._wake.wait(self.heartbeat if self._board.complete else self.heartbeat / 5)
                 self._wake.clear()
                 self.beat()
             # It may have been in the middle of a beat when the farewell was given.
@@ -366,7 +302,7 @@ class Liveness:
                 self.beat()
             self._leave()
         except (RuntimeError, OSError) as error:
-            # The host has gone, or the network to it: what is known by now is what a verdict rests on.
+            # The host has gone, or the network to it: what is known by now is what a diagnosis rests on.
             self._end(Trouble(_line(error)))
         except Exception as error:
             _log.exception("the signs of life of rank %d have ended", self.rank)
@@ -378,14 +314,14 @@ class Liveness:
             self._changed.notify_all()
 
     def _leave(self) -> None:
-        left = self._store.add("left", 1)
+        left = self._board.count_left(1)
         deadline = self._clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
         while self.rank == HOST and self._clock() < deadline:
-            lost = {rank for report in self._reports if report.kind == "lost" for rank in report.ranks}
+            lost = {rank for report in self._board.reports if report.kind == "lost" for rank in report.ranks}
             if left >= self.size - len(lost - {self.rank}):
                 break
             time.sleep(self.heartbeat / 20)
-            left = self._store.add("left", 0)
+            left = self._board.count_left(0)
 
     def _stop_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from bagua_kernels.comm.failures.diagnosis import Diagnosis
 from bagua_kernels.comm.failures.forked import FORKED
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.peer import MATCH, MismatchPeerError
-from bagua_kernels.comm.failures.verdict import Verdict
 from bagua_kernels.comm.work import CLOSED, Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
 
@@ -102,7 +102,7 @@ class Session:
             self.liveness.waits(self.name, at)
 
     def patience(self) -> float:
-        """Seconds to wait, such that the verdict on who is at fault is there when the timeout is over."""
+        """Seconds to wait, such that the diagnosis on who is at fault is there when the timeout is over."""
         beat = 0.0 if self.liveness is None else self.liveness.heartbeat
         return self.timeout - min(2 * beat, self.timeout / 4)
 
@@ -152,10 +152,10 @@ class Session:
             # A transport may know at which rank it went wrong.
             cause = error.__cause__ if error else None
             broken_at = getattr(cause, "peer", None)
-            verdict = self._mismatch(what, cause) if isinstance(cause, MismatchPeerError) else None
-            if verdict is None and self.liveness is not None:
+            diagnosis = self._mismatch(what, cause) if isinstance(cause, MismatchPeerError) else None
+            if diagnosis is None and self.liveness is not None:
                 beyond = [rank for rank in self.members if rank not in others]
-                verdict = self.liveness.diagnose(
+                diagnosis = self.liveness.diagnose(
                     self.name,
                     others,
                     number,
@@ -165,31 +165,31 @@ class Session:
                     broken=() if broken_at is None else (self.members[broken_at],),
                     leaving=self.leaving,
                 )
-                if verdict.kind == "unknown" and broken_at is not None and not timed_out:
-                    verdict = self._broken_link(what, broken_at, verdict)
-                if verdict.kind == "unknown" and timed_out and missing:
-                    verdict = self._stalled(what, missing[0], verdict)
+                if diagnosis.kind == "unknown" and broken_at is not None and not timed_out:
+                    diagnosis = self._broken_link(what, broken_at, diagnosis)
+                if diagnosis.kind == "unknown" and timed_out and missing:
+                    diagnosis = self._stalled(what, missing[0], diagnosis)
             said = "" if error is None else f" [cause: {_told(error)}]"
             at = peer if broken_at is None and timed_out else broken_at
-            self.failed = self._describe(what, verdict, at, timed_out, said)
+            self.failed = self._describe(what, diagnosis, at, timed_out, said)
             self.ended = self.ended or f"{self.failed}"
             if self.abandon is not None:
                 self.abandon()
             return self.failed
 
-    def _mismatch(self, what: str, cause: MismatchPeerError) -> Verdict:
+    def _mismatch(self, what: str, cause: MismatchPeerError) -> Diagnosis:
         ranks = sorted((self.rank, cause.peer))
         text = f"in {what} rank {cause.peer} {cause.theirs} where rank {self.rank} {cause.ours}"
-        return self._report(Verdict("mismatch", tuple(self.members[r] for r in ranks), text, self.name, self._me))
+        return self._report(Diagnosis("mismatch", tuple(self.members[r] for r in ranks), text, self.name, self._me))
 
-    def _broken_link(self, what: str, peer: int, unknown: Verdict) -> Verdict:
+    def _broken_link(self, what: str, peer: int, unknown: Diagnosis) -> Diagnosis:
         if self.liveness is None or "still answers" not in unknown.text:
             return unknown
         ranks = sorted((self.rank, peer))
         text = f"the connection between ranks {ranks[0]} and {ranks[1]} broke in {what}, though both still run"
-        return self._report(Verdict("link", tuple(self.members[r] for r in ranks), text, self.name, self._me))
+        return self._report(Diagnosis("link", tuple(self.members[r] for r in ranks), text, self.name, self._me))
 
-    def _stalled(self, what: str, missing: int, unknown: Verdict) -> Verdict:
+    def _stalled(self, what: str, missing: int, unknown: Diagnosis) -> Diagnosis:
         """Follows who waits for whom to two ranks of which one waits for the other, which waits for it or for nobody."""
         assert self.liveness is not None
         waiting, peer, passed = self._me, self.members[missing], {self._me}
@@ -201,24 +201,26 @@ class Session:
             waiting, peer = peer, following
         a, b = sorted(self.members.index(rank) for rank in (waiting, peer))
         text = f"nothing came through the connection between ranks {a} and {b} in {what}, though both still run and entered it"
-        return self._report(Verdict("stalled", (self.members[a], self.members[b]), text, self.name, self._me))
+        return self._report(Diagnosis("stalled", (self.members[a], self.members[b]), text, self.name, self._me))
 
     @property
     def _me(self) -> int:
         return self.members[self.rank]
 
-    def _report(self, verdict: Verdict) -> Verdict:
-        return verdict if self.liveness is None else self.liveness.report(verdict, self.members)
+    def _report(self, diagnosis: Diagnosis) -> Diagnosis:
+        return diagnosis if self.liveness is None else self.liveness.report(diagnosis, self.members)
 
     def _describe(
-        self, what: str, verdict: Verdict | None, peer: int | None, timed_out: bool, said: str
+        self, what: str, diagnosis: Diagnosis | None, peer: int | None, timed_out: bool, said: str
     ) -> CommunicationError:
         where = f"{what} of communicator {self.name!r}"
-        ranks = [self.members.index(rank) for rank in verdict.ranks if rank in self.members] if verdict else []
+        ranks = [self.members.index(rank) for rank in diagnosis.ranks if rank in self.members] if diagnosis else []
         numbers = ", ".join(map(str, ranks))
         many = "ranks" if len(ranks) > 1 else "rank"
-        if verdict is None or verdict.kind == "unknown":
-            detail = verdict.text if verdict else "the ranks keep no signs of life, so the rank at fault is not known"
+        if diagnosis is None or diagnosis.kind == "unknown":
+            detail = (
+                diagnosis.text if diagnosis else "the ranks keep no signs of life, so the rank at fault is not known"
+            )
             if timed_out:
                 text = (
                     f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"
@@ -227,28 +229,31 @@ class Session:
             if peer is not None:
                 return RankLostError(f"{where} failed at rank {peer}: {detail}{said}", [peer])
             return CommunicationError(f"{where} failed: {detail}{said}")
-        reporter = f" (reported by world rank {verdict.by})" if verdict.by != self.members[self.rank] else ""
-        if verdict.kind == "mismatch":
-            return MismatchError(f"{where} failed{reporter}: {verdict.text}: {MATCH}", ranks)
-        if verdict.kind == "link":
+        reporter = f" (reported by world rank {diagnosis.by})" if diagnosis.by != self.members[self.rank] else ""
+        if diagnosis.kind == "mismatch":
+            return MismatchError(f"{where} failed{reporter}: {diagnosis.text}: {MATCH}", ranks)
+        if diagnosis.kind == "link":
             return LinkError(
-                f"{where} failed{reporter}: {verdict.text}; look at the network between their hosts{said}", ranks
+                f"{where} failed{reporter}: {diagnosis.text}; look at the network between their hosts{said}", ranks
             )
-        if verdict.kind == "stalled":
-            text = f"{where} cannot finish{reporter}: {verdict.text}; look at the network between their hosts, or raise timeout="
+        if diagnosis.kind == "stalled":
+            text = (
+                f"{where} cannot finish{reporter}: {diagnosis.text}; look at the network between their hosts, or raise "
+            )
+            text += "timeout="
             return CollectiveTimeoutError(text + said, ranks)
-        if self.members[self.rank] in verdict.ranks:
-            text = f"{where} failed, for the others have given up this rank{reporter}: {verdict.text}{said}"
-            return _with_ranks(CollectiveTimeoutError if verdict.kind == "late" else RankLostError, text, ranks)
-        if verdict.kind == "late":
+        if self.members[self.rank] in diagnosis.ranks:
+            text = f"{where} failed, for the others have given up this rank{reporter}: {diagnosis.text}{said}"
+            return _with_ranks(CollectiveTimeoutError if diagnosis.kind == "late" else RankLostError, text, ranks)
+        if diagnosis.kind == "late":
             how = f"did not finish within {self.timeout:g} s, waiting for" if timed_out else "cannot finish without"
             return CollectiveTimeoutError(
-                f"{where} {how} {many} {numbers}{reporter}: {verdict.text}; make all ranks issue the same operations in "
+                f"{where} {how} {many} {numbers}{reporter}: {diagnosis.text}; make all ranks issue the same operations in "
                 f"the same order (if ranks have different numbers of batches, use `model.join()`), or raise timeout={said}",
                 ranks,
             )
-        how = "left" if verdict.kind == "closed" else "was lost"
-        return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {verdict.text}{said}", ranks)
+        how = "left" if diagnosis.kind == "closed" else "was lost"
+        return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {diagnosis.text}{said}", ranks)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from bagua_kernels import comm
-from bagua_kernels.comm.failures.judgement import Case, Trouble
+from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.comm.testing import Processes
@@ -52,10 +52,10 @@ class Ranks:
         for rank in ranks:
             self.ranks[rank].entered("world", number, operation)
 
-    def judge(self, rank: int, number: int, since: float, timed_out: bool = False) -> Any:
+    def diagnosis(self, rank: int, number: int, since: float, timed_out: bool = False) -> Any:
         """What a rank makes of a failed all_reduce."""
         members = range(len(self.ranks))
-        return self.ranks[rank].judge(Case("world", members, number, "all_reduce", since, timed_out))
+        return self.ranks[rank].diagnosis(FailedOperation("world", members, number, "all_reduce", since, timed_out))
 
 
 def test_silent_rank_is_lost() -> None:
@@ -65,11 +65,11 @@ def test_silent_rank_is_lost() -> None:
     ranks.beat(3)
     since = ranks.now
     ranks.beat(5, without=(2,))
-    assert ranks.judge(0, 7, since) is None
+    assert ranks.diagnosis(0, 7, since) is None
     ranks.beat(3, without=(2,))
-    verdict = ranks.judge(0, 7, since)
-    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
-    assert "in all_reduce #7" in verdict.text
+    diagnosis = ranks.diagnosis(0, 7, since)
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
+    assert "in all_reduce #7" in diagnosis.text
 
 
 def test_rank_that_has_not_entered_is_late() -> None:
@@ -80,10 +80,10 @@ def test_rank_that_has_not_entered_is_late() -> None:
     ranks.enter(6, "all_gather", 2)
     ranks.ranks[2].finished("world", 6)
     ranks.beat(3)
-    verdict = ranks.judge(0, 7, ranks.now, timed_out=True)
-    assert (verdict.kind, verdict.ranks) == ("late", (1, 2))
-    assert "in broadcast #6" in verdict.text
-    assert "after all_gather #6" in verdict.text
+    diagnosis = ranks.diagnosis(0, 7, ranks.now, timed_out=True)
+    assert (diagnosis.kind, diagnosis.ranks) == ("late", (1, 2))
+    assert "in broadcast #6" in diagnosis.text
+    assert "after all_gather #6" in diagnosis.text
 
 
 def test_another_operation_of_the_same_number_is_a_mismatch() -> None:
@@ -92,9 +92,9 @@ def test_another_operation_of_the_same_number_is_a_mismatch() -> None:
     ranks.enter(7, "all_reduce", 0, 2)
     ranks.enter(7, "broadcast", 1)
     ranks.beat(3)
-    verdict = ranks.judge(0, 7, ranks.now, timed_out=True)
-    assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
-    assert verdict.text == "rank 0 called all_reduce; rank 1 called broadcast"
+    diagnosis = ranks.diagnosis(0, 7, ranks.now, timed_out=True)
+    assert (diagnosis.kind, diagnosis.ranks) == ("mismatch", (0, 1))
+    assert diagnosis.text == "rank 0 called all_reduce; rank 1 called broadcast"
 
 
 def test_nobody_is_blamed_where_all_have_entered() -> None:
@@ -102,7 +102,7 @@ def test_nobody_is_blamed_where_all_have_entered() -> None:
     ranks = Ranks(2)
     ranks.enter(0, "all_reduce", 0, 1)
     ranks.beat(3)
-    assert ranks.judge(0, 0, ranks.now, timed_out=True).kind == "unknown"
+    assert ranks.diagnosis(0, 0, ranks.now, timed_out=True).kind == "unknown"
 
 
 def test_broken_connection_asks_for_a_beat_made_after_it() -> None:
@@ -112,9 +112,9 @@ def test_broken_connection_asks_for_a_beat_made_after_it() -> None:
     ranks.beat(3)
     since = ranks.now
     ranks.beat(1)
-    assert ranks.judge(0, 7, since) is None
+    assert ranks.diagnosis(0, 7, since) is None
     ranks.beat(1)
-    assert ranks.judge(0, 7, since).kind == "late"
+    assert ranks.diagnosis(0, 7, since).kind == "late"
 
 
 def test_pause_of_the_observer_is_not_counted() -> None:
@@ -125,9 +125,9 @@ def test_pause_of_the_observer_is_not_counted() -> None:
     since = ranks.now
     ranks.now += 60
     ranks.beat(1, without=(1,))
-    assert ranks.judge(0, 7, since + 60) is None
+    assert ranks.diagnosis(0, 7, since + 60) is None
     ranks.beat(3)
-    assert ranks.judge(0, 7, since + 60).kind == "unknown"
+    assert ranks.diagnosis(0, 7, since + 60).kind == "unknown"
 
 
 def test_a_chain_of_receives_leads_to_its_end() -> None:
@@ -137,16 +137,16 @@ def test_a_chain_of_receives_leads_to_its_end() -> None:
         ranks.ranks[rank].waits("world", peer)
     ranks.beat(3)
 
-    def judge() -> Any:
-        return ranks.ranks[0].judge(Case("world", (0, 1), None, "recv", ranks.now, True, (2, 3)))
+    def diagnosis() -> Any:
+        return ranks.ranks[0].diagnosis(FailedOperation("world", (0, 1), None, "recv", ranks.now, True, (2, 3)))
 
-    assert (judge().kind, judge().ranks) == ("late", (2,))
+    assert (diagnosis().kind, diagnosis().ranks) == ("late", (2,))
     ranks.ranks[2].waits("world", 0)
     ranks.beat(2)
-    assert judge().kind == "unknown"
+    assert diagnosis().kind == "unknown"
     ranks.ranks[2].waits("world", None)
     ranks.beat(9, without=(2,))
-    assert (judge().kind, judge().ranks) == ("lost", (2,))
+    assert (diagnosis().kind, diagnosis().ranks) == ("lost", (2,))
 
 
 @pytest.mark.parametrize("how", ["left", "fell silent"])
@@ -158,29 +158,29 @@ def test_a_rank_that_went_for_what_others_did_is_not_blamed(how: str) -> None:
     ranks.enter(7, "all_reduce", 0, 1, 2, 3)
     ranks.beat(8, without=(1,))
     second = ranks.ranks[2]
-    second._outgoing.append(second.judge(Case("world", (1, 2), 7, "all_reduce", since, False)))
+    second._outgoing.append(second.diagnosis(FailedOperation("world", (1, 2), 7, "all_reduce", since, False)))
     second.beat()
     if how == "left":
         second.stop("its process exited after RankLostError")
     ranks.beat(1 if how == "left" else 8, without=(1, 2))
-    verdict = ranks.ranks[0].judge(Case("world", (0, 2), None, "recv", ranks.now, False))
-    assert (verdict.kind, verdict.ranks, verdict.by) == ("lost", (1,), 2)
+    diagnosis = ranks.ranks[0].diagnosis(FailedOperation("world", (0, 2), None, "recv", ranks.now, False))
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.by) == ("lost", (1,), 2)
 
 
 def test_first_report_wins() -> None:
-    """A survivor that reports and leaves is not the culprit, and later verdicts give way."""
+    """A survivor that reports and leaves is not the culprit, and later diagnoses give way."""
     ranks = Ranks(3)
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(2)
     since = ranks.now
     ranks.beat(8, without=(1,))
     first = ranks.ranks[0]
-    first._outgoing.append(ranks.judge(0, 7, since))
+    first._outgoing.append(ranks.diagnosis(0, 7, since))
     first.beat()
     first.stop("its process exited after RankLostError")
     ranks.beat(1, without=(0, 1))
-    verdict = ranks.judge(2, 7, since)
-    assert (verdict.kind, verdict.ranks, verdict.by) == ("lost", (1,), 0)
+    diagnosis = ranks.diagnosis(2, 7, since)
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.by) == ("lost", (1,), 0)
     assert ranks.ranks[2].reported("world/0-2", (0, 2)) is None
 
 
@@ -190,13 +190,13 @@ def test_rank_that_left_or_closed_is_named_at_once() -> None:
     ranks.beat(2)
     ranks.ranks[1].stop("its process exited after KeyError: 'x'")
     ranks.beat(1, without=(1,))
-    verdict = ranks.judge(0, 0, ranks.now)
-    assert (verdict.kind, verdict.ranks) == ("lost", (1,))
-    assert "KeyError" in verdict.text
+    diagnosis = ranks.diagnosis(0, 0, ranks.now)
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (1,))
+    assert "KeyError" in diagnosis.text
     ranks = Ranks(3)
     ranks.ranks[2].closed("world")
     ranks.beat(2)
-    assert ranks.judge(0, 0, ranks.now).kind == "closed"
+    assert ranks.diagnosis(0, 0, ranks.now).kind == "closed"
 
 
 def test_unreachable_store_names_its_host() -> None:
@@ -204,15 +204,15 @@ def test_unreachable_store_names_its_host() -> None:
     ranks = Ranks(3)
     ranks.beat(2)
     ranks.ranks[1]._trouble = Trouble("connection reset")
-    verdict = ranks.judge(1, 0, ranks.now)
-    assert (verdict.kind, verdict.ranks) == ("lost", (0,))
+    diagnosis = ranks.diagnosis(1, 0, ranks.now)
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (0,))
     # A store that does not answer: the call is under way for longer than six beats.
     ranks.ranks[2]._in_call_since = ranks.now
     since = ranks.now
     ranks.now += 5
-    assert ranks.judge(2, 0, since) is None
+    assert ranks.diagnosis(2, 0, since) is None
     ranks.now += 2
-    assert ranks.judge(2, 0, since).ranks == (0,)
+    assert ranks.diagnosis(2, 0, since).ranks == (0,)
 
 
 def test_closed_communicators_do_not_pile_up() -> None:

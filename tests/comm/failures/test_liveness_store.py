@@ -213,9 +213,9 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
     # The other rank is a process, for in this one no thread runs.
     rank = (
         "import sys, time\n"
-        "from bagua_kernels.comm import hello\n"
-        "from bagua_kernels.comm.secret import Secret\n"
-        "from bagua_kernels.comm.liveness_client import Client\n"
+        "from bagua_kernels.comm.joining import hello\n"
+        "from bagua_kernels.comm.joining.secret import Secret\n"
+        "from bagua_kernels.comm.failures.liveness_client import Client\n"
         f"store = Client(hello.call({host.address!r}, Secret(bytes.fromhex({KEY.export()!r})), 1, 0, 0, 30.0))\n"
         "print('here', flush=True)\n"
         "sys.stdin.readline()\n"
@@ -249,8 +249,8 @@ def test_server_ends_with_a_killed_owner_whose_child_lives(tmp_path: Path) -> No
     """A forked child that has inherited everything keeps neither the server nor its connections."""
     owner = (
         "import os, sys, time\n"
-        "from bagua_kernels.comm.liveness_store import Host\n"
-        "from bagua_kernels.comm.secret import Secret\n"
+        "from bagua_kernels.comm.failures.liveness_store import Host\n"
+        "from bagua_kernels.comm.joining.secret import Secret\n"
         f"host = Host('127.0.0.1', Secret(bytes.fromhex({KEY.export()!r})), 3)\n"
         "host.wait_until_ready(30.0)\n"
         "pid = os.fork()\n"

@@ -33,7 +33,7 @@ PLACES = ("init", "collective", "messages", "shutdown")
 
 
 @dataclass(frozen=True)
-class Case:
+class FailedOperation:
     """One fault.
 
     Attributes:
@@ -59,7 +59,7 @@ class Case:
     elements: int
 
     @classmethod
-    def draw(cls, seed: int) -> Case:
+    def draw(cls, seed: int) -> FailedOperation:
         """Draws a case."""
         rng = random.Random(seed)
         size = rng.randint(2, 4)
@@ -83,7 +83,7 @@ class Case:
 
 def take_part(fields: dict[str, Any]) -> None:
     """One rank of a case."""
-    case = Case(**fields)
+    case = FailedOperation(**fields)
     rank = int(os.environ["RANK"])
     at_fault = rank == case.victim
 
@@ -141,7 +141,7 @@ def fork() -> None:
     print("CHILD", child, flush=True)
 
 
-def run(case: Case) -> list[str]:
+def run(case: FailedOperation) -> list[str]:
     """Runs a case; returns what was wrong."""
     environment = {"BAGUA_KERNELS_HEARTBEAT": "0.2", "BAGUA_KERNELS_SOCKETS": str(case.sockets)}
     wrong = []
@@ -184,11 +184,11 @@ def run(case: Case) -> list[str]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(3, 1, "kill", "collective", child=True, busy=2, sockets=2, step=5, elements=3_000),
-        *(pytest.param(Case.draw(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in range(24)),
+        FailedOperation(3, 1, "kill", "collective", child=True, busy=2, sockets=2, step=5, elements=3_000),
+        *(pytest.param(FailedOperation.draw(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in range(24)),
     ],
 )
-def test_every_survivor_is_told_who_is_at_fault(case: Case) -> None:
+def test_every_survivor_is_told_who_is_at_fault(case: FailedOperation) -> None:
     """In time, by an error of this package, and ends in order."""
     assert run(case) == []
 
@@ -198,7 +198,7 @@ def main() -> None:
     first, count = (0, *map(int, sys.argv[1:]))[-2:]
     failed = 0
     for seed in range(first, first + count):
-        case = Case.draw(seed)
+        case = FailedOperation.draw(seed)
         started = time.monotonic()
         wrong = run(case)
         failed += bool(wrong)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl import communicator as nccl
-from bagua_kernels.comm.backends.nccl import work as nccl_work
+from bagua_kernels.comm.backends.nccl import watch as nccl_watch
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.errors import (
     BackendUnavailableError,
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_work, "_PERIOD", 0.005)
-    monkeypatch.setattr(nccl_work, "_PATIENT", 0.1)
+    monkeypatch.setattr(nccl_watch, "_PERIOD", 0.005)
+    monkeypatch.setattr(nccl_watch, "_PATIENT", 0.1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -51,7 +51,7 @@ def test_operations_run_on_a_stream_of_high_priority_between_events() -> None:
     logs: list[list[str]] = []
 
     def fn(c: NcclCommunicator) -> None:
-        stream = c._lane.endpoint.stream
+        stream = c._queue.endpoint.stream
         work = c.all_reduce(torch.ones(3))
         logs.append(list(stream.log))
         before = len(world.gpus[c.rank].current_stream().log)
@@ -89,7 +89,7 @@ def test_inputs_are_not_copied() -> None:
     def fn(c: NcclCommunicator) -> None:
         x = torch.ones(5)
         pointers: list[int] = []
-        native = c._lane.endpoint._handle
+        native = c._queue.endpoint._handle
         original = native.allReduce
         native.allReduce = lambda *args: (pointers.extend(args[:2]), original(*args))
         c.all_reduce(x).wait()
@@ -100,7 +100,7 @@ def test_inputs_are_not_copied() -> None:
 
 def test_sends_and_receives_of_a_tag_are_one_group() -> None:
     def fn(c: NcclCommunicator) -> None:
-        log, peer = c._lane.endpoint.stream.log, 1 - c.rank
+        log, peer = c._queue.endpoint.stream.log, 1 - c.rank
         outputs = [torch.empty(4) for _ in range(2)]
         works = [c.send(torch.full((4,), float(c.rank + i)), peer, tag=7) for i in (0, 10)]
         works += [c.recv(output, peer, tag=7) for output in outputs]
@@ -149,7 +149,7 @@ def test_a_capture_is_neither_queried_nor_watched_and_replays() -> None:
             works = [c.send(x, right), c.recv(got, left)]
             for each in works:
                 each.wait()
-            assert not any(ticket.captured for ticket in c._lane.watch._tickets)
+            assert not any(ticket.captured for ticket in c._queue.watch._tickets)
         assert x.tolist() == [1.0] * 4
         for i in (1, 2):
             gpu.replay(graph)
@@ -175,7 +175,7 @@ def test_a_late_rank_is_named_and_later_calls_repeat_it() -> None:
             with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #1 .*rank 1\b") as caught:
                 c.all_reduce(torch.ones(2))
             assert caught.value.ranks == (1,)
-            assert c._lane.endpoint._handle is None
+            assert c._queue.endpoint._handle is None
         given_up.wait()
         c.abort()
 
@@ -302,7 +302,7 @@ def test_without_a_watch_nothing_goes_on() -> None:
         def broken() -> None:
             raise OSError("libcuda.so.1: cannot open shared object file")
 
-        c._lane.watch._prepare = broken
+        c._queue.watch._prepare = broken
         work = c.all_reduce(torch.ones(1))
         while not c.session.ended:
             time.sleep(0.01)
@@ -332,7 +332,7 @@ def test_an_abort_explains_the_error_of_what_is_being_issued() -> None:
             c.session.abort("it was aborted")
             raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
-        c._lane.endpoint._handle.allReduce = broken
+        c._queue.endpoint._handle.allReduce = broken
         with pytest.raises(CommunicationError, match="all_reduce was given up: it was aborted"):
             c.all_reduce(torch.ones(1))
         c.abort()
@@ -345,7 +345,7 @@ def test_an_error_while_issuing_ends_the_communicator() -> None:
         def broken(*arguments: int) -> None:
             raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
 
-        c._lane.endpoint._handle.allReduce = broken
+        c._queue.endpoint._handle.allReduce = broken
         for _ in range(2):
             with pytest.raises(CommunicationError, match=r"all_reduce #0 .* failed: .*NCCL_ERROR_SYSTEM_ERROR"):
                 c.all_reduce(torch.ones(1))
@@ -367,15 +367,15 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_the_watch_ends_when_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_work, "_LINGER", 0.05)
+    monkeypatch.setattr(nccl_watch, "_LINGER", 0.05)
 
     def fn(c: NcclCommunicator) -> None:
         for _ in range(2):
             c.barrier().wait()
             deadline = time.monotonic() + 5
-            while c._lane.watch._thread is not None and time.monotonic() < deadline:
+            while c._queue.watch._thread is not None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert c._lane.watch._thread is None
+            assert c._queue.watch._thread is None
 
     run_ranks(2, fn)
 

@@ -11,7 +11,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Who was at fault.
 
     Attributes:

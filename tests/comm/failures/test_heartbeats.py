@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from bagua_kernels.comm.failures.judgement import Case, Trouble
+from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
+from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.heartbeat import Heartbeat, parse_report, report_to_json
 from bagua_kernels.comm.failures.liveness import Liveness
-from bagua_kernels.comm.failures.signs import Sign, parse_report, report_to_json
-from bagua_kernels.comm.failures.verdict import Verdict
 from bagua_kernels.comm.joining.evidence import Evidence, Process, _stat, _table
 from tests.comm.failures.test_liveness import Ranks
 
@@ -59,9 +59,9 @@ def of(pid: int) -> Process:
 
 def test_what_is_written_can_be_read() -> None:
     """By the reader that refuses everything else."""
-    sign = Sign(3, "", {"world": (7, "all_reduce", False)}, {"world": 2}, Process.current())
-    assert Sign.parse(sign.to_json().encode()) == sign
-    report = Verdict("late", (1, 2), "they sleep", "world", 0)
+    sign = Heartbeat(3, "", {"world": (7, "all_reduce", False)}, {"world": 2}, Process.current())
+    assert Heartbeat.parse(sign.to_json().encode()) == sign
+    report = Diagnosis("late", (1, 2), "they sleep", "world", 0)
     assert parse_report(report_to_json(report).encode(), 3) == report
 
 
@@ -77,11 +77,11 @@ def test_damaged_reports_and_signs_are_passed_over(text: str) -> None:
     ranks.beat(1, without=(2,))
     ranks.store.set("beat/2", text)
     ranks.beat(9, without=(2,))
-    verdict = ranks.judge(0, 7, since)
-    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
-    ranks.ranks[0]._outgoing.append(verdict)
+    diagnosis = ranks.diagnosis(0, 7, since)
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
+    ranks.ranks[0]._outgoing.append(diagnosis)
     ranks.beat(2, without=(2,))
-    assert ranks.ranks[1].reported("world", (0, 1, 2)) == verdict
+    assert ranks.ranks[1].reported("world", (0, 1, 2)) == diagnosis
 
 
 def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,9 +98,9 @@ def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture
     liveness = Liveness(store, 1, 3, heartbeat=0.02)
     assert liveness._thread is not None
     liveness._thread.join(10)
-    verdict = liveness.diagnose("world", (0, 1, 2), 0, "all_reduce", timed_out=True)
-    assert (verdict.kind, verdict.ranks) == ("unknown", ())
-    assert "a fault of this process" in verdict.text
+    diagnosis = liveness.diagnose("world", (0, 1, 2), 0, "all_reduce", timed_out=True)
+    assert (diagnosis.kind, diagnosis.ranks) == ("unknown", ())
+    assert "a fault of this process" in diagnosis.text
     assert [other.rank for other in others] == [0, 2]
     assert "signs of life of rank 1 have ended" in caplog.text
 
@@ -113,15 +113,15 @@ def test_a_busy_interpreter_is_not_taken_for_the_rank_that_died(busy_first: bool
     ranks.beat(3)
     if busy_first:
         ranks.beat(4, without=(1,))
-    since, verdict = ranks.now, None
+    since, diagnosis = ranks.now, None
     for _ in range(8):
         ranks.beat(1, without=(1, 2))
-        verdict = verdict or ranks.judge(0, 7, since)
+        diagnosis = diagnosis or ranks.diagnosis(0, 7, since)
     for _ in range(5):
         ranks.beat(1, without=(2,))
-        verdict = verdict or ranks.judge(0, 7, since)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+        diagnosis = diagnosis or ranks.diagnosis(0, 7, since)
+    assert diagnosis is not None
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
 
 
 def test_the_transport_knows_which_of_the_silent_ones_broke() -> None:
@@ -131,10 +131,10 @@ def test_the_transport_knows_which_of_the_silent_ones_broke() -> None:
     ranks.beat(3)
     since = ranks.now
     ranks.beat(8, without=(1, 2))
-    case = Case("world", range(4), 7, "all_reduce", since, timed_out=False, broken=(2,))
-    verdict = ranks.ranks[0].judge(case)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+    case = FailedOperation("world", range(4), 7, "all_reduce", since, timed_out=False, broken=(2,))
+    diagnosis = ranks.ranks[0].diagnosis(case)
+    assert diagnosis is not None
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
 
 
 def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
@@ -145,9 +145,9 @@ def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
     ranks.beat(5, without=(1,))
     since = ranks.now
     ranks.beat(2, without=(1, 2))
-    assert ranks.judge(0, 7, since) is None
+    assert ranks.diagnosis(0, 7, since) is None
     ranks.beat(6, without=(1, 2))
-    assert ranks.judge(0, 7, since).ranks == (2,)
+    assert ranks.diagnosis(0, 7, since).ranks == (2,)
 
 
 @pytest.mark.parametrize("how", ["reported", "left"])
@@ -156,14 +156,14 @@ def test_a_message_fails_for_a_rank_that_neither_sends_nor_receives_it(how: str)
     ranks = Ranks(4)
     ranks.beat(3)
     if how == "reported":
-        ranks.ranks[3]._outgoing.append(Verdict("lost", (1,), "its process has ended", "", 3))
+        ranks.ranks[3]._outgoing.append(Diagnosis("lost", (1,), "its process has ended", "", 3))
     else:
         ranks.ranks[1].stop("its process exited after KeyError: 'x'")
     ranks.beat(4, without=(1,))
-    case = Case("world", (0, 2), None, "recv", ranks.now, timed_out=False, beyond=(1, 3))
-    verdict = ranks.ranks[0].judge(case)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("lost", (1,))
+    case = FailedOperation("world", (0, 2), None, "recv", ranks.now, timed_out=False, beyond=(1, 3))
+    diagnosis = ranks.ranks[0].diagnosis(case)
+    assert diagnosis is not None
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (1,))
 
 
 def test_the_end_of_the_store_names_its_host_to_those_who_wait_for_others() -> None:
@@ -171,10 +171,10 @@ def test_the_end_of_the_store_names_its_host_to_those_who_wait_for_others() -> N
     ranks = Ranks(4)
     ranks.beat(3)
     ranks.ranks[3]._trouble = Trouble("its process has ended")
-    case = Case("world", (3, 2), None, "recv", ranks.now, timed_out=False, beyond=(0, 1), broken=(2,))
-    verdict = ranks.ranks[3].judge(case)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("lost", (0,))
+    case = FailedOperation("world", (3, 2), None, "recv", ranks.now, timed_out=False, beyond=(0, 1), broken=(2,))
+    diagnosis = ranks.ranks[3].diagnosis(case)
+    assert diagnosis is not None
+    assert (diagnosis.kind, diagnosis.ranks) == ("lost", (0,))
 
 
 def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
@@ -182,10 +182,10 @@ def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
     store = HashStore()
     others = [Liveness(store, rank, 2, heartbeat=0.02) for rank in (0, 1)]
     others[0].entered("world", 0, "barrier")
-    verdict = others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True, leaving=True)
-    assert (verdict.kind, verdict.ranks) == ("late", (1,))
+    diagnosis = others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True, leaving=True)
+    assert (diagnosis.kind, diagnosis.ranks) == ("late", (1,))
     assert not store.check(["report/0"])
-    assert others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True) == verdict
+    assert others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True) == diagnosis
     assert store.check(["report/0"])
     for other in reversed(others):
         other.stop("the test is over")
@@ -196,7 +196,7 @@ def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
     store = HashStore()
     host = Liveness(store, 0, 3, heartbeat=0.02)
     others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (1, 2)]
-    others[0]._outgoing.append(Verdict("lost", (2,), "its process has ended", "", 1))
+    others[0]._outgoing.append(Diagnosis("lost", (2,), "its process has ended", "", 1))
     others[0].beat()
     leaving = threading.Thread(target=host.stop, args=("its process exited",))
     leaving.start()
@@ -208,26 +208,26 @@ def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
 
 
 def test_nobody_judges_by_signs_before_the_reports_are_read() -> None:
-    """Rank 1 reported rank 2 and left: a verdict in the middle of rank 0's beat does not blame it."""
+    """Rank 1 reported rank 2 and left: a diagnosis in the middle of rank 0's beat does not blame it."""
     ranks = Ranks(3)
     ranks.beat(3)
     since, found = ranks.now, []
 
     class Watched(HashStore):
         def check(self, keys: list[str]) -> bool:
-            found.append(ranks.judge(0, 7, since))
+            found.append(ranks.diagnosis(0, 7, since))
             return ranks.store.check(keys)
 
         def __getattribute__(self, name: str) -> Any:
             return object.__getattribute__(self, name) if name == "check" else getattr(ranks.store, name)
 
-    ranks.ranks[1]._outgoing.append(Verdict("lost", (2,), "it fell silent", "world", 1))
+    ranks.ranks[1]._outgoing.append(Diagnosis("lost", (2,), "it fell silent", "world", 1))
     ranks.ranks[1].beat()
     ranks.ranks[1].stop("its process exited")
-    ranks.ranks[0]._store = Watched()
+    ranks.ranks[0]._board._store = Watched()
     ranks.beat(1, without=(1, 2))
-    found.append(ranks.judge(0, 7, since))
-    assert {verdict.ranks for verdict in found if verdict is not None} == {(2,)}
+    found.append(ranks.diagnosis(0, 7, since))
+    assert {diagnosis.ranks for diagnosis in found if diagnosis is not None} == {(2,)}
     assert found[0] is None
 
 
@@ -268,10 +268,10 @@ def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[b
     child.wait()
     ranks.beat(3, without=(2,))
     for rank in (0, 1):
-        verdict: Any = ranks.ranks[rank].reported("world", (0, 1, 2))
-        assert (verdict.kind, verdict.ranks) == ("lost", (2,))
-        assert f"pid {child.pid}" in verdict.text
-        assert "in all_reduce #7 of communicator 'world'" in verdict.text
+        diagnosis: Any = ranks.ranks[rank].reported("world", (0, 1, 2))
+        assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
+        assert f"pid {child.pid}" in diagnosis.text
+        assert "in all_reduce #7 of communicator 'world'" in diagnosis.text
         assert ranks.ranks[rank].reported("world/0-1", (0, 1)) is None
 
 
@@ -313,4 +313,4 @@ def test_a_farewell_in_the_middle_of_a_beat_is_told() -> None:
         pass
     go_on.set()
     stopping.join(10)
-    assert Sign.parse(store.get("beat/0")).left == "it has had enough"
+    assert Heartbeat.parse(store.get("beat/0")).left == "it has had enough"

@@ -1,4 +1,4 @@
-"""What the ranks write into the store of the signs of life, and how it is read."""
+"""What the ranks write into the store of heartbeats, and how it is read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bagua_kernels.comm.failures.verdict import KINDS, Verdict
+from bagua_kernels.comm.failures.diagnosis import KINDS, Diagnosis
 from bagua_kernels.comm.joining.evidence import Process
 
 Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished
 
 
 @dataclass(frozen=True)
-class Sign:
-    """A sign of life.
+class Heartbeat:
+    """A sign of life, which every rank gives again and again.
 
     Attributes:
         beat: its number.
@@ -36,7 +36,7 @@ class Sign:
         return json.dumps({**vars(self), "process": self.process.told()})
 
     @classmethod
-    def parse(cls, text: bytes) -> Sign:
+    def parse(cls, text: bytes) -> Heartbeat:
         """Reads what `to_json` wrote.
 
         Raises:
@@ -56,24 +56,24 @@ class Sign:
         return cls(beat, left, done, waits, Process.parse(read["process"]))
 
 
-def report_to_json(verdict: Verdict) -> str:
+def report_to_json(diagnosis: Diagnosis) -> str:
     """Returns a report as text."""
-    return json.dumps(asdict(verdict))
+    return json.dumps(asdict(diagnosis))
 
 
-def parse_report(text: bytes, size: int) -> Verdict:
+def parse_report(text: bytes, size: int) -> Diagnosis:
     """Reads what `report_to_json` wrote, in a world of `size` ranks.
 
     Raises:
         ValueError: if it is something else.
     """
-    read = _fields(text, Verdict)
+    read = _fields(text, Diagnosis)
     ranks, by = read["ranks"], read["by"]
     if read["kind"] not in KINDS or not isinstance(read["text"], str) or not isinstance(read["communicator"], str):
-        raise ValueError(f"expected a verdict of kind {' or '.join(KINDS)}, got {read!r}")
+        raise ValueError(f"expected a diagnosis of kind {' or '.join(KINDS)}, got {read!r}")
     if not isinstance(ranks, list) or any(type(rank) is not int or not 0 <= rank < size for rank in [*ranks, by]):
         raise ValueError(f"expected numbers of ranks below {size}, got {ranks=} and {by=}")
-    return Verdict(**{**read, "ranks": tuple(ranks)})
+    return Diagnosis(**{**read, "ranks": tuple(ranks)})
 
 
 def describe(doing: Doing | None) -> str:
@@ -84,7 +84,7 @@ def describe(doing: Doing | None) -> str:
     return f"{'after' if done else 'in'} {operation} #{number}"
 
 
-def _fields(text: bytes, kind: type[Sign] | type[Verdict]) -> dict[str, Any]:
+def _fields(text: bytes, kind: type[Heartbeat] | type[Diagnosis]) -> dict[str, Any]:
     read = json.loads(text)
     wanted = {field.name for field in fields(kind)}
     if not isinstance(read, dict) or set(read) != wanted:

@@ -1,20 +1,20 @@
-"""Decides from the signs of life who is at fault when an operation has failed."""
+"""Finds out from the heartbeats who is at fault when an operation has failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bagua_kernels.comm.failures.signs import Sign, describe
-from bagua_kernels.comm.failures.verdict import Kind, Verdict
+from bagua_kernels.comm.failures.diagnosis import Diagnosis, Kind
+from bagua_kernels.comm.failures.heartbeat import Heartbeat, describe
 from bagua_kernels.comm.joining.evidence import State
 
 HOST = 0  # the rank whose process holds the store
-SILENT = 6.0  # heartbeats without a sign of life after which a rank counts as lost
+SILENT = 6.0  # periods without a heartbeat after which a rank counts as lost
 
 
 @dataclass(frozen=True)
-class Case:
+class FailedOperation:
     """An operation that failed.
 
     Attributes:
@@ -40,22 +40,22 @@ class Case:
 
 @dataclass
 class Seen:
-    """The last sign of life of a rank.
+    """The last heartbeat of a rank.
 
     Attributes:
-        sign: what the rank wrote.
+        heartbeat: what the rank wrote.
         changed: when it was first seen, by this rank's clock.
         moved: whether it was seen to follow another one, so that the rank was certainly alive just before `changed`.
     """
 
-    sign: Sign
+    heartbeat: Heartbeat
     changed: float
     moved: bool
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What keeps this rank from reading the signs of life.
+    """What keeps this rank from reading heartbeats.
 
     Attributes:
         text: what it is.
@@ -74,24 +74,24 @@ class View:
 
     Attributes:
         rank: that rank.
-        heartbeat: seconds between two signs of life.
+        period: seconds between two heartbeats.
         now: the time.
-        read_at: when the signs were last read.
-        seen: the last sign of each other rank.
+        read_at: when the heartbeats were last read.
+        seen: the last heartbeat of each other rank.
         ended: ranks whose processes have ended, and of which everything that they wrote has been read.
         reports: what ranks have reported, in order.
-        trouble: what keeps this rank from reading signs; None if nothing does.
+        trouble: what keeps this rank from reading heartbeats; None if nothing does.
         state: returns what the operating system knows of a rank's process.
         pid: returns the number of a rank's process.
     """
 
     rank: int
-    heartbeat: float
+    period: float
     now: float
     read_at: float
     seen: Mapping[int, Seen]
     ended: Iterable[int]
-    reports: Sequence[Verdict]
+    reports: Sequence[Diagnosis]
     trouble: Trouble | None
     state: Callable[[int], State]
     pid: Callable[[int], int]
@@ -104,19 +104,19 @@ def ended_text(rank: int, pid: int, doing: str) -> str:
     )
 
 
-def judge(case: Case, view: View) -> Verdict | None:
-    """Returns the verdict on an operation, or None while the signs do not suffice."""
-    return _Judge(case, view).verdict()
+def diagnose(case: FailedOperation, view: View) -> Diagnosis | None:
+    """Returns the diagnosis of an operation, or None while the heartbeats do not suffice."""
+    return _Reasoning(case, view).diagnosis()
 
 
-class _Judge:
-    def __init__(self, case: Case, view: View) -> None:
+class _Reasoning:
+    def __init__(self, case: FailedOperation, view: View) -> None:
         self._case = case
         self._view = view
         self._others = [rank for rank in case.members if rank != view.rank]
-        self._over = view.now - case.since >= 2 * SILENT * view.heartbeat
+        self._over = view.now - case.since >= 2 * SILENT * view.period
 
-    def verdict(self) -> Verdict | None:
+    def diagnosis(self) -> Diagnosis | None:
         case, view = self._case, self._view
         for report in view.reports:
             if report.concerns(case.communicator, [*case.members, *case.beyond]):
@@ -133,7 +133,7 @@ class _Judge:
             return self._told("closed", {rank: f"rank {rank} has closed this communicator" for rank in closed})
         # A rank for which another waits in vain may itself be waiting for a third one that is gone.
         for watched in (self._others, [r for r in case.beyond if case.timed_out and r in view.seen]):
-            silent = [rank for rank in watched if self._silence(rank) > SILENT * view.heartbeat]
+            silent = [rank for rank in watched if self._silence(rank) > SILENT * view.period]
             if silent:
                 return self._cause(silent) or self._blame(silent)
         if not all(self._proven(rank) for rank in self._others):
@@ -153,7 +153,7 @@ class _Judge:
         }
         return self._told("late", late) if late else self._unknown("every rank still answers and has entered it")
 
-    def _without_store(self, trouble: Trouble) -> Verdict | None:
+    def _without_store(self, trouble: Trouble) -> Diagnosis | None:
         case, view = self._case, self._view
         if trouble.own:
             return self._unknown(f"the signs of life of this rank have ended: {trouble.text}")
@@ -177,11 +177,11 @@ class _Judge:
         return self._told("lost", {HOST: told})
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        left = {rank: self._view.seen[rank].sign.left for rank in ranks}
+        left = {rank: self._view.seen[rank].heartbeat.left for rank in ranks}
         found = {rank: f"rank {rank} left: {reason}" for rank, reason in left.items() if reason}
         return found or {rank: self._end(rank) for rank in left if rank in self._view.ended}
 
-    def _blame(self, silent: list[int]) -> Verdict | None:
+    def _blame(self, silent: list[int]) -> Diagnosis | None:
         """Chooses among ranks that have fallen silent: a busy interpreter falls silent too, for a while."""
         case, state = self._case, self._view.state
         if case.timed_out:
@@ -217,7 +217,7 @@ class _Judge:
         """Returns whether a rank was alive when the operation failed, or after it if a connection broke."""
         case, seen = self._case, self._view.seen[rank]
         # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
-        proof = case.since + (-2 if case.timed_out else 1.5) * self._view.heartbeat
+        proof = case.since + (-2 if case.timed_out else 1.5) * self._view.period
         return seen.moved and seen.changed > proof
 
     def _is_late(self, rank: int, number: int) -> bool:
@@ -233,17 +233,17 @@ class _Judge:
 
     def _doing(self, rank: int) -> tuple[int, str, bool] | None:
         seen = self._view.seen.get(rank)
-        return None if seen is None else seen.sign.doing.get(self._case.communicator)
+        return None if seen is None else seen.heartbeat.doing.get(self._case.communicator)
 
-    def _cause(self, gone: Iterable[int]) -> Verdict | None:
+    def _cause(self, gone: Iterable[int]) -> Diagnosis | None:
         """Returns what ranks that are gone had reported before: who goes because others were lost is not to blame."""
         return next((report for report in self._view.reports if report.kind == "lost" and report.by in gone), None)
 
-    def _end_of_chain(self) -> Verdict:
+    def _end_of_chain(self) -> Diagnosis:
         """Names the rank for which, from one to the next, all wait whose messages do not come."""
         culprit, passed = self._others[0], [self._view.rank]
         while culprit not in passed and culprit in self._view.seen:
-            following = self._view.seen[culprit].sign.waits.get(self._case.communicator)
+            following = self._view.seen[culprit].heartbeat.waits.get(self._case.communicator)
             if following is None:
                 told = f"rank {culprit} answers, but has not sent or received what others wait for"
                 return self._told("late", {culprit: told})
@@ -252,11 +252,11 @@ class _Judge:
         chain = " for ".join(f"{rank}" for rank in [*passed, culprit])
         return self._unknown(f"every rank still answers, and they wait for one another (rank {chain})")
 
-    def _undecided(self) -> Verdict | None:
+    def _undecided(self) -> Diagnosis | None:
         return self._unknown("the signs of life do not tell who failed") if self._over else None
 
-    def _unknown(self, text: str) -> Verdict:
-        return Verdict("unknown", (), text, self._case.communicator, self._view.rank)
+    def _unknown(self, text: str) -> Diagnosis:
+        return Diagnosis("unknown", (), text, self._case.communicator, self._view.rank)
 
-    def _told(self, kind: Kind, found: Mapping[int, str]) -> Verdict:
-        return Verdict(kind, tuple(found), "; ".join(found.values()), self._case.communicator, self._view.rank)
+    def _told(self, kind: Kind, found: Mapping[int, str]) -> Diagnosis:
+        return Diagnosis(kind, tuple(found), "; ".join(found.values()), self._case.communicator, self._view.rank)
