@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.failure import Failure, cause_text, is_timeout, with_ranks
 from bagua_kernels.comm.failures.forked import FORKED
 from bagua_kernels.comm.failures.liveness import Liveness
-from bagua_kernels.comm.failures.peer import MATCH, MismatchPeerError
-from bagua_kernels.comm.work import CLOSED, Pending
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
+from bagua_kernels.comm.failures.peer import MismatchPeerError
+from bagua_kernels.comm.work import CLOSED
+from bagua_kernels.errors import CommunicationError
 
 T = TypeVar("T")
-
-# Between two looks at what other ranks reported; it also bounds how long Ctrl-C and `abort` take.
-_SLICE = 0.25
-_A_SLICE = timedelta(seconds=_SLICE)
 
 
 class Session:
@@ -111,7 +103,7 @@ class Session:
         try:
             return call()
         except RuntimeError as error:
-            raise self.failure(operation, number, peer, error, timed_out=_is_timeout(error)) from error
+            raise self.failure(operation, number, peer, error, timed_out=is_timeout(error)) from error
 
     def reported(self) -> bool:
         """Returns whether a failure is known that concerns this communicator: by a report, or since a rank has left."""
@@ -147,7 +139,7 @@ class Session:
             if self.failed is not None:
                 kind = type(self.failed)
                 text = f"{what} cannot finish, since another operation failed: {self.failed}"
-                return _with_ranks(kind, text, getattr(self.failed, "ranks", ()))
+                return with_ranks(kind, text, getattr(self.failed, "ranks", ()))
             others = self.members if peer is None else (self.members[self.rank], self.members[peer])
             # A transport may know at which rank it went wrong.
             cause = error.__cause__ if error else None
@@ -169,9 +161,16 @@ class Session:
                     diagnosis = self._broken_link(what, broken_at, diagnosis)
                 if diagnosis.kind == "unknown" and timed_out and missing:
                     diagnosis = self._stalled(what, missing[0], diagnosis)
-            said = "" if error is None else f" [cause: {_told(error)}]"
-            at = peer if broken_at is None and timed_out else broken_at
-            self.failed = self._describe(what, diagnosis, at, timed_out, said)
+            failure = Failure(
+                f"{what} of communicator {self.name!r}",
+                self.members,
+                self._me,
+                self.timeout,
+                peer if broken_at is None and timed_out else broken_at,
+                timed_out,
+                "" if error is None else f" [cause: {cause_text(error)}]",
+            )
+            self.failed = failure.error(diagnosis)
             self.ended = self.ended or f"{self.failed}"
             if self.abandon is not None:
                 self.abandon()
@@ -210,51 +209,6 @@ class Session:
     def _report(self, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis if self.liveness is None else self.liveness.report(diagnosis, self.members)
 
-    def _describe(
-        self, what: str, diagnosis: Diagnosis | None, peer: int | None, timed_out: bool, said: str
-    ) -> CommunicationError:
-        where = f"{what} of communicator {self.name!r}"
-        ranks = [self.members.index(rank) for rank in diagnosis.ranks if rank in self.members] if diagnosis else []
-        numbers = ", ".join(map(str, ranks))
-        many = "ranks" if len(ranks) > 1 else "rank"
-        if diagnosis is None or diagnosis.kind == "unknown":
-            detail = (
-                diagnosis.text if diagnosis else "the ranks keep no signs of life, so the rank at fault is not known"
-            )
-            if timed_out:
-                text = (
-                    f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"
-                )
-                return CollectiveTimeoutError(text, [] if peer is None else [peer])
-            if peer is not None:
-                return RankLostError(f"{where} failed at rank {peer}: {detail}{said}", [peer])
-            return CommunicationError(f"{where} failed: {detail}{said}")
-        reporter = f" (reported by world rank {diagnosis.by})" if diagnosis.by != self.members[self.rank] else ""
-        if diagnosis.kind == "mismatch":
-            return MismatchError(f"{where} failed{reporter}: {diagnosis.text}: {MATCH}", ranks)
-        if diagnosis.kind == "link":
-            return LinkError(
-                f"{where} failed{reporter}: {diagnosis.text}; look at the network between their hosts{said}", ranks
-            )
-        if diagnosis.kind == "stalled":
-            text = (
-                f"{where} cannot finish{reporter}: {diagnosis.text}; look at the network between their hosts, or raise "
-            )
-            text += "timeout="
-            return CollectiveTimeoutError(text + said, ranks)
-        if self.members[self.rank] in diagnosis.ranks:
-            text = f"{where} failed, for the others have given up this rank{reporter}: {diagnosis.text}{said}"
-            return _with_ranks(CollectiveTimeoutError if diagnosis.kind == "late" else RankLostError, text, ranks)
-        if diagnosis.kind == "late":
-            how = f"did not finish within {self.timeout:g} s, waiting for" if timed_out else "cannot finish without"
-            return CollectiveTimeoutError(
-                f"{where} {how} {many} {numbers}{reporter}: {diagnosis.text}; make all ranks issue the same operations in "
-                f"the same order (if ranks have different numbers of batches, use `model.join()`), or raise timeout={said}",
-                ranks,
-            )
-        how = "left" if diagnosis.kind == "closed" else "was lost"
-        return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {diagnosis.text}{said}", ranks)
-
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -265,129 +219,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-class SessionWork(Pending):
-    """One operation under way, of torch or of this package's own sockets: `handle` has the methods of torch's work."""
-
-    def __init__(
-        self,
-        session: Session,
-        handle: Any,
-        operation: str,
-        number: int | None,
-        peer: int | None,
-        finish: Callable[[], None] | None,
-        on_stream: bool,
-        missing: Callable[[], list[int]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._session = session
-        self._handle = handle
-        self._operation = operation
-        self._number = number
-        self._peer = peer
-        self._finish = finish
-        self._on_stream = on_stream
-        self._missing = missing
-        self._first_stream: torch.cuda.Stream | None = None
-        self._noted = False
-
-    def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
-        return self._done or self._error is not None or bool(self._session.ended) or bool(self._handle.is_completed())
-
-    def _complete(self) -> None:
-        if self._on_stream:
-            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
-        else:
-            self._wait_on_host()
-
-    def _conclude(self) -> None:
-        if self._finish is not None:
-            if self._on_stream:
-                self._first_stream = torch.cuda.current_stream()
-            self._finish()
-        self._session.finished(self._number)
-
-    def _follow(self) -> None:
-        if not self._on_stream:
-            return
-        if self._first_stream is None:
-            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
-        elif self._first_stream != torch.cuda.current_stream():
-            # `finish` ran on the stream of the first wait.
-            torch.cuda.current_stream().wait_stream(self._first_stream)
-
-    def _wait_on_host(self) -> None:
-        if self._peer is not None:
-            self._session.waits(self._peer)
-        try:
-            self._wait_in_slices()
-        finally:
-            if self._peer is not None or self._noted:
-                self._session.waits(None)
-
-    def _wait_in_slices(self) -> None:
-        session = self._session
-        patience, now = session.patience(), time.monotonic()
-        started = now if self._started is None else self._started
-        left = started + patience - now
-        while True:
-            try:
-                self._handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
-                return
-            except RuntimeError as error:
-                if session.ended and session.failed is None:
-                    raise self._given_up() from None
-                if self._handle.is_completed():
-                    self._settle(error)
-                    return
-            if session.ended:
-                raise self._fail(None, timed_out=False) if session.failed else self._given_up()
-            if session.reported():
-                raise self._fail(None, timed_out=False)
-            missing = self._note_missing()
-            if left <= _SLICE:
-                raise self._fail(None, timed_out=True, missing=missing)
-            left = started + patience - time.monotonic()
-
-    def _note_missing(self) -> list[int]:
-        """Returns the ranks whose messages are missing in a collective, where the transport knows them."""
-        missing = self._missing() if self._missing is not None and self._peer is None else []
-        if missing:
-            self._noted = True
-            self._session.waits(missing[0])
-        return missing
-
-    def _settle(self, error: RuntimeError) -> None:
-        """Decides about an operation that is complete after `wait` raised: it may have finished right after."""
-        try:
-            self._handle.wait(timedelta(seconds=1))
-        except RuntimeError as final:
-            raise self._fail(final, timed_out=_is_timeout(final)) from final
-
-    def _fail(self, error: Exception | None, *, timed_out: bool, missing: Sequence[int] = ()) -> CommunicationError:
-        call = self._operation, self._number, self._peer
-        return self._session.failure(*call, error, timed_out=timed_out, missing=missing)
-
-    def _given_up(self) -> CommunicationError:
-        return CommunicationError(f"{self._operation} was given up: {self._session.ended}")
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
-
-
-def _told(error: Exception) -> str:
-    """Returns the telling part of Gloo's message: neither where in its source it arose nor its good wishes."""
-    lines = str(error).splitlines()
-    text = lines[0] if lines else type(error).__name__
-    return re.sub(r"^\[\S+:\d+\] ", "", text).split(" This is typically")[0]
-
-
-def _with_ranks(kind: type[CommunicationError], text: str, ranks: Any) -> CommunicationError:
-    if issubclass(kind, (RankLostError, CollectiveTimeoutError, MismatchError, LinkError)):
-        return kind(text, ranks)
-    return kind(text)

@@ -19,7 +19,8 @@ from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps,
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.failures.session import Session, SessionWork
+from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import CLOSED, Work

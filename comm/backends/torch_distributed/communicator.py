@@ -17,7 +17,8 @@ from bagua_kernels.comm.backends.torch_distributed.group import Group, open_grou
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
-from bagua_kernels.comm.failures.session import Session, SessionWork
+from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
 from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret

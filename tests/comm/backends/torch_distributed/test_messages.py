@@ -19,7 +19,8 @@ from bagua_kernels.comm.backends.torch_distributed import gloo_message
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.backends.torch_distributed.group import Group
-from bagua_kernels.comm.failures.session import Session, SessionWork
+from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.comm.work import Pending, Together

@@ -1,0 +1,98 @@
+"""The error that says what happened to an operation, and who is at fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.peer import MATCH
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an operation failed, as this rank saw it.
+
+    Attributes:
+        where: the operation and its communicator.
+        members: the communicator's ranks as numbers of the world.
+        me: this rank, as a number of the world.
+        timeout: seconds that the operation was given.
+        peer: the rank of the communicator at which it went wrong; None if the transport does not know.
+        timed_out: True if the time ran out, False if a connection broke.
+        cause: what the transport said, in brackets; may be empty.
+    """
+
+    where: str
+    members: Sequence[int]
+    me: int
+    timeout: float
+    peer: int | None
+    timed_out: bool
+    cause: str
+
+    def error(self, diagnosis: Diagnosis | None) -> CommunicationError:
+        """Returns the error to raise, with the ranks at fault as numbers of the communicator."""
+        where, said, peer = self.where, self.cause, self.peer
+        ranks = [self.members.index(rank) for rank in diagnosis.ranks if rank in self.members] if diagnosis else []
+        numbers = ", ".join(map(str, ranks))
+        many = "ranks" if len(ranks) > 1 else "rank"
+        if diagnosis is None or diagnosis.kind == "unknown":
+            detail = (
+                diagnosis.text if diagnosis else "the ranks keep no signs of life, so the rank at fault is not known"
+            )
+            if self.timed_out:
+                text = (
+                    f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"
+                )
+                return CollectiveTimeoutError(text, [] if peer is None else [peer])
+            if peer is not None:
+                return RankLostError(f"{where} failed at rank {peer}: {detail}{said}", [peer])
+            return CommunicationError(f"{where} failed: {detail}{said}")
+        reporter = f" (reported by world rank {diagnosis.by})" if diagnosis.by != self.me else ""
+        if diagnosis.kind == "mismatch":
+            return MismatchError(f"{where} failed{reporter}: {diagnosis.text}: {MATCH}", ranks)
+        if diagnosis.kind == "link":
+            return LinkError(
+                f"{where} failed{reporter}: {diagnosis.text}; look at the network between their hosts{said}", ranks
+            )
+        if diagnosis.kind == "stalled":
+            text = f"{where} cannot finish{reporter}: {diagnosis.text}; look at the network between their hosts, or"
+            return CollectiveTimeoutError(f"{text} raise timeout={said}", ranks)
+        if self.me in diagnosis.ranks:
+            text = f"{where} failed, for the others have given up this rank{reporter}: {diagnosis.text}{said}"
+            return with_ranks(CollectiveTimeoutError if diagnosis.kind == "late" else RankLostError, text, ranks)
+        if diagnosis.kind == "late":
+            how = (
+                f"did not finish within {self.timeout:g} s, waiting for" if self.timed_out else "cannot finish without"
+            )
+            return CollectiveTimeoutError(
+                f"{where} {how} {many} {numbers}{reporter}: {diagnosis.text}; make all ranks issue the same operations in "
+                f"the same order (if ranks have different numbers of batches, use `model.join()`), or raise timeout={said}",
+                ranks,
+            )
+        how = "left" if diagnosis.kind == "closed" else "was lost"
+        return RankLostError(f"{many} {numbers} {how} during {where}{reporter}: {diagnosis.text}{said}", ranks)
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Returns whether a transport's error tells of a timeout."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def cause_text(error: Exception) -> str:
+    """Returns the telling part of Gloo's message: neither where in its source it arose nor its good wishes."""
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return re.sub(r"^\[\S+:\d+\] ", "", text).split(" This is typically")[0]
+
+
+def with_ranks(kind: type[CommunicationError], text: str, ranks: Any) -> CommunicationError:
+    """Returns an error of a kind, with its ranks where the kind has any."""
+    if issubclass(kind, (RankLostError, CollectiveTimeoutError, MismatchError, LinkError)):
+        return kind(text, ranks)
+    return kind(text)
