@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
-import ipaddress
 import logging
 import math
 import os
-import select
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,67 +19,15 @@ from torch._C._distributed_c10d import PrefixStore
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.meeting import LocalWorld
-from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
-from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.backends.sockets.tuning import Tuning
-from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
+from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.joining.launch import Launch, gloo_on, loopback_of
 from bagua_kernels.comm.joining.start import Start, open_store
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a launcher such as torchrun tells a process through its environment.
-
-    Attributes:
-        rank: RANK, the number of this process.
-        world_size: WORLD_SIZE, the number of processes.
-        local_rank: LOCAL_RANK, the number of this process on its host; RANK where it is not set.
-        master_addr: MASTER_ADDR, the host of the key-value store.
-        master_port: MASTER_PORT, its port.
-        agent_store: True if the launcher holds that store, and not rank 0 (TORCHELASTIC_USE_AGENT_STORE).
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
-    agent_store: bool = False
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """Returns what the environment says, or None where no launcher has set anything.
-
-        Raises:
-            ValueError: if some of the variables are missing, or hold no sensible number.
-        """
-        if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
-            return None
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-        if missing:
-            raise ValueError(
-                f"the environment lacks {', '.join(missing)}: start the script with torchrun, set all of RANK, "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them for a single process"
-            )
-
-        def number(name: str) -> int:
-            try:
-                return int(environment[name])
-            except ValueError:
-                raise ValueError(f"{name}={environment[name]!r} in the environment is no integer") from None
-
-        rank, world_size = number("RANK"), number("WORLD_SIZE")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}")
-        local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
-        agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], number("MASTER_PORT"), agent_store)
 
 
 @dataclass
@@ -144,7 +87,7 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         raise ValueError(f"expected a finite number of seconds above zero, got {timeout=}")
     if dist.is_initialized():
         try:
-            _current = _World(_over_torch(seconds, wanted, ""), made_group=False)
+            _current = _World(over_torch(seconds, wanted, ""), made_group=False)
         except (CommunicationError, BackendUnavailableError):
             raise
         except RuntimeError as error:
@@ -215,7 +158,7 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
         place = torch.device("cuda", launch.local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    host = _loopback(launch.master_addr)
+    host = loopback_of(launch.master_addr)
     since = time.monotonic()
     store = open_store(launch.master_addr, launch.master_port, launch.rank, timeout, launch.agent_store)
     store.set_timeout(timedelta(seconds=timeout))
@@ -224,7 +167,7 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
     with start.told():
         try:
             store.set_timeout(timedelta(seconds=start.left()))
-            with _interface(host):
+            with gloo_on(host):
                 dist.init_process_group(
                     backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
                     store=PrefixStore(f"bagua_kernels/{start.name}", store),
@@ -232,7 +175,7 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
                     world_size=launch.world_size,
                     timeout=timedelta(seconds=start.left()),
                 )
-            made = _over_torch(start.left(), place, host)
+            made = over_torch(start.left(), place, host)
         except BaseException:
             # Nothing of a failed start may be left for the next one to find.
             _give_up_group()
@@ -251,86 +194,6 @@ def _give_up_group() -> None:
     # The destructor would wait for those operations.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
     dist.destroy_process_group()
-
-
-def _over_torch(timeout: float, place: torch.device | None, host: str) -> Communicator:
-    """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for."""
-    base = TorchCommunicator(timeout=timeout, device=place, host=host)
-    if base.size == 1:
-        return base
-    try:
-        settings = _agreed(base)
-        if base.device.type == "cuda" and settings.nccl == "cupy":
-            made = NcclCommunicator(timeout=timeout, device=base.device)
-            base.close()
-            return made
-        if base.device.type == "cuda" or not settings.sockets:
-            return base
-        tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
-        return StripedCommunicator(base, stripes=max(settings.sockets, tuning.stripes), tuning=tuning, host=host)
-    except BaseException as error:
-        base.abort(f"init failed: {error}")
-        raise
-
-
-@dataclass(frozen=True)
-class _Settings:
-    sockets: int
-    tuning: str
-    nccl: str
-    problem: str = ""
-
-
-def _agreed(base: TorchCommunicator) -> _Settings:
-    """Returns what all ranks want.
-
-    Raises:
-        ValueError: on all ranks, if one cannot read its environment, or wants something else.
-    """
-    try:
-        text = knobs.TUNING.get()
-        try:
-            Tuning.from_json(text or "{}")
-        except ValueError as error:
-            raise ValueError(f"{knobs.TUNING.variable}: {error}") from None
-        mine = _Settings(knobs.SOCKETS.get() if hasattr(select, "epoll") else 0, text, knobs.NCCL.get())
-    except ValueError as error:
-        mine = _Settings(0, "", "", str(error))
-    everyone: list[_Settings] = base.all_gather_object(mine)
-    problems = {rank: one.problem for rank, one in enumerate(everyone) if one.problem}
-    if problems:
-        raise ValueError(f"some ranks cannot use their environment: {problems}")
-    for name, knob in (("sockets", knobs.SOCKETS), ("tuning", knobs.TUNING), ("nccl", knobs.NCCL)):
-        values = {rank: getattr(one, name) for rank, one in enumerate(everyone)}
-        if len(set(values.values())) > 1:
-            raise ValueError(f"{knob.variable} has to be the same on all ranks, got {values}: let the launcher set it")
-    return mine
-
-
-def _loopback(address: str) -> str:
-    """Returns the address if it is a loopback address that Gloo should use, else an empty text."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ""
-    if address == "localhost":
-        return "127.0.0.1"
-    try:
-        return address if ipaddress.ip_address(address).is_loopback else ""
-    except ValueError:
-        return ""
-
-
-@contextlib.contextmanager
-def _interface(host: str) -> Iterator[None]:
-    """Makes Gloo use the loopback interface within the block, if `host` is given."""
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-    if not host or not name:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _indexed(place: torch.device) -> torch.device:

@@ -27,6 +27,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "backends/nccl",
         "backends/torch_distributed",
         "backends/sockets",
+        "backends/selection",
         "compressed",
         "hierarchical",
         "topology",
@@ -50,7 +51,7 @@ MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/backends/n
 MAY_READ_THE_ENVIRONMENT = (
     "bagua_kernels/knobs.py",
     "comm/joining/interfaces.py",  # what other tools' variables say, to report it
-    "comm/rendezvous.py",
+    "comm/joining/launch.py",  # what launchers say
     "comm/testing.py",
     "comm/tune.py",  # passes the environment on to the command that it starts
     "comm/tuning/launcher.py",

@@ -23,6 +23,7 @@ from bagua_kernels.comm.doctor.report import Finding, RankFacts, Report, show
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.incarnation import agree
+from bagua_kernels.comm.joining.launch import Launch
 from bagua_kernels.errors import CollectiveTimeoutError
 
 _ROOT = "bagua_kernels/doctor"  # of the keys in the job's store
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Examines, reports on rank 0, and returns the exit status: 1 if something is wrong, the same on all ranks."""
     options = _parse(arguments)
     try:
-        launch = rendezvous.Launch.read()
+        launch = Launch.read()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _publish(report, options.json if launch.local_rank == 0 else None)
 
 
-def _examine(launch: rendezvous.Launch, facts: RankFacts, options: argparse.Namespace) -> int:
+def _examine(launch: Launch, facts: RankFacts, options: argparse.Namespace) -> int:
     """Gathers the facts through the store, for that works where Gloo does not; then joins and measures."""
     rank, size, timeout = launch.rank, launch.world_size, options.timeout
     store = TCPStore(
@@ -148,7 +149,7 @@ def _obey(store: Store, seconds: float) -> int:
     return status
 
 
-def _device(kind: str, launch: rendezvous.Launch) -> str:
+def _device(kind: str, launch: Launch) -> str:
     return f"{kind}:{launch.local_rank}" if kind == "cuda" else kind
 
 

@@ -15,8 +15,10 @@ from bagua_kernels.comm.compressed import AllReduce, all_reduce_for
 from bagua_kernels.comm.compressed.contract import check_seed
 from bagua_kernels.comm.compressed.layout import length
 from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
+from bagua_kernels.comm.hierarchical.arguments import check_arguments, given
 from bagua_kernels.comm.hierarchical.nodes import Nodes, check_agreement
-from bagua_kernels.comm.reduction import HALF, ReduceOp, check_reduction
+from bagua_kernels.comm.hierarchical.scales import Scales
+from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import FINISHED, Steps, Together, Work, drive
 from bagua_kernels.compression import Codec, fold_seed
 
@@ -83,18 +85,17 @@ class HierarchicalAllReduce:
             ValueError: if an argument makes no sense, or if ranks pass different ones: it names them, on every rank.
             CommunicationError: a rank was lost or did not take part in time.
         """
-        self.nodes = Nodes.find(communicator) if nodes is None else _given(nodes).agree(communicator)
+        self.nodes = Nodes.find(communicator) if nodes is None else given(nodes).agree(communicator)
         # Compared before they are checked: a wrong argument of one rank must not leave the others waiting for it.
         kind = repr(codec) if is_dataclass(codec) else type(codec).__qualname__
         residuals = f"{worker_residual=}, {owner_residual=}"
         text = f"{n=}, {dtype=}, codec={kind}, {op=}, {pieces=}, {plain_below=}, {residuals}"
         check_agreement(communicator, "arguments", text)
-        _check(n, dtype, codec, op, pieces, plain_below)
+        check_arguments(n, dtype, codec, op, pieces, plain_below)
         self._n, self._dtype, self._codec, self._op = n, dtype, codec, op
         self._inner_op = ReduceOp.SUM if op is ReduceOp.AVG else op
         self._members = self.nodes.members[self.nodes.node_of(communicator.rank)]
-        scales = _scales(self.nodes, len(self._members), dtype, codec, op)
-        self._first, self._weight, self._in_float32, self._times, self._last = scales
+        self._scales = Scales.of(self.nodes, len(self._members), dtype, codec, op)
         align = math.lcm(_ALIGNMENT // dtype.itemsize, 1 if codec is None else codec.block)
         count = pieces or min(_MOST_PIECES, n * dtype.itemsize // _PIECE)
         self._pieces = self.nodes.cut(n, align, count)
@@ -121,7 +122,7 @@ class HierarchicalAllReduce:
                         codec,
                         self.owners[shard],
                         length(self._pieces[piece][shard]),
-                        dtype=torch.float32 if self._in_float32 else dtype,
+                        dtype=torch.float32 if self._scales.in_float32 else dtype,
                         worker_residual=worker_residual,
                         owner_residual=owner_residual,
                         plain_below=plain_below,
@@ -196,8 +197,8 @@ class HierarchicalAllReduce:
 
     def _run(self, x: torch.Tensor, seed: int) -> Steps:
         """Steps 1, 2 and 3 of each piece, on all ranks in one order, which is why none waits for ever for another."""
-        if self._first != 1:
-            x.div_(self._first)
+        if self._scales.before != 1:
+            x.div_(self._scales.before)
         # Compressed, step 2 has ended when it returns, and step 3 need not wait for the next piece's.
         lag = 1 if self._codec is None else 0
         count = len(self._pieces)
@@ -237,9 +238,9 @@ class HierarchicalAllReduce:
 
     def _share_within(self, x: torch.Tensor, piece: int) -> Work:
         """Step 3."""
-        if self._last != 1:
+        if self._scales.after != 1:
             for _, mine in self._mine(x, piece):
-                mine.div_(self._last)
+                mine.div_(self._scales.after)
         if self._scatters:
             return self.local.all_gather(self._whole(x, piece), self._own[piece])
         size, shards = self.local.size, enumerate(self._pieces[piece])
@@ -252,12 +253,12 @@ class HierarchicalAllReduce:
 
     def _compress(self, piece: int, shard: int, mine: torch.Tensor, seed: int) -> Steps:
         """Replaces a shard by the compressed, weighted mean over its owners, or by their sum."""
-        work = mine.float() if self._in_float32 else mine
-        if self._weight != 1:
-            work.mul_(self._weight)
+        work = mine.float() if self._scales.in_float32 else mine
+        if self._scales.weight != 1:
+            work.mul_(self._scales.weight)
         yield from self._compressed[piece, shard].steps(work, seed=seed)
-        if self._times != 1:
-            work.mul_(self._times)
+        if self._scales.times != 1:
+            work.mul_(self._scales.times)
         if work is not mine:
             mine.copy_(work)
 
@@ -325,60 +326,6 @@ class HierarchicalAllReduce:
             self.close()
         else:
             self.abort()
-
-
-def _scales(
-    nodes: Nodes, local: int, dtype: torch.dtype, codec: Codec | None, op: ReduceOp
-) -> tuple[int, float, bool, int, int]:
-    """Returns by what values are scaled, and when, on a node of `local` ranks.
-
-    Of W ranks on N nodes, a compressed step 2 leaves the mean over nodes of weight * sum x / first: that is sum x / W for
-    weight = first N / W, and sum x / N for weight = 1.
-
-    Returns:
-        What divides the vector before step 1, where sums of a half-precision mean might overflow; what multiplies this
-        node's sums before a compressed step 2; whether step 2 has to be in float32, on all nodes alike, because factors of
-        half-precision values are not all 1; what multiplies the result of a compressed step 2, and not its input, which
-        might overflow in the codec where the sum does not; what divides the result of step 2 as it is.
-    """
-    half, mean, count = dtype in HALF, op is ReduceOp.AVG, len(nodes.members)
-    if codec is None:
-        return nodes.size if mean and half else 1, 1.0, False, 1, nodes.size if mean and not half else 1
-    if not mean:
-        return 1, 1.0, half, count, 1
-    # Divided by its own ranks, each node holds its mean: no overflow, and on equal nodes weights of 1.
-    first = local if half else 1
-    unequal = len({len(node) for node in nodes.members}) > 1
-    return first, first * count / nodes.size, half and unequal, 1, 1
-
-
-def _given(nodes: Nodes | Iterable[Iterable[int]]) -> Nodes:
-    """Takes lists of ranks for nodes, too."""
-    if isinstance(nodes, Nodes):
-        return nodes
-    try:
-        return Nodes.given(nodes)
-    except TypeError as error:
-        raise TypeError(
-            f"expected nodes to be lists of ranks such as [[0, 1], [2, 3]], got {nodes!r}: {error}"
-        ) from None
-
-
-def _check(n: int, dtype: torch.dtype, codec: Codec | None, op: ReduceOp, pieces: int | None, plain_below: int) -> None:
-    """Raises for arguments that make no sense."""
-    check_reduction(op, dtype)
-    if n < 0 or (pieces is not None and pieces < 1) or plain_below < 0:
-        raise ValueError(
-            f"expected n >= 0, pieces >= 1 or None, and plain_below >= 0, got {n=}, {pieces=}, {plain_below=}"
-        )
-    if codec is None:
-        return
-    if not isinstance(codec, Codec):
-        raise TypeError(f"expected a codec, got {codec!r}; bagua_kernels.compression.from_spec makes one from text")
-    if dtype not in HALF | {torch.float32}:
-        raise TypeError(f"a codec takes float32, float16 and bfloat16, got {dtype}: leave out codec=")
-    if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise ValueError(f"with a codec op must be ReduceOp.SUM or ReduceOp.AVG, got {op}: leave out codec=")
 
 
 def _span(shards: Sequence[slice]) -> slice:

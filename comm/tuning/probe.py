@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
+from bagua_kernels.comm.joining.launch import Launch
 from bagua_kernels.comm.tuning import measure as tuning_measure
 
 SIZES = (64 << 10, 1 << 20, 25 << 20)  # bytes: a bias, a layer, DDP's bucket
@@ -224,7 +225,7 @@ def main(*words: str) -> None:
     order = Order.from_json(words[-1])
     # Not even a call that hangs in the library outlives this.
     faulthandler.dump_traceback_later(order.limit, exit=True)
-    launch = rendezvous.Launch.read()
+    launch = Launch.read()
     if launch is None:
         raise RuntimeError("the probe found no RANK and WORLD_SIZE: it is started by torchrun, not by itself")
     nccl = torch.cuda.is_available() and dist.is_nccl_available() and launch.local_rank < torch.cuda.device_count()

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from bagua_kernels import comm
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.incarnation import agree
-from bagua_kernels.comm.rendezvous import Launch
+from bagua_kernels.comm.joining.launch import Launch
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 

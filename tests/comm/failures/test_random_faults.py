@@ -21,6 +21,7 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import rendezvous
+from bagua_kernels.comm.backends import selection
 from bagua_kernels.comm.backends.torch_distributed import communicator as torch_backend
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
@@ -99,7 +100,7 @@ def take_part(fields: dict[str, Any]) -> None:
 
     if at_fault and case.place == "init":
         module, name = random.Random(case.step).choice(
-            [(rendezvous.dist, "init_process_group"), (torch_backend, "open_group"), (rendezvous, "_agreed")]
+            [(rendezvous.dist, "init_process_group"), (torch_backend, "open_group"), (selection, "agreed_settings")]
         )
         setattr(module, name, lambda *_, **__: act())
     try:

@@ -96,7 +96,7 @@ def dying(stage: str, victim: int, how: str) -> None:
         "introduction": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "Introduction"),
         "connections": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "open_group"),
         "signs": (sys.modules["bagua_kernels.comm.failures.liveness_store"], "connect"),
-        "settings": (sys.modules["bagua_kernels.comm.rendezvous"], "_agreed"),
+        "settings": (sys.modules["bagua_kernels.comm.backends.selection"], "agreed_settings"),
         "sockets": (sys.modules["bagua_kernels.comm.backends.sockets.mesh"], "connect"),
     }
     if rank == victim:
