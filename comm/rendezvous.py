@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
-from bagua_kernels.comm.backends.local.meeting import LocalWorld
+from bagua_kernels.comm.backends.local.world import LocalWorld
 from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.launch import Launch, gloo_on, loopback_of

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua_kernels import algorithms, comm, optim
 from bagua_kernels.algorithms import Exchange
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm.backends.sockets.tuning import Tuning
+from bagua_kernels.comm import Tuning
 from bench.network.rank import together
 from bench.training.models import batch, model
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua_kernels.comm.joining.gate import Gate
+from bagua_kernels.comm.joining.hello import receive
 from bagua_kernels.comm.joining.secret import Secret
 
 LENGTH = 4  # bytes of the number before each message, which is JSON
@@ -87,12 +88,9 @@ class Server:
         client = self._clients.get(sock)
         if client is None:
             return  # it was dropped after the selector had found it ready
-        try:
-            data = sock.recv(1 << 18)
-        except BlockingIOError:
+        data = receive(sock, 1 << 18)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._drop(sock)
             return

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from bagua_kernels.comm.joining.hello import CLAIM, MAGIC, OPENING, REFUSAL, split_opening, try_to_send
+from bagua_kernels.comm.joining.hello import CLAIM, MAGIC, OPENING, REFUSAL, receive, split_opening, try_to_send
 from bagua_kernels.comm.joining.secret import Secret
 
 _STRANGERS = 64  # connections that have not opened rightly yet; the oldest go first
@@ -147,12 +147,9 @@ class Gate:
         if caller is None:
             return  # it was dropped after the selector had found it ready
         wanted = Secret.NBYTES if caller.transcript else OPENING
-        try:
-            data = sock.recv(wanted - len(caller.data))
-        except BlockingIOError:
+        data = receive(sock, wanted - len(caller.data))
+        if data is None:
             return
-        except OSError:
-            data = b""
         caller.data += data
         if not data or not (MAGIC.startswith(caller.data[: len(MAGIC)]) or caller.transcript):
             self._drop(sock)

@@ -43,6 +43,16 @@ def try_to_send(sock: socket.socket, data: bytes) -> bool:
         return False
 
 
+def receive(sock: socket.socket, size: int) -> bytes | None:
+    """Returns at most `size` bytes of what has arrived: none if the connection has ended, None if nothing is here yet."""
+    try:
+        return sock.recv(size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
 class Call:
     """One connection to a listener of the job, made without blocking, and again where it breaks before the answer.
 
@@ -56,7 +66,7 @@ class Call:
 
     Attributes:
         sock: the connection, once both sides are recognised.
-        trouble: what ended the last attempt.
+        trouble: why the last connection was not made.
     """
 
     def __init__(
@@ -75,7 +85,7 @@ class Call:
         self._address = address
         self._key = key
         self._claim = CLAIM.pack(rank, number)
-        self._attempt: socket.socket | None = None
+        self._connecting: socket.socket | None = None
         self._data = b""
         self._nonce = b""
         self._again_at = 0.0
@@ -87,7 +97,7 @@ class Call:
         Raises:
             OSError: if there is no way to the listener.
         """
-        if self.sock is not None or self._attempt is not None:
+        if self.sock is not None or self._connecting is not None:
             return 60.0
         left = self._again_at - time.monotonic()
         if left <= 0:
@@ -96,14 +106,14 @@ class Call:
 
     def close(self) -> None:
         """Ends what is under way; a finished connection is the owner's."""
-        if self._attempt is not None:
-            self._selector.unregister(self._attempt)
-            self._attempt.close()
-            self._attempt = None
+        if self._connecting is not None:
+            self._selector.unregister(self._connecting)
+            self._connecting.close()
+            self._connecting = None
 
     def _start(self) -> None:
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        self._attempt = sock = socket.socket(family, socket.SOCK_STREAM)
+        self._connecting = sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_WRITE, self._connected)
         self._data, self._nonce = b"", secrets.token_bytes(Secret.NBYTES)
@@ -125,12 +135,9 @@ class Call:
             self._broke(ConnectionResetError("it hung up"))
 
     def _answered(self, sock: socket.socket) -> None:
-        try:
-            data = sock.recv(ANSWER - len(self._data))
-        except BlockingIOError:
+        data = receive(sock, ANSWER - len(self._data))
+        if data is None:
             return
-        except OSError:
-            data = b""
         self._data += data
         if not data:
             self._broke(ConnectionResetError("it hung up"))
@@ -149,7 +156,7 @@ class Call:
             self._broke(ConnectionResetError("it hung up"))
             return
         self._selector.unregister(sock)
-        self.sock, self._attempt = sock, None
+        self.sock, self._connecting = sock, None
 
     def _broke(self, error: OSError) -> None:
         self.close()

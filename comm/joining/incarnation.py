@@ -26,7 +26,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Incarnation:
     """One start.
 
     Attributes:
@@ -40,7 +40,7 @@ class Attempt:
     processes: tuple[Process, ...]
 
 
-def agree(store: Store, rank: int, size: int, timeout: float) -> Attempt:
+def agree(store: Store, rank: int, size: int, timeout: float) -> Incarnation:
     """Makes a fresh name out of a store that may still hold what dead ranks of an earlier start have written.
 
     torchrun's count of restarts will not do: with several hosts each counts its own.
@@ -75,7 +75,7 @@ class _Agreement:
         self._name = uuid.uuid4().hex if rank == 0 else ""
         self._entries: list[str] = []
 
-    def reach(self) -> Attempt:
+    def reach(self) -> Incarnation:
         store, rank = self._store, self._rank
         store.set(f"{_ROOT}/{rank}", self._own)
         while time.monotonic() < self._deadline:
@@ -88,7 +88,7 @@ class _Agreement:
             if self._name and store.check(f"{_ROOT}/go/{self._name}"):
                 seconds = float(store.get(f"{_ROOT}/go/{self._name}"))
                 processes = [Process.parse(json.loads(entry)[1:]) for entry in self._entries]
-                return Attempt(self._name, seconds, tuple(processes))
+                return Incarnation(self._name, seconds, tuple(processes))
             time.sleep(_POLL)
         self._give_up(self._unconfirmed() if self._name else [0])
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bagua_kernels.comm.backends.local.meeting import Combine, Group, LocalWorld, Meeting, MeetingWork, Parts
+from bagua_kernels.comm.backends.local.world import Collective, Combine, LocalGroup, LocalWork, LocalWorld, Parts
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
@@ -30,7 +30,7 @@ class LocalCommunicator(Communicator):
     `CommunicationError`. `bytes_sent` counts what the ring algorithms of a network would send.
     """
 
-    def __init__(self, world: LocalWorld, group: Group, rank: int) -> None:
+    def __init__(self, world: LocalWorld, group: LocalGroup, rank: int) -> None:
         self.rank = rank
         self.size = len(group.ranks)
         self.device = world.device
@@ -42,6 +42,10 @@ class LocalCommunicator(Communicator):
         self._splits: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int, int], int] = {}
         self._seal = Seal(group.secret)
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Communicator.set_timeout`; holds for all ranks of the `LocalWorld`."""
+        self.timeout = self._world.timeout = seconds
 
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""
@@ -70,28 +74,28 @@ class LocalCommunicator(Communicator):
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         sent = 0 if self.rank == (src - 1) % self.size else tensor.nbytes
         signature = ("broadcast", tensor.dtype, tensor.numel(), src)
-        return self._meet(signature, tensor, tensor, lambda parts: [parts[src]] * len(parts), sent)
+        return self._start(signature, tensor, tensor, lambda parts: [parts[src]] * len(parts), sent)
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
         sent = 0 if self.rank == dst else tensor.nbytes
         output = tensor if self.rank == dst else None
         signature = ("reduce", tensor.dtype, tensor.numel(), dst, op)
-        return self._meet(signature, tensor, output, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
+        return self._start(signature, tensor, output, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
         sent = 2 * (self.size - 1) * tensor.nbytes // self.size
         signature = ("all_reduce", tensor.dtype, tensor.numel(), op)
-        return self._meet(signature, tensor, tensor, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
+        return self._start(signature, tensor, tensor, lambda parts: [reduce_in_order(parts, op)] * len(parts), sent)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         sent = (self.size - 1) * input.nbytes
         signature = ("all_gather", input.dtype, input.numel())
-        return self._meet(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
+        return self._start(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
         sent = (self.size - 1) * output.nbytes
         signature = ("reduce_scatter", input.dtype, input.numel(), op)
-        return self._meet(signature, input, output, lambda p: list(reduce_in_order(p, op).chunk(len(p))), sent)
+        return self._start(signature, input, output, lambda p: list(reduce_in_order(p, op).chunk(len(p))), sent)
 
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
@@ -110,21 +114,21 @@ class LocalCommunicator(Communicator):
 
         sent = input.nbytes - input_splits[self.rank] * input.itemsize
         brought = (input.reshape(-1).clone(), input_splits, output_splits)
-        return self._meet(("all_to_all", input.dtype), brought, output, deal, sent)
+        return self._start(("all_to_all", input.dtype), brought, output, deal, sent)
 
     def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
         sent = 0 if self.rank == dst else input.nbytes
         signature = ("gather", input.dtype, input.numel(), dst)
-        return self._meet(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
+        return self._start(signature, input, output, lambda parts: [torch.cat(parts)] * len(parts), sent)
 
     def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
         sent = 0 if input is None else input.nbytes - output.nbytes
         brought = output.new_empty(0) if input is None else input
         signature = ("scatter", output.dtype, output.numel(), src)
-        return self._meet(signature, brought, output, lambda parts: list(parts[src].chunk(len(parts))), sent)
+        return self._start(signature, brought, output, lambda parts: list(parts[src].chunk(len(parts))), sent)
 
     def _barrier(self) -> Work:
-        return self._meet(("barrier",), torch.empty(0, dtype=torch.uint8), None, lambda parts: parts, 0)
+        return self._start(("barrier",), torch.empty(0, dtype=torch.uint8), None, lambda parts: parts, 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         with self._world.changed:
@@ -143,7 +147,7 @@ class LocalCommunicator(Communicator):
         self._messages[src, dst, tag] = before + 1
         return src, dst, tag, before
 
-    def _meet(
+    def _start(
         self, signature: tuple[object, ...], brought: Any, output: torch.Tensor | None, combine: Combine, sent: int
     ) -> Work:
         """Brings this rank's part to collective number `_sequence`; the last rank to arrive computes for all."""
@@ -153,40 +157,40 @@ class LocalCommunicator(Communicator):
         self._sequence += 1
         self.bytes_sent += sent
         with self._world.changed:
-            meeting = group.meetings.setdefault(number, Meeting(signature, self.rank))
-            meeting.brought[self.rank] = brought
-            complete = len(meeting.brought) == self.size
-            if meeting.signature != signature:
-                meeting.mismatch = (
-                    f"rank {self.rank} called {_call(signature)} where rank {meeting.first} called "
-                    f"{_call(meeting.signature)}: all ranks must issue the same operations in the same order"
+            collective = group.collectives.setdefault(number, Collective(signature, self.rank))
+            collective.brought[self.rank] = brought
+            complete = len(collective.brought) == self.size
+            if collective.signature != signature:
+                collective.mismatch = (
+                    f"rank {self.rank} called {_call(signature)} where rank {collective.first} called "
+                    f"{_call(collective.signature)}: all ranks must issue the same operations in the same order"
                 )
                 self._world.changed.notify_all()
             if complete:
-                meeting.last = self.rank
-                del group.meetings[number]
+                collective.last = self.rank
+                del group.collectives[number]
         if complete:
             # Outside the lock, so that other groups go on; nobody takes a result before it is announced below.
-            results, reason = None, meeting.mismatch
+            results, reason = None, collective.mismatch
             if not reason:
                 try:
-                    results = combine([meeting.brought[rank] for rank in range(self.size)])
+                    results = combine([collective.brought[rank] for rank in range(self.size)])
                 except ValueError as error:
                     reason = str(error)
             with self._world.changed:
-                meeting.results, meeting.mismatch = results, reason
+                collective.results, collective.mismatch = results, reason
                 self._world.changed.notify_all()
 
         def missing() -> list[int]:
-            if meeting.mismatch:
-                raise MismatchError(f"{signature[0]} #{number} failed: {meeting.mismatch}")
-            absent = [rank for rank in range(self.size) if rank not in meeting.brought]
+            if collective.mismatch:
+                raise MismatchError(f"{signature[0]} #{number} failed: {collective.mismatch}")
+            absent = [rank for rank in range(self.size) if rank not in collective.brought]
             # Where all are here but nothing is announced yet, the last to arrive is still computing.
-            return absent if absent or meeting.results is not None else [meeting.last]
+            return absent if absent or collective.results is not None else [collective.last]
 
         def take() -> torch.Tensor:
-            assert meeting.results is not None
-            return meeting.results[self.rank]
+            assert collective.results is not None
+            return collective.results[self.rank]
 
         return self._work(f"{signature[0]} #{number}", missing, take, output)
 
@@ -197,7 +201,7 @@ class LocalCommunicator(Communicator):
         take: Callable[[], torch.Tensor],
         output: torch.Tensor | None,
     ) -> Work:
-        return MeetingWork(self._world, self._group, self.rank, name, missing, take, output)
+        return LocalWork(self._world, self._group, self.rank, name, missing, take, output)
 
 
 def _call(signature: tuple[object, ...]) -> str:

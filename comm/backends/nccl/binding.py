@@ -130,7 +130,7 @@ def load() -> Runtime:
     return Runtime(_module(), torch.cuda, torch.Tensor.record_stream, _ignore_captures, _open_stream)
 
 
-def meet(store: Store, rank: int, size: int, timeout: float, make: Callable[[], bytes]) -> bytes:
+def share_unique_id(store: Store, rank: int, size: int, timeout: float, make: Callable[[], bytes]) -> bytes:
     """Waits until all ranks are there, and returns what rank 0 made for all; for NCCL waits for ranks without a limit.
 
     Args:

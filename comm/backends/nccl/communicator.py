@@ -176,7 +176,7 @@ class NcclCommunicator(NcclCollectives):
 
     def _connect(self) -> Endpoint:
         store, runtime = PrefixStore(f"bagua_kernels/{self._key}", self._store), self._runtime
-        unique_id = nccl_binding.meet(store, self.rank, self.size, self.timeout, runtime.unique_id)
+        unique_id = nccl_binding.share_unique_id(store, self.rank, self.size, self.timeout, runtime.unique_id)
         made: list[Any] = []
 
         def connect() -> Endpoint:

@@ -15,7 +15,7 @@ import torch
 from bagua_kernels.comm.backends.sockets import mesh, schedules
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
@@ -172,7 +172,7 @@ class StripedCommunicator(Communicator):
         return work
 
     def _start(
-        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Steps]], nbytes: int, *, number: int | None = None,
+        self, name: str, code: int, lanes: Iterable[Callable[[Lane], Transfers]], nbytes: int, *, number: int | None = None,
         peer: int | None = None, finish: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         collective = number is None
@@ -312,7 +312,7 @@ class StripedCommunicator(Communicator):
         return _MESSAGE | (tag & 0x7FFFFFFF) << 32 | count & 0xFFFFFFFF
 
 
-_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane], Steps]]] = {
+_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane], Transfers]]] = {
     "exchange": schedules.exchange,
     "doubling": schedules.doubling,
     "direct": schedules.direct,

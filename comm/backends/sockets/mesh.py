@@ -68,7 +68,7 @@ def connect(
                 unfinished.callback(_close, found)
                 key = secret.derive("mesh", offers[0][1])
                 try:
-                    _meet(
+                    _connect_all(
                         rank,
                         size,
                         stripes,
@@ -94,7 +94,7 @@ def connect(
     return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
 
 
-def _meet(
+def _connect_all(
     rank: int,
     size: int,
     stripes: int,

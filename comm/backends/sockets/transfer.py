@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-Steps = Generator["list[Transfer]", None, None]
+Transfers = Generator["list[Transfer]", None, None]
 _MESSAGES = 14  # bits of a tag that number a lane's messages to one rank; the others number the lane
 
 
@@ -61,7 +61,7 @@ class Lane:
         self.carrier = carrier
         self.tag = number << _MESSAGES
         self.pending = 0
-        self.steps: Steps | None = None
+        self.steps: Transfers | None = None
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
 
@@ -124,7 +124,7 @@ class Operation:
         name: str,
         number: int,
         code: int,
-        lanes: Iterator[Callable[[Lane], Steps]],
+        lanes: Iterator[Callable[[Lane], Transfers]],
         window: int,
         brief: bool = False,
         owner: object = None,

@@ -15,14 +15,14 @@ from bagua_kernels.comm.backends.sockets.schedules.ranks import (
     reduce_arrived,
     reduce_rows,
 )
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Steps, Transfer
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfer, Transfers
 from bagua_kernels.comm.reduction import ReduceOp
 
 
-def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """All-reduce: everyone sends everything to everyone, and all reduce in rank order."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         parts = ranks.scratch.take(ranks.size * x.numel(), x.dtype).view(ranks.size, -1)
         parts[ranks.rank] = x
         got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
@@ -34,10 +34,10 @@ def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], St
     return steps
 
 
-def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """All-reduce: chunk r of everyone goes to rank r, which reduces in rank order and sends the result to everyone."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         pieces = chunks(x.numel(), ranks.size)
         own = x[pieces[ranks.rank]]
         got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
@@ -53,10 +53,10 @@ def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Step
     return steps
 
 
-def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """All-reduce: chunks travel around a ring once to be reduced, and once more as results."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         rank, size = ranks.rank, ranks.size
         right, left = (rank + 1) % size, (rank - 1) % size
         pieces = chunks(x.numel(), size)
@@ -79,10 +79,10 @@ def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]
     return steps
 
 
-def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """All-reduce: in round i, ranks that differ in bit i alone exchange and reduce everything."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         divide_first(x, op, ranks.size)
         place, count = yield from _fold(lane, ranks, x, op)
         if place is not None:
@@ -99,10 +99,10 @@ def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], St
     return steps
 
 
-def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """All-reduce: rounds that exchange and reduce half of what is left, then rounds that put the halves together."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         divide_first(x, op, ranks.size)
         place, count = yield from _fold(lane, ranks, x, op)
         if place is not None:
@@ -166,7 +166,7 @@ def _unfolded(place: int, size: int) -> int:
     return 2 * place + 1 if place < extra else place + extra
 
 
-def _unfold(lane: Lane, ranks: Ranks, x: torch.Tensor) -> Steps:
+def _unfold(lane: Lane, ranks: Ranks, x: torch.Tensor) -> Transfers:
     extra = ranks.size - (1 << (ranks.size.bit_length() - 1))
     if ranks.rank < 2 * extra:
         yield [lane.receive(ranks.rank + 1, x) if ranks.rank % 2 == 0 else lane.send(ranks.rank - 1, x)]

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bagua_kernels.comm.backends.sockets.schedules.ranks import Ranks, chunks, divide_last, reduce_arrived, reduce_rows
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Steps
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfers
 from bagua_kernels.comm.reduction import HALF, ReduceOp, combine
 
 
 def reduce_scatter(
     ranks: Ranks, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
-) -> Callable[[Lane], Steps]:
+) -> Callable[[Lane], Transfers]:
     """Part r of everyone goes to rank r, which reduces in rank order."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         got = [lane.receive_anywhere(peer, output) for peer in ranks.others]
         sent = [lane.send(peer, parts[peer]) for peer in ranks.others]
         yield got
@@ -30,10 +30,10 @@ def reduce_scatter(
 
 def ring_reduce_scatter(
     ranks: Ranks, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
-) -> Callable[[Lane], Steps]:
+) -> Callable[[Lane], Transfers]:
     """Part r travels around the ring from rank r + 1 to rank r, and everyone on its way adds its own."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         rank, size, n = ranks.rank, ranks.size, output.numel()
         right, left = (rank + 1) % size, (rank - 1) % size
         half = op is ReduceOp.AVG and output.dtype in HALF
@@ -57,10 +57,10 @@ def ring_reduce_scatter(
     return steps
 
 
-def ring_all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor) -> Callable[[Lane], Steps]:
+def ring_all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor) -> Callable[[Lane], Transfers]:
     """Everyone's input travels around the ring."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         rank, size = ranks.rank, ranks.size
         right, left = (rank + 1) % size, (rank - 1) % size
         if outputs[rank].data_ptr() != mine.data_ptr():
@@ -76,10 +76,10 @@ def ring_all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.T
 
 def all_to_all(
     ranks: Ranks, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Callable[[Lane], Steps]:
+) -> Callable[[Lane], Transfers]:
     """Input r goes to rank r and becomes output number `rank` there; this rank's own is copied."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         transfers = [lane.receive(peer, outputs[peer]) for peer in ranks.others]
         transfers += [lane.send(peer, inputs[peer]) for peer in ranks.others]
         own, mine = outputs[ranks.rank], inputs[ranks.rank]
@@ -92,7 +92,7 @@ def all_to_all(
 
 def star(
     ranks: Ranks, centre: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], inward: bool
-) -> Callable[[Lane], Steps]:
+) -> Callable[[Lane], Transfers]:
     """Everything to the centre, or everything from it: gather, scatter and small broadcasts.
 
     Args:
@@ -103,7 +103,7 @@ def star(
         inward: whether the centre receives.
     """
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         if ranks.rank != centre:
             yield [lane.send(centre, inputs[0]) if inward else lane.receive(centre, outputs[0])]
         elif inward:
@@ -114,10 +114,10 @@ def star(
     return steps
 
 
-def chain(ranks: Ranks, source: int, x: torch.Tensor) -> Callable[[Lane], Steps]:
+def chain(ranks: Ranks, source: int, x: torch.Tensor) -> Callable[[Lane], Transfers]:
     """Broadcast of one piece of many: each rank passes it on to the next, so that no link carries it twice."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         position = (ranks.rank - source) % ranks.size
         if position:
             yield [lane.receive((ranks.rank - 1) % ranks.size, x)]
@@ -127,10 +127,10 @@ def chain(ranks: Ranks, source: int, x: torch.Tensor) -> Callable[[Lane], Steps]
     return steps
 
 
-def rooted_reduce(ranks: Ranks, root: int, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Steps]:
+def rooted_reduce(ranks: Ranks, root: int, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
     """Reduce: chunk r of everyone goes to rank r, which reduces it in rank order and sends it to the root."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         pieces = chunks(x.numel(), ranks.size)
         own = x[pieces[ranks.rank]]
         rows = ranks.scratch.take(ranks.size * own.numel(), x.dtype).view(ranks.size, -1)
@@ -151,10 +151,10 @@ def rooted_reduce(ranks: Ranks, root: int, x: torch.Tensor, op: ReduceOp) -> Cal
 
 def messages(
     sends: Sequence[tuple[int, torch.Tensor]] = (), receives: Sequence[tuple[int, torch.Tensor]] = ()
-) -> Callable[[Lane], Steps]:
+) -> Callable[[Lane], Transfers]:
     """Messages to some ranks and from some."""
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         yield [lane.receive(*item) for item in receives] + [lane.send(*item) for item in sends]
 
     return steps

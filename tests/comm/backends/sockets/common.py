@@ -20,13 +20,13 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import messages
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.backends.sockets.tuning import EVER, Tuning
 from tests.comm import contract
 
 SEND = signature("send")
 HEADER = struct.Struct("<QQIQQQ")
-Lanes = Sequence[Callable[[Lane], Steps]]
+Lanes = Sequence[Callable[[Lane], Transfers]]
 
 # Cases that cost little and still use most of the protocol.
 LIGHT = [

@@ -15,7 +15,7 @@ from bagua_kernels.comm.backends.sockets import inbox as inbox_module
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, all_to_all, messages
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Steps, signature
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfers, signature
 from tests.comm.backends.sockets.common import (
     array,
     by_hand,
@@ -61,7 +61,7 @@ def test_what_may_be_received_anywhere_is_not_moved(asked: str) -> None:
     message = bytes(data(1000).numpy())
     used = []
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         transfer = lane.receive_anywhere(1, torch.empty(250))
         yield [transfer]
         assert transfer.own is not None
@@ -315,7 +315,7 @@ def test_brief_operation_starts_on_the_thread_that_submits_it() -> None:
     """If the loop has nothing else in hand, and on the loop's own thread otherwise."""
     threads = []
 
-    def steps(lane: Lane) -> Steps:
+    def steps(lane: Lane) -> Transfers:
         threads.append(threading.current_thread())
         yield []
 

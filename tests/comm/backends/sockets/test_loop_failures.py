@@ -19,7 +19,7 @@ from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import messages
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Steps, signature
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfers, signature
 from tests.comm.backends.sockets.common import (
     HEADER,
     SEND,
@@ -194,7 +194,7 @@ def test_loss_of_one_rank_leaves_the_others() -> None:
 def test_step_that_raises() -> None:
     """The waiting thread gets the error, and other operations go on."""
 
-    def broken(lane: Lane) -> Steps:
+    def broken(lane: Lane) -> Transfers:
         yield [lane.receive(1, torch.zeros(1, dtype=torch.uint8))]
         raise ZeroDivisionError("boom")
 
@@ -222,7 +222,7 @@ def test_stop_ends_what_is_under_way(who: str) -> None:
         until(lambda: loop._links[1][0].writing and bool(loop._inbox._arrivals))
         if who == "its own thread":
 
-            def steps(lane: Lane) -> Steps:
+            def steps(lane: Lane) -> Transfers:
                 loop.stop("enough of it")
                 yield []
 
@@ -254,7 +254,7 @@ def test_brief_operation_that_does_not_get_through_its_first_steps(how: str) -> 
     """What it has sent is not known after an interruption, so that the loop ends; stopping it there waits for nobody."""
     with by_hand() as (loop, _):
 
-        def steps(lane: Lane) -> Steps:
+        def steps(lane: Lane) -> Transfers:
             if how == "interrupted":
                 raise KeyboardInterrupt
             loop.stop("enough of it")

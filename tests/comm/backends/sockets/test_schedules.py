@@ -15,7 +15,7 @@ from bagua_kernels.comm.backends.sockets import schedules
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, chunks, cut
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
-from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Steps, signature
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from tests.comm.contract import bits, check, oracle, same, values
 
@@ -59,7 +59,7 @@ class World:
 
         return count
 
-    def start(self, lanes: Callable[[int], list[Callable[[Lane], Steps]]], window: int = 3) -> list[Operation]:
+    def start(self, lanes: Callable[[int], list[Callable[[Lane], Transfers]]], window: int = 3) -> list[Operation]:
         """Starts an operation whose lanes on a rank are `lanes(rank)`."""
         number = next(self.numbers)
         works = [Operation("barrier", number, signature("barrier"), iter(lanes(r)), window) for r in self.everyone]
@@ -67,7 +67,7 @@ class World:
             loop.submit(work)
         return works
 
-    def run(self, lanes: Callable[[int], list[Callable[[Lane], Steps]]], window: int = 3) -> None:
+    def run(self, lanes: Callable[[int], list[Callable[[Lane], Transfers]]], window: int = 3) -> None:
         """Starts an operation and waits for it."""
         finish(self.start(lanes, window))
 

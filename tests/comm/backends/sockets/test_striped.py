@@ -13,7 +13,7 @@ import torch
 
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
-from bagua_kernels.comm.backends.local.meeting import LocalWorld
+from bagua_kernels.comm.backends.local.world import LocalWorld
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning

@@ -17,19 +17,19 @@ Parts = list[torch.Tensor]
 Combine = Callable[[list[Any]], Parts]
 
 
-class Group:
+class LocalGroup:
     """Ranks (numbers of the world), the collectives under way among them, and their undelivered messages."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.secret = Secret.random()
         self.gone: dict[int, str] = {}
-        self.meetings: dict[int, Meeting] = {}
+        self.collectives: dict[int, Collective] = {}
         # (from, to, tag, how many went before) -> message, so that receives are served in the order they were started.
         self.mail: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
 
-class Meeting:
+class Collective:
     """One collective: what every rank brought, and once all are there, what every rank takes home."""
 
     def __init__(self, signature: tuple[object, ...], first: int) -> None:
@@ -60,12 +60,12 @@ class LocalWorld:
         self.device = torch.device("cpu") if device is None else device
         self.changed = threading.Condition()
         self.lost: dict[int, str] = {}
-        self._groups: dict[object, Group] = {}
+        self._groups: dict[object, LocalGroup] = {}
 
-    def group(self, key: object, ranks: tuple[int, ...]) -> Group:
+    def group(self, key: object, ranks: tuple[int, ...]) -> LocalGroup:
         """Returns the group of that key, made by whoever asks first."""
         with self.changed:
-            return self._groups.setdefault(key, Group(ranks))
+            return self._groups.setdefault(key, LocalGroup(ranks))
 
     def lose(self, rank: int, reason: str) -> None:
         """Marks a rank as lost: whoever waits for it raises `RankLostError`."""
@@ -73,12 +73,12 @@ class LocalWorld:
             self.lost.setdefault(rank, reason)
             self.changed.notify_all()
 
-    def reason(self, group: Group, rank: int) -> str:
+    def reason(self, group: LocalGroup, rank: int) -> str:
         """Returns why rank `rank` of a group is lost, or an empty text; the caller holds the lock."""
         return group.gone.get(rank) or self.lost.get(group.ranks[rank], "")
 
 
-class MeetingWork(Pending):
+class LocalWork(Pending):
     """Waits until no rank is missing, then copies the result into the output on the waiting thread.
 
     Args:
@@ -94,7 +94,7 @@ class MeetingWork(Pending):
     def __init__(
         self,
         world: LocalWorld,
-        group: Group,
+        group: LocalGroup,
         rank: int,
         name: str,
         missing: Callable[[], list[int]],
