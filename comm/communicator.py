@@ -155,11 +155,11 @@ class Communicator(Collectives):
         """
 
     def is_ended(self) -> bool:
-        """Returns whether it was closed or aborted, or has failed."""
+        """Returns True if it was closed or aborted, or has failed."""
         return bool(self._unusable())
 
     def is_closed(self) -> bool:
-        """Returns whether `close` has ended it."""
+        """Returns True if `close` has ended it."""
         return self._unusable() == CLOSED
 
     def __enter__(self) -> Communicator:

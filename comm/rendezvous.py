@@ -134,7 +134,7 @@ def size() -> int:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and `shutdown` not since."""
+    """Returns True if `init` has been called, and `shutdown` not since."""
     return _current is not None
 
 

@@ -29,7 +29,7 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns True if `wait` would return, or raise, at once."""
 
     def count_from(self, started: float) -> None:  # noqa: B027
         """Makes the timeout begin at a time of `time.monotonic`, instead of when `wait` is called."""
@@ -130,7 +130,7 @@ class Together(Work):
             work.count_from(started)
 
     def is_completed(self) -> bool:
-        """Returns whether all are completed."""
+        """Returns True if all are completed."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -61,8 +61,8 @@ class CompressedAllReduce(AllReduce):
             n: as for `AllReduce`.
             exact: as for `AllReduce`.
             dtype: as for `AllReduce`.
-            worker_residual: whether each rank keeps what its payloads lack; for biased codecs.
-            owner_residual: whether each rank keeps what the encoded mean of its chunk lacks; for biased codecs.
+            worker_residual: True if each rank keeps what its payloads lack; for biased codecs.
+            owner_residual: True if each rank keeps what the encoded mean of its chunk lacks; for biased codecs.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay, see `Layout.cut`.
             plain_below: as for `AllReduce`.
             own: where tensors lie in the vector, each from a multiple of the codec's block on. What is between them fills blocks

@@ -52,8 +52,8 @@ def all_reduce_for(
         n: elements of the vector.
         exact: elements of the exact part.
         dtype: of both, float32, float16 or bfloat16.
-        worker_residual: whether each rank keeps what its payloads lack.
-        owner_residual: whether what the encoding of the mean loses is kept too. Only `CompressedAllReduce` encodes means.
+        worker_residual: True if each rank keeps what its payloads lack.
+        owner_residual: True if what the encoding of the mean loses is kept too. Only `CompressedAllReduce` encodes means.
         pieces: number of pieces that are pipelined; by default as suits.
         plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
         own: where tensors lie in the vector, as for `CompressedAllReduce`; only its codecs have blocks to fill up.
@@ -185,12 +185,12 @@ class _Point(NamedTuple):
 
     @property
     def won(self) -> bool:
-        """Whether compression did."""
+        """True if compression did."""
         return self.compressed <= self.plain
 
 
 def _decided(points: Sequence[_Point]) -> bool:
-    """Whether compression has won at two sizes running."""
+    """True if compression has won at two sizes running."""
     return len(points) > 1 and points[-1].won and points[-2].won
 
 

@@ -37,12 +37,12 @@ class AllReduce(abc.ABC):
         plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
 
     Attributes:
-        plain: whether vectors are sent plainly.
-        delivers: whether it can hand out the mean's payloads instead of decoding them.
-        reads_pieces: whether it can be given many tensors instead of one vector.
+        plain: True if vectors are sent plainly.
+        delivers: True if it can hand out the mean's payloads instead of decoding them.
+        reads_pieces: True if it can be given many tensors instead of one vector.
 
     Raises:
-        TypeError: the codec or the dtype is none.
+        TypeError: `codec` is not a codec, or the dtype cannot be encoded.
         ValueError: a number is negative.
     """
 
@@ -215,7 +215,7 @@ def check_configuration(codec: Codec, dtype: torch.dtype, **numbers: int) -> Non
 
 
 def draws(codec: Codec) -> bool:
-    """Whether what a codec encodes depends on its seed."""
+    """True if what a codec encodes depends on its seed."""
     return bool(codec.stochastic) or bool(getattr(codec, "shared_seed", False))
 
 

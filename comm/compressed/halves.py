@@ -49,13 +49,13 @@ class CompressedReduceScatter:
             communicator: the ranks that take part.
             n: elements of the vector.
             dtype: of the vector, float32, float16 or bfloat16.
-            average: whether to divide the sum by the number of ranks.
-            worker_residual: whether each rank keeps what its payloads lack.
+            average: True to divide the sum by the number of ranks.
+            worker_residual: True if each rank keeps what its payloads lack.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
             own: where tensors lie in the vector, as for `CompressedAllReduce`.
 
         Raises:
-            TypeError: the codec or the dtype is none.
+            TypeError: `codec` is not a codec, or the dtype cannot be encoded.
             ValueError: a number is too small, or the codec allows no residuals.
         """
         check_configuration(codec, dtype, n=n)
@@ -149,12 +149,12 @@ class CompressedAllGather:
             communicator: the ranks that take part.
             n: elements of the whole vector.
             dtype: of the chunk, float32, float16 or bfloat16.
-            owner_residual: whether each rank keeps what its payloads lack.
+            owner_residual: True if each rank keeps what its payloads lack.
             pieces: number of pieces of a chunk, equal on all ranks; by default as many as pay.
             own: where tensors lie in the vector, as for `CompressedAllReduce`.
 
         Raises:
-            TypeError: the codec or the dtype is none.
+            TypeError: `codec` is not a codec, or the dtype cannot be encoded.
             ValueError: a number is too small, or the codec allows no residuals.
         """
         check_configuration(codec, dtype, n=n)

@@ -50,7 +50,7 @@ class LinearAllReduce(AllReduce):
             n: as for `AllReduce`.
             exact: as for `AllReduce`.
             dtype: as for `AllReduce`.
-            worker_residual: whether each rank keeps what its payloads lack; what the network rounds is not kept.
+            worker_residual: True if each rank keeps what its payloads lack; what the network rounds is not kept.
             pieces: number of pieces of the vector, equal on all ranks; by default as many as pay.
             plain_below: as for `AllReduce`.
 

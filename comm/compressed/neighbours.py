@@ -35,7 +35,7 @@ class NeighbourExchange:
             tag: tells exchanges under way at the same time apart.
 
         Raises:
-            TypeError: the codec or the dtype is none.
+            TypeError: `codec` is not a codec, or the dtype cannot be encoded.
             ValueError: a number is negative.
         """
         check_configuration(codec, dtype, n=n, tag=tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Generator, Mapping, Sequence
 
 import torch
@@ -43,7 +44,7 @@ class Slots:
 
 
 def encodes_pieces(codec: Codec) -> bool:
-    """Whether a codec makes of many tensors what it makes of one vector of them."""
+    """True if a codec makes of many tensors what it makes of one vector of them."""
     return isinstance(codec, BlockCodec) and type(codec).encode is BlockCodec.encode
 
 
@@ -73,14 +74,14 @@ def encode_part(
         codec.encode(x, seed=seed, out=out)
 
 
-class Pass:
+class Pass(abc.ABC):
     """What both passes have: payloads of pieces of chunks, maybe with residuals, and the exact part beside the first piece.
 
     Args:
         codec: what encodes.
         communicator: the ranks.
         layout: how vectors are cut, with one owner a rank.
-        residual: whether to keep what payloads lack, and add it to the next vector.
+        residual: True to keep what payloads lack, and add it to the next vector.
         exact: how the exact part travels; None if there is none.
         counts: as `block_counts` makes them.
 
@@ -107,10 +108,15 @@ class Pass:
         self._slots = [codec.payload_size(layout.width(piece)) for piece in pieces]
         parts = [(layout.number(p, o), length(layout.part(p, o))) for o in self._encoded() for p in pieces]
         self.residuals = Residuals(codec, parts, communicator.device) if residual else None
+        self._prepare(communicator, 0 if exact is None else exact.row_bytes)
 
+    @abc.abstractmethod
     def _encoded(self) -> Sequence[int]:
-        """The owners whose chunks this rank encodes."""
-        raise NotImplementedError
+        """Returns the owners whose chunks this rank encodes."""
+
+    @abc.abstractmethod
+    def _prepare(self, communicator: Communicator, extra: int) -> None:
+        """Makes the memory for messages, of which the first carries `extra` bytes more in each row."""
 
     def _encode(self, piece: int, owner: int, part: torch.Tensor, seed: int, out: torch.Tensor) -> None:
         """Encodes a piece of an owner's chunk, with its residual if there is one; an empty one not."""
@@ -129,17 +135,8 @@ class Scatter(Pass):
     The exact part's chunks travel with the first piece: so many bytes behind each payload.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        communicator: Communicator,
-        layout: Layout,
-        residual: bool,
-        exact: ExactPart | None = None,
-        counts: Counts | None = None,
-    ) -> None:
-        super().__init__(codec, communicator, layout, residual, exact, counts)
-        rows = with_extra(self._slots, 0 if exact is None else exact.row_bytes)
+    def _prepare(self, communicator: Communicator, extra: int) -> None:
+        rows = with_extra(self._slots, extra)
         self._sent, self._received = (Slots(communicator.size, rows, communicator.device) for _ in range(2))
         self._works: list[Work] = [FINISHED, FINISHED]
 
@@ -182,17 +179,8 @@ class Gather(Pass):
     The means of the exact part's chunks travel with the first piece, as in `Scatter`.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        communicator: Communicator,
-        layout: Layout,
-        residual: bool,
-        exact: ExactPart | None = None,
-        counts: Counts | None = None,
-    ) -> None:
-        super().__init__(codec, communicator, layout, residual, exact, counts)
-        self._messages = Messages(communicator, self._slots, 0 if exact is None else exact.row_bytes)
+    def _prepare(self, communicator: Communicator, extra: int) -> None:
+        self._messages = Messages(communicator, self._slots, extra)
         self._mean = torch.empty(0, device=communicator.device, dtype=torch.float32)
 
     def _encoded(self) -> Sequence[int]:

@@ -53,7 +53,7 @@ class SparseAllReduce(AllReduce):
             n: as for `AllReduce`.
             exact: as for `AllReduce`.
             dtype: as for `AllReduce`.
-            worker_residual: whether each rank keeps what its payloads lack.
+            worker_residual: True if each rank keeps what its payloads lack.
             pieces: number of pieces of the vector, equal on all ranks; 1 if None.
             plain_below: as for `AllReduce`.
 

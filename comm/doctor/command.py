@@ -121,7 +121,7 @@ def _facts(store: Store, key: str) -> RankFacts:
 
 
 def _await(store: Store, key: str, seconds: float) -> bool:
-    """Returns whether a key appears within the time."""
+    """Returns True if a key appears within the time."""
     deadline = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() > deadline:

@@ -110,7 +110,7 @@ class Measurements:
         matmul: seconds of a fixed matrix product, by rank, all at once.
         copy: seconds of a fixed copy of memory, likewise.
         clocks: by rank.
-        watched: whether lost ranks are named in errors.
+        watched: True if lost ranks are named in errors.
     """
 
     size: int
@@ -158,7 +158,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Returns whether no finding is an error."""
+        """Returns True if no finding is an error."""
         return all(finding.level != "error" for finding in self.findings)
 
     def to_json(self) -> str:

@@ -56,7 +56,7 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """Returns whether a heartbeat of every other rank has been read."""
+        """Returns True if a heartbeat of every other rank has been read."""
         return len(self.seen) == self._size - 1
 
     def write(self, heartbeat: Heartbeat) -> None:

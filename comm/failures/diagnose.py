@@ -45,7 +45,7 @@ class Seen:
     Attributes:
         heartbeat: what the rank wrote.
         changed: when it was first seen, by this rank's clock.
-        moved: whether it was seen to follow another one, so that the rank was certainly alive just before `changed`.
+        moved: True if it was seen to follow another one, so that the rank was certainly alive just before `changed`.
     """
 
     heartbeat: Heartbeat
@@ -214,7 +214,7 @@ class _Reasoning:
         return self._view.now - self._view.seen[rank].changed
 
     def _proven(self, rank: int) -> bool:
-        """Returns whether a rank was alive when the operation failed, or after it if a connection broke."""
+        """Returns True if a rank was alive when the operation failed, or after it if a connection broke."""
         case, seen = self._case, self._view.seen[rank]
         # Where a connection broke, only a beat made after that proves life; readings are up to a beat apart.
         proof = case.since + (-2 if case.timed_out else 1.5) * self._view.period

@@ -31,5 +31,5 @@ class Diagnosis:
     by: int
 
     def concerns(self, communicator: str, members: Sequence[int]) -> bool:
-        """Returns whether it explains a failure of a communicator of these ranks."""
+        """Returns True if it explains a failure of a communicator of these ranks."""
         return bool(set(self.ranks) & set(members)) if self.kind == "lost" else self.communicator == communicator

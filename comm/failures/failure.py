@@ -79,7 +79,7 @@ class Failure:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Returns whether a transport's error tells of a timeout."""
+    """Returns True if a transport's error tells of a timeout."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 

@@ -142,7 +142,7 @@ class Liveness:
         return next((report for report in list(self._board.reports) if report.concerns(communicator, members)), None)
 
     def missed(self, communicator: str, members: Sequence[int]) -> bool:
-        """Returns whether a rank has left the job without closing a communicator, and nothing of it is on its way."""
+        """Returns True if a rank has left the job without closing a communicator, and nothing of it is on its way."""
         now = self._clock()
         return any(
             seen.heartbeat.left

@@ -49,7 +49,7 @@ class Client:
         return [str(value).encode() for value in self._ask("multi_get", keys)]
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys are there."""
+        """Returns True if all keys are there."""
         return bool(self._ask("check", keys))
 
     def add(self, key: str, value: int) -> int:

@@ -106,7 +106,7 @@ class Session:
             raise self.failure(operation, number, peer, error, timed_out=is_timeout(error)) from error
 
     def reported(self) -> bool:
-        """Returns whether a failure is known that concerns this communicator: by a report, or since a rank has left."""
+        """Returns True if a failure is known that concerns this communicator: by a report, or since a rank has left."""
         if self.liveness is None:
             return False
         self.liveness.observe()
@@ -130,7 +130,7 @@ class Session:
             number: its number; None for send and receive.
             peer: the only other rank that took part; None for a collective.
             error: what the transport raised, if it did.
-            timed_out: whether the time ran out, rather than a connection.
+            timed_out: True if the time ran out, rather than a connection.
             missing: ranks whose messages were missing then, where the transport knows them.
         """
         what = f"{operation} #{number}" if number is not None else operation

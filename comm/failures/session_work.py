@@ -46,7 +46,7 @@ class SessionWork(Pending):
         self._noted = False
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns True if `wait` would return, or raise, at once."""
         return self._done or self._error is not None or bool(self._session.ended) or bool(self._handle.is_completed())
 
     def _complete(self) -> None:

@@ -77,8 +77,8 @@ class HierarchicalAllReduce:
             op: the reduction; SUM or AVG where there is a codec.
             pieces: in how many a vector goes; by default one for each 4 MiB, at most 8.
             plain_below: elements below which a piece's shard is not encoded; see `measure_plain_below`.
-            worker_residual: whether owners keep what their payloads lack, piece by piece; for biased codecs.
-            owner_residual: whether what the encoding of the mean loses is kept too; as for `all_reduce_for`.
+            worker_residual: True if owners keep what their payloads lack, piece by piece; for biased codecs.
+            owner_residual: True if what the encoding of the mean loses is kept too; as for `all_reduce_for`.
 
         Raises:
             TypeError: if `op` cannot be applied to `dtype`, or a codec cannot; if `codec` or `nodes` is something else.

@@ -41,7 +41,7 @@ class BoundedStore:
         return str(self._ask(lambda: self._store.get(key)).decode())
 
     def check(self, key: str) -> bool:
-        """Returns whether a key is there."""
+        """Returns True if a key is there."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def __enter__(self) -> BoundedStore:

@@ -36,7 +36,7 @@ def split_opening(message: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def try_to_send(sock: socket.socket, data: bytes) -> bool:
-    """Sends a few bytes on a connection whose buffer is empty; returns whether they went."""
+    """Sends a few bytes on a connection whose buffer is empty; returns True if they went."""
     try:
         return sock.send(data) == len(data)
     except OSError:

@@ -45,17 +45,17 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Returns whether it leads to this host only."""
+        """Returns True if it leads to this host only."""
         return self.name in ("lo", "lo0") or any(is_loopback(address) for address in self.addresses)
 
     @property
     def stays_inside(self) -> bool:
-        """Returns whether it leads to this host only, or, by its name, to containers or virtual machines on it."""
+        """Returns True if it leads to this host only, or, by its name, to containers or virtual machines on it."""
         return self.is_loopback or self.name.startswith(_CONTAINER_PREFIXES)
 
     @property
     def leads_out(self) -> bool:
-        """Returns whether other hosts may be reached through it."""
+        """Returns True if other hosts may be reached through it."""
         return bool(self.addresses) and self.state != "down" and not self.stays_inside
 
 
@@ -167,7 +167,7 @@ def choose(
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address, with or without the length of a prefix, is a loopback address."""
+    """Returns True if an address, with or without the length of a prefix, is a loopback address."""
     try:
         return ipaddress.ip_address(address.split("/")[0]).is_loopback
     except ValueError:

@@ -47,7 +47,7 @@ class Secret:
         return hmac.digest(self._key, message, "sha256")
 
     def verify(self, signature: bytes, *parts: bytes) -> bool:
-        """Returns whether a signature is that of these parts, in a time that does not depend on it."""
+        """Returns True if a signature is that of these parts, in a time that does not depend on it."""
         return hmac.compare_digest(signature, self.sign(*parts))
 
     def export(self) -> str:

@@ -31,7 +31,7 @@ def open_store(address: str, port: int, rank: int, timeout: float, launcher: boo
         port: MASTER_PORT.
         rank: this rank.
         timeout: seconds to wait for the host.
-        launcher: whether a launcher holds the store, rather than rank 0.
+        launcher: True if a launcher holds the store, rather than rank 0.
 
     Raises:
         CollectiveTimeoutError: if rank 0, which should hold the store, has not come.
@@ -78,7 +78,7 @@ class Start:
         size: the number of ranks.
         timeout: seconds for the whole start, of which some may have passed.
         since: when it began, as of `time.monotonic`.
-        launcher: whether a launcher holds the store, rather than rank 0.
+        launcher: True if a launcher holds the store, rather than rank 0.
 
     Attributes:
         name: a name that no other start had, the same on all ranks.

@@ -66,17 +66,17 @@ class Topology(abc.ABC):
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether weights are >= 0 and rows and columns sum to 1, so that the mean of all ranks stays as it is."""
+        """True if weights are >= 0 and rows and columns sum to 1, so that the mean of all ranks stays as it is."""
         return not self._unbalanced("rows") and not self._unbalanced("columns")
 
     @property
     def symmetric(self) -> bool:
-        """Whether every matrix equals its transpose."""
+        """True if every matrix equals its transpose."""
         return all(np.allclose(w, w.T, rtol=0, atol=TOLERANCE) for w in self._matrices())
 
     @property
     def mixes(self) -> bool:
-        """Whether some power of the window's product has no zero; swapping values, ranks hear of others and never agree."""
+        """True if some power of the window's product has no zero; swapping values, ranks hear of others and never agree."""
         reach = functools.reduce(lambda before, w: w @ before, self._matrices(), np.eye(self.size)) != 0
         for _ in range(2 * self.size.bit_length()):  # (P - 1)^2 + 1 factors suffice (Wielandt, 1950)
             reach = reach.astype(np.float32) @ reach > 0

@@ -30,7 +30,7 @@ class Command:
         nodes: the number of hosts.
         rendezvous: --rdzv-id.
         unsuitable: why there is nothing to measure, or an empty text.
-        logs: whether torchrun is told to keep logs.
+        logs: True if torchrun is told to keep logs.
     """
 
     launcher: tuple[str, ...]

@@ -72,7 +72,7 @@ class Probes:
         self._end = self._each = 0.0
 
     def fit(self, jobs: int, reserve: float) -> bool:
-        """Returns whether more jobs fit into the budget; the same on all hosts."""
+        """Returns True if more jobs fit into the budget; the same on all hosts."""
         return self._end + jobs * self._each + reserve <= self.budget
 
     def run(self, variables: Mapping[str, str], cases: Sequence[Case] = (), own: float = 0.0) -> Result:
@@ -187,7 +187,7 @@ def search(probes: Probes, sizes: Sequence[int]) -> Search:
 
 
 def _add(found: Search, probes: Probes, candidate: Variables) -> bool:
-    """Measures a candidate; returns whether the search may go on."""
+    """Measures a candidate; returns True if the search may go on."""
     assert found.first is not None
     runs = found.runs.setdefault(candidate, [])
     try:

@@ -57,8 +57,8 @@ def tune(
     Args:
         communicator: by default that of all ranks. A rank to which `split` gave None does not call this.
         budget: seconds to spend, about; a slow network takes more.
-        apply: whether `communicator` follows the result.
-        progress: whether rank 0 writes what is being measured to the standard error.
+        apply: True if `communicator` follows the result.
+        progress: True if rank 0 writes what is being measured to the standard error.
 
     Returns:
         The table, with what was measured; the same on all ranks.

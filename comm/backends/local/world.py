@@ -111,7 +111,7 @@ class LocalWork(Pending):
         self._output = output
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` would return, or raise, at once."""
+        """Returns True if `wait` would return, or raise, at once."""
         with self._world.changed:
             try:
                 return self._done or self._error is not None or self._ready()
@@ -139,7 +139,7 @@ class LocalWork(Pending):
         self._output.view(-1).copy_(result)
 
     def _ready(self) -> bool:
-        """Returns whether all that is waited for is there; raises if it never will be."""
+        """Returns True if all that is waited for is there; raises if it never will be."""
         missing = self._missing()
         if not missing:
             return True

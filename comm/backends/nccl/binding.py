@@ -160,7 +160,7 @@ def share_unique_id(store: Store, rank: int, size: int, timeout: float, make: Ca
 
 
 def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Returns whether NCCL has this reduction."""
+    """Returns True if NCCL has this reduction."""
     return dtype in _DTYPES and op not in BITWISE
 
 

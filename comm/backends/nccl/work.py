@@ -25,8 +25,8 @@ class Ticket:
         number: its number; None if not all ranks take part.
         peers: the other ranks that take part; empty for all.
         event: recorded on the stream behind it; None until it is issued.
-        captured: whether it went into a CUDA graph, so that the event must not be queried.
-        lost: whether it was under way when the communicator was given up; its event comes nevertheless.
+        captured: True if it went into a CUDA graph, so that the event must not be queried.
+        lost: True if it was under way when the communicator was given up; its event comes nevertheless.
         error: why it failed, if that is what the communicator was given up for.
     """
 
@@ -79,7 +79,7 @@ class NcclWork(Pending):
         self._first_stream: Any = None
 
     def is_completed(self) -> bool:
-        """Returns whether the operation has finished on the GPU; true of one in a CUDA graph, which runs later."""
+        """Returns True if the operation has finished on the GPU; true of one in a CUDA graph, which runs later."""
         if self._done or self._error is not None or self._session.ended:
             return True
         self._make_sure_of_issue()

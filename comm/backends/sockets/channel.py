@@ -119,7 +119,7 @@ class Channel:
                 return
 
     def parse(self, inbox: Inbox) -> bool:
-        """Takes headers, and what follows each, out of what was read ahead; returns whether it has stopped (`parked`)."""
+        """Takes headers, and what follows each, out of what was read ahead; returns True if it has stopped (`parked`)."""
         while self.end - self.begin >= HEADER.size:
             number, code, tag, offset, length, total = HEADER.unpack_from(self.staging, self.begin)
             arrival = inbox.place((self.peer, number, tag), code, total)

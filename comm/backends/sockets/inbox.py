@@ -20,7 +20,7 @@ class Arrival:
 
     Attributes:
         own: the memory it goes to, unless that is where it was asked for.
-        early: whether it began to arrive before it was asked for.
+        early: True if it began to arrive before it was asked for.
     """
 
     __slots__ = ("code", "data", "early", "key", "left", "own", "transfer")

@@ -154,7 +154,7 @@ class Loop:
         self._inbox.scratch.give(own)
 
     def _start_here(self, operation: Operation) -> bool:
-        """Takes an operation's first steps on this thread; returns whether it did, which it must not while others wait."""
+        """Takes an operation's first steps on this thread; returns True if it did, which it must not while others wait."""
         if self._moving._is_owned():  # in a signal handler
             return False
         try:

@@ -23,8 +23,8 @@ class Transfer:
         data: the memory it is sent from or received into; None if it is received anywhere.
         own: the memory it was received in, if that was anywhere, from then on until it is given to `Lane.free`.
         left: parts of it that have not gone to the kernel; of one that is received, its bytes.
-        done: whether all of it has gone to the kernel, or arrived.
-        awaited: whether its lane cannot go on without it.
+        done: True if all of it has gone to the kernel, or arrived.
+        awaited: True if its lane cannot go on without it.
     """
 
     __slots__ = ("awaited", "data", "done", "lane", "left", "own", "peer")
@@ -90,7 +90,7 @@ class Lane:
         transfer.own = None
 
     def advance(self) -> bool:
-        """Goes on to the next step that has to wait; returns whether all steps are done."""
+        """Goes on to the next step that has to wait; returns True if all steps are done."""
         assert self.steps is not None
         for transfers in self.steps:
             self.pending = 0
@@ -112,7 +112,7 @@ class Operation:
         code: tells calls that do not fit together apart; see `signature`.
         lanes: the steps of each lane, which are started in this order, `window` at a time.
         window: how many lanes may be under way at once.
-        brief: whether its first steps take no longer than handing them to another thread.
+        brief: True if its first steps take no longer than handing them to another thread.
         owner: kept alive until the operation has ended.
 
     Attributes:
@@ -152,7 +152,7 @@ class Operation:
             self._ended.set()
 
     def is_completed(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns True if it has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self, limit: timedelta) -> None:

@@ -92,7 +92,7 @@ class GlooMessage:
         self._gate.acquire()
 
     def is_completed(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns True if it has ended, well or not."""
         return self._over
 
     def wait(self, limit: timedelta) -> None:
@@ -107,7 +107,7 @@ class GlooMessage:
             raise self._error
 
     def join(self, seconds: float) -> bool:
-        """Waits until it has ended, well or not; returns whether it has."""
+        """Waits until it has ended, well or not; returns True if it has."""
         if self._over:
             return True
         if not self._gate.acquire(timeout=seconds):

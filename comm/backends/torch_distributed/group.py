@@ -102,7 +102,7 @@ class Group:
         return work
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
-        """Returns whether the backend has this reduction."""
+        """Returns True if the backend has this reduction."""
         if self.kind == "gloo":
             return dtype is not torch.int16
         return op not in BITWISE and dtype is not torch.int16

@@ -100,7 +100,7 @@ def star(
         centre: the rank in the middle.
         outputs: at the centre if inward, one a rank; else the one of this rank.
         inputs: at the centre if outward, one a rank; else the one of this rank.
-        inward: whether the centre receives.
+        inward: True if the centre receives.
     """
 
     def steps(lane: Lane) -> Transfers:
