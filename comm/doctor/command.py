@@ -17,9 +17,10 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bagua_kernels.comm import rendezvous
+from bagua_kernels.comm.doctor.facts import Finding, RankFacts, Report
 from bagua_kernels.comm.doctor.findings import diagnose
 from bagua_kernels.comm.doctor.measure import collect, measure
-from bagua_kernels.comm.doctor.report import Finding, RankFacts, Report, show
+from bagua_kernels.comm.doctor.report import show
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.incarnation import agree

@@ -10,7 +10,7 @@ from functools import partial
 from ipaddress import ip_interface
 from typing import TypeVar
 
-from bagua_kernels.comm.doctor.report import Finding, Level, Measurements, RankFacts
+from bagua_kernels.comm.doctor.facts import Finding, Level, Measurements, RankFacts
 
 T = TypeVar("T")
 

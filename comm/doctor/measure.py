@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.doctor.report import BACKENDS, AllReduce, Clock, Measurements, RankFacts
+from bagua_kernels.comm.doctor.facts import AllReduceTime, Clock, Measurements, RankFacts
+from bagua_kernels.comm.doctor.report import BACKENDS
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.reduction import ReduceOp
@@ -176,7 +177,7 @@ def _stream(communicator: Communicator, other: int, sends: bool, size: int, budg
     return size / max(seconds - latency, seconds / 2, 1e-9) if sends else 0.0
 
 
-def _all_reduce(communicator: Communicator, size: int, budget: float) -> AllReduce:
+def _all_reduce(communicator: Communicator, size: int, budget: float) -> AllReduceTime:
     data = torch.zeros(size // 4, dtype=torch.float32, device=communicator.device)
 
     def run() -> None:
@@ -186,7 +187,7 @@ def _all_reduce(communicator: Communicator, size: int, budget: float) -> AllRedu
     trial = _slowest(communicator, _median(1, run, warm_up=1))
     seconds = _slowest(communicator, _median(_repeats(trial, budget), run, warm_up=0))
     rate = data.nbytes / max(seconds, 1e-9)
-    return AllReduce(data.nbytes, seconds, rate, rate * 2 * (communicator.size - 1) / communicator.size)
+    return AllReduceTime(data.nbytes, seconds, rate, rate * 2 * (communicator.size - 1) / communicator.size)
 
 
 def _work(communicator: Communicator, repeats: int) -> tuple[float, float]:

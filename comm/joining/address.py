@@ -23,18 +23,23 @@ def own_address() -> str:
         return "127.0.0.1"
     # The last one is an address that nobody has: on its way there lies the interface to the world.
     for name in filter(None, (master, socket.gethostname(), "192.0.2.1")):
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                # No packet is sent: connecting a datagram socket only chooses the route, and with it the address.
-                probe.connect(address)
-                found = str(probe.getsockname()[0])
-        except OSError:
-            continue
+        found = address_towards(name)
         # A host's own name often stands for its loopback, where other hosts cannot reach it.
-        if not ipaddress.ip_address(found.split("%")[0]).is_loopback:
+        if found and not ipaddress.ip_address(found.split("%")[0]).is_loopback:
             return found
     return "127.0.0.1"
+
+
+def address_towards(name: str) -> str:
+    """Returns the address of this host from which it reaches another host; empty if there is no way."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            # No packet is sent: connecting a datagram socket only chooses the route, and with it the address.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def address_of(interface: str) -> str:

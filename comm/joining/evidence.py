@@ -50,7 +50,7 @@ class Process:
         return [self.table, self.pid, self.started]
 
     def state(self) -> State:
-        """Returns "there" if it runs, "stopped" (by SIGSTOP or a debugger), "gone", or "unknown" if it cannot be seen from here."""
+        """Returns "there", "stopped" (by SIGSTOP or a debugger), "gone", or "unknown" if it cannot be seen from here."""
         if not self.table or self.table != _table():
             return "unknown"
         found = _stat(self.pid)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bagua_kernels.comm.joining.address import address_towards
+
 # Variables of launchers and transports that decide where traffic goes, and how many threads a rank runs.
 VARIABLES = (
     "MASTER_ADDR",
@@ -60,7 +62,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GlooInterface:
     """The interface that Gloo takes.
 
     Attributes:
@@ -92,7 +94,7 @@ class Network:
     """
 
     interfaces: tuple[Interface, ...]
-    choice: Choice
+    choice: GlooInterface
     towards_master: str = ""
     congestion: str = ""
     receive_buffer: int = 0
@@ -116,11 +118,11 @@ class Network:
 def examine() -> Network:
     """Looks at this host."""
     variables = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    found = interfaces()
+    found, master = interfaces(), variables.get("MASTER_ADDR", "")
     return Network(
         interfaces=found,
         choice=choose(found, variables),
-        towards_master=_towards(variables.get("MASTER_ADDR", ""), found),
+        towards_master=_owner(address_towards(master), found) if master else "",
         congestion=_text(_PROC / "tcp_congestion_control"),
         receive_buffer=_largest("tcp_rmem"),
         send_buffer=_largest("tcp_wmem"),
@@ -132,7 +134,7 @@ def choose(
     found: Sequence[Interface],
     variables: Mapping[str, str],
     resolve: Callable[[], tuple[str, Sequence[str]]] | None = None,
-) -> Choice:
+) -> GlooInterface:
     """Returns the interface that Gloo takes after `bagua_kernels.comm.init`.
 
     Args:
@@ -151,19 +153,19 @@ def choose(
             problem = f"{name} has no address"
         elif one.state == "down":
             problem = f"{name} is down"
-        return Choice(name, address, "GLOO_SOCKET_IFNAME", problem)
+        return GlooInterface(name, address, "GLOO_SOCKET_IFNAME", problem)
     loopback = next((interface.name for interface in found if interface.is_loopback), "lo")
     master = variables.get("MASTER_ADDR", "")
     if master == "localhost" or is_loopback(master):
-        return Choice(loopback, "127.0.0.1" if master == "localhost" else master, "MASTER_ADDR")
+        return GlooInterface(loopback, "127.0.0.1" if master == "localhost" else master, "MASTER_ADDR")
     host, addresses = (resolve or _resolve)()
     # Gloo, too, takes the first address to which a socket can be bound.
     for address in addresses:
         owner = _owner(address, found)
         if owner:
-            return Choice(owner, address, "hostname")
+            return GlooInterface(owner, address, "hostname")
     got = f"resolves to {', '.join(addresses)}, which is no address of this host" if addresses else "does not resolve"
-    return Choice(loopback, "127.0.0.1", "fallback", f"the hostname {host} {got}")
+    return GlooInterface(loopback, "127.0.0.1", "fallback", f"the hostname {host} {got}")
 
 
 def is_loopback(address: str) -> bool:
@@ -224,18 +226,6 @@ def _resolve() -> tuple[str, Sequence[str]]:
     except OSError:
         return host, ()
     return host, tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
-
-
-def _towards(master: str, found: Sequence[Interface]) -> str:
-    if not master:
-        return ""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # a datagram socket sends nothing here; the kernel only looks up the route
-            return _owner(str(probe.getsockname()[0]), found)
-    except OSError:
-        return ""
 
 
 class _Entry(ctypes.Structure):

@@ -15,7 +15,7 @@ import torch
 
 from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Choice, Cost, Tuning
+from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Cost, Limits, Tuning
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
 
@@ -207,7 +207,7 @@ def _race(
 
 def borders(
     rows: Sequence[tuple[int, Mapping[str, Cost]]], favoured: str = "", favour: float = 1.0, processor: float = 0.0
-) -> Choice:
+) -> Limits:
     """Turns costs by size into sizes up to which each way is the best.
 
     Args:

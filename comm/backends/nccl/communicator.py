@@ -223,7 +223,7 @@ class NcclCommunicator(NcclCollectives):
     def _release(self, reason: str) -> None:
         _made.pop(self._order, None)
         if self.size > 1:
-            self._queue.watch.stop()
+            self._queue.watchdog.stop()
         if self._owned_liveness is not None:
             self._owned_liveness.stop(reason)
 

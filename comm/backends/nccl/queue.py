@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
-from bagua_kernels.comm.backends.nccl.watch import Watch
+from bagua_kernels.comm.backends.nccl.watchdog import Watchdog
 from bagua_kernels.comm.backends.nccl.work import NcclWork, Ticket, told
 from bagua_kernels.comm.failures.session import Session
 
@@ -46,7 +46,7 @@ class OperationQueue:
 
     def __init__(self, session: Session, runtime: Runtime, endpoint: Endpoint, device: torch.device) -> None:
         self.endpoint = endpoint
-        self.watch = Watch(session, endpoint.check, self._prepare_watch)
+        self.watchdog = Watchdog(session, endpoint.check, self._prepare_watchdog)
         self._session = session
         self._runtime = runtime
         self._device = device
@@ -54,7 +54,7 @@ class OperationQueue:
 
     def abort(self) -> None:
         """Gives up what is under way; may block as long as NCCL does."""
-        self.watch.give_up()
+        self.watchdog.give_up()
         self.endpoint.abort()
 
     def start(
@@ -108,7 +108,7 @@ class OperationQueue:
         for ticket in tickets:
             ticket.event, ticket.captured = done, captured
             if not captured:
-                self.watch.add(ticket)
+                self.watchdog.add(ticket)
 
     def _work(
         self,
@@ -128,6 +128,6 @@ class OperationQueue:
         event.record(self._current_stream())
         return event
 
-    def _prepare_watch(self) -> None:
+    def _prepare_watchdog(self) -> None:
         self._runtime.cuda.set_device(self._device)
         self._runtime.ignore_captures()

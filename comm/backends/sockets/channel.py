@@ -16,7 +16,7 @@ HEADER = struct.Struct("<QQIQQQ")
 STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
 
 
-class Part:
+class MessagePart:
     """A part of a message on its way out of one socket."""
 
     __slots__ = ("header", "rest", "transfer")
@@ -39,7 +39,7 @@ class Channel:
         self.peer = peer
         self.sock = sock
         self.fd = sock.fileno()
-        self.out: deque[Part] = deque()
+        self.out: deque[MessagePart] = deque()
         self.queued = 0
         self.writing = False
         self.torn = False  # whether bytes may have gone of which there is no note

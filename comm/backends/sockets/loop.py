@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, Part
+from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, MessagePart
 from bagua_kernels.comm.backends.sockets.inbox import Inbox, different
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
 from bagua_kernels.comm.failures.forked import FORKED
@@ -125,7 +125,7 @@ class Loop:
         for offset, channel in zip(starts, channels, strict=False):
             part = data[offset : offset + step]
             header = HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
-            channel.out.append(Part(header, part, transfer))
+            channel.out.append(MessagePart(header, part, transfer))
             channel.queued += len(part)
             if not channel.writing:
                 self._guarded(channel, self._write)

@@ -18,7 +18,7 @@ WAYS = {
     "broadcast": BROADCAST,
 }
 
-Choice = tuple[tuple[float, str], ...]
+Limits = tuple[tuple[float, str], ...]
 EVER = float("inf")
 
 
@@ -54,11 +54,11 @@ class Tuning:
         measured: for each operation, by bytes, what each way costs; empty for a guess.
     """
 
-    all_reduce: Choice = ((16 << 10, "exchange"), (4 << 20, "direct"), (EVER, "ring"))
-    all_gather: Choice = ((1 << 20, "direct"), (EVER, "ring"))
-    reduce_scatter: Choice = ((1 << 20, "direct"), (EVER, "ring"))
-    all_to_all: Choice = ((EVER, "direct"),)
-    broadcast: Choice = ((256 << 10, "star"), (EVER, "chain"))
+    all_reduce: Limits = ((16 << 10, "exchange"), (4 << 20, "direct"), (EVER, "ring"))
+    all_gather: Limits = ((1 << 20, "direct"), (EVER, "ring"))
+    reduce_scatter: Limits = ((1 << 20, "direct"), (EVER, "ring"))
+    all_to_all: Limits = ((EVER, "direct"),)
+    broadcast: Limits = ((256 << 10, "star"), (EVER, "chain"))
     piece: int = 4 << 20
     link: int = 512 << 10
     window: int = 8
@@ -69,7 +69,7 @@ class Tuning:
     def __post_init__(self) -> None:
         """Raises `ValueError` for what cannot be followed."""
         for name, ways in WAYS.items():
-            choice: Choice = getattr(self, name)
+            choice: Limits = getattr(self, name)
             limits = [limit for limit, _ in choice]
             if not choice or limits != sorted(limits) or limits[-1] != EVER:
                 raise ValueError(f"expected {name} to be (bytes, way) pairs up to infinity, ascending, got {choice}")
@@ -83,7 +83,7 @@ class Tuning:
 
     def way(self, operation: str, nbytes: int) -> str:
         """Returns the way for a size."""
-        choice: Choice = getattr(self, operation)
+        choice: Limits = getattr(self, operation)
         return next(way for limit, way in choice if nbytes <= limit)
 
     def to_json(self) -> str:

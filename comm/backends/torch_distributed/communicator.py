@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.backends.torch_distributed.group import Group, open_group
+from bagua_kernels.comm.backends.torch_distributed.group import TorchGroup, open_group
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
@@ -100,7 +100,7 @@ class TorchCommunicator(Communicator):
         self._assemble(opened, session, name, exchange.secret.derive("communicator"))
         self._owned_liveness = liveness
 
-    def _assemble(self, group: Group, session: Session, key: str, secret: Secret) -> None:
+    def _assemble(self, group: TorchGroup, session: Session, key: str, secret: Secret) -> None:
         self.rank = group.rank
         self.size = group.size
         self.device = group.device

@@ -22,7 +22,7 @@ from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 
 @dataclass(eq=False)
-class Group:
+class TorchGroup:
     """Connections among some ranks.
 
     Attributes:
@@ -55,7 +55,7 @@ class Group:
         if self.kind == "gloo" and self.size > 1:
             self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
 
-    def child(self, key: str, ranks: tuple[int, ...]) -> Group:
+    def child(self, key: str, ranks: tuple[int, ...]) -> TorchGroup:
         """Connects some of the ranks.
 
         torch's `new_group` will not do: either all processes of the job must call it, or it names the group by how many
@@ -71,7 +71,7 @@ class Group:
         sockets = Sockets()
         with sockets.gather():
             backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
-        return Group(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
+        return TorchGroup(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
         """Starts to send bytes; returns torch's work, or what has its methods."""
@@ -152,7 +152,7 @@ def open_group(
     timeout: float,
     device: torch.device | None,
     host: str,
-) -> Group:
+) -> TorchGroup:
     """Opens the connections of a new communicator beside a process group.
 
     Args:
@@ -184,10 +184,10 @@ def open_group(
     sockets = Sockets()
     with sockets.gather() if own else contextlib.nullcontext():
         backend = _open(kind, store, name, rank, size, timeout, host) if own else group
-    return Group(backend, kind, store, rank, size, timeout, device, host, sockets)
+    return TorchGroup(backend, kind, store, rank, size, timeout, device, host, sockets)
 
 
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
 def _drop_sockets() -> None:

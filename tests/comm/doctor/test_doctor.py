@@ -20,11 +20,11 @@ from torch.distributed import HashStore
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.doctor import command as doctor
 from bagua_kernels.comm.doctor import report as doctor_report
+from bagua_kernels.comm.doctor.facts import SCHEMA, AllReduceTime, Clock, Finding, Measurements, RankFacts, Report
 from bagua_kernels.comm.doctor.findings import diagnose
 from bagua_kernels.comm.doctor.measure import collect, estimate_clock, measure, tournament
-from bagua_kernels.comm.doctor.report import AllReduce, Clock, Finding, Measurements, RankFacts, Report
 from bagua_kernels.comm.joining import interfaces
-from bagua_kernels.comm.joining.interfaces import Choice, Interface, Network
+from bagua_kernels.comm.joining.interfaces import GlooInterface, Interface, Network
 from bagua_kernels.comm.testing import run_processes
 
 LO = Interface("lo", ("127.0.0.1/8", "::1/128"), 65536)
@@ -35,7 +35,9 @@ def network(rank: int, used: str = "eth0", reason: str = "hostname", problem: st
     eth = Interface("eth0", (f"10.0.0.{rank + 1}/24",), 1500, 10_000, "up")
     found = {one.name: one for one in (LO, DOCKER, eth)}
     address = found[used].addresses[0].split("/")[0] if used in found else ""
-    whole = Network(tuple(found.values()), Choice(used, address, reason, problem), "eth0", "cubic", 6 << 20, 4 << 20)
+    whole = Network(
+        tuple(found.values()), GlooInterface(used, address, reason, problem), "eth0", "cubic", 6 << 20, 4 << 20
+    )
     return replace(whole, **changes)
 
 
@@ -87,7 +89,7 @@ def measured(size: int = 4, **changes: Any) -> Measurements:
         size=1 << 20,
         latency=matrix(size, 50e-6),
         bandwidth=matrix(size, 1e9),
-        all_reduce=(AllReduce(1 << 20, 0.001, 1e9, 1.5e9),),
+        all_reduce=(AllReduceTime(1 << 20, 0.001, 1e9, 1.5e9),),
         barrier=1e-4,
         matmul=(1e-3,) * size,
         copy=(1e-3,) * size,
@@ -106,7 +108,12 @@ RULES: dict[str, tuple[list[RankFacts], Measurements | None, str, tuple[int, ...
         *("rank 3 uses docker0 (172.17.0.1)", "set GLOO_SOCKET_IFNAME=eth0"),
     ),
     "debian": (
-        *(hosts(odd=1, network=replace(network(1), choice=Choice("lo", "127.0.1.1", "hostname")), listening=()), None),
+        *(
+            hosts(
+                odd=1, network=replace(network(1), choice=GlooInterface("lo", "127.0.1.1", "hostname")), listening=()
+            ),
+            None,
+        ),
         *("error", (1,), "the hostname host1 resolves to it", "set GLOO_SOCKET_IFNAME=eth0, or let host1 resolve"),
     ),
     "loopback master": (
@@ -318,7 +325,7 @@ def test_choice_of_interface() -> None:
     def resolve_to(*addresses: str) -> Any:
         return lambda: ("me", addresses)
 
-    assert interfaces.choose(found, {"GLOO_SOCKET_IFNAME": "docker0", **MASTER}) == Choice(
+    assert interfaces.choose(found, {"GLOO_SOCKET_IFNAME": "docker0", **MASTER}) == GlooInterface(
         "docker0", "172.17.0.1", "GLOO_SOCKET_IFNAME"
     )
     assert (
@@ -326,12 +333,12 @@ def test_choice_of_interface() -> None:
     )
     down = (LO, Interface("eth0", ("10.0.0.1/24",), state="down"))
     assert interfaces.choose(down, {"GLOO_SOCKET_IFNAME": "eth0"}).problem == "eth0 is down"
-    assert interfaces.choose(found, MASTER) == Choice("lo", "127.0.0.1", "MASTER_ADDR")
-    assert interfaces.choose(found, {"MASTER_ADDR": "localhost"}) == Choice("lo", "127.0.0.1", "MASTER_ADDR")
+    assert interfaces.choose(found, MASTER) == GlooInterface("lo", "127.0.0.1", "MASTER_ADDR")
+    assert interfaces.choose(found, {"MASTER_ADDR": "localhost"}) == GlooInterface("lo", "127.0.0.1", "MASTER_ADDR")
     debian = interfaces.choose(found, elsewhere, resolve_to("127.0.1.1", "10.0.0.1"))
-    assert debian == Choice("lo", "127.0.1.1", "hostname")
+    assert debian == GlooInterface("lo", "127.0.1.1", "hostname")
     named = interfaces.choose(found, elsewhere, resolve_to("8.8.8.8", "10.0.0.1"))
-    assert named == Choice("eth0", "10.0.0.1", "hostname")
+    assert named == GlooInterface("eth0", "10.0.0.1", "hostname")
     lost = interfaces.choose(found, elsewhere, resolve_to())
     assert (lost.name, lost.reason, lost.problem) == ("lo", "fallback", "the hostname me does not resolve")
 
@@ -373,7 +380,7 @@ def test_report() -> None:
     for part in (finding.what, finding.what_to_set, "10.0.0.4", "all-reduce of 1 MiB", "8000", "host2"):
         assert part in text
     parsed = json.loads(report.to_json())
-    assert (parsed["schema"], parsed["healthy"], parsed["findings"][0]["ranks"]) == (doctor_report.SCHEMA, False, [3])
+    assert (parsed["schema"], parsed["healthy"], parsed["findings"][0]["ranks"]) == (SCHEMA, False, [3])
     assert replace(report, findings=(replace(finding, level="warning"),)).healthy
     large = Report(20, "cpu", tuple(hosts(20)), measured(20, bandwidth=matrix(20, 1e9, l7_3=1e6)), ())
     (slowest,) = [table.rows[0] for table in doctor_report.tables(large) if "Bandwidth" in table.title]
@@ -419,7 +426,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert "Latency" in results[0].stdout
     assert results[1].stdout == ""
     report = json.loads(path.read_text())
-    assert report["schema"] == doctor_report.SCHEMA
+    assert report["schema"] == SCHEMA
     assert report["world_size"] == 2
     assert [one["rank"] for one in report["ranks"]] == [0, 1]
     assert [one["listening"] for one in report["ranks"]] == [["127.0.0.1"]] * 2

@@ -14,7 +14,7 @@ import torch
 
 from bagua_kernels.comm import Communicator, ReduceOp, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Choice, Cost, Tuning
+from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Cost, Limits, Tuning
 from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning.measure import borders, tune
 from tests.comm import contract
@@ -112,7 +112,7 @@ def test_text_that_is_no_tuning(text: str) -> None:
         Tuning.from_json(text)
 
 
-def chosen(rows: Sequence[tuple[int, Any]], *args: Any, **options: Any) -> Choice:
+def chosen(rows: Sequence[tuple[int, Any]], *args: Any, **options: Any) -> Limits:
     """Calls `borders` with seconds, or pairs of seconds and processor time, which is 1 where it is not given."""
     full = [
         (nbytes, {way: Cost(*(cost if isinstance(cost, tuple) else (cost, 1.0))) for way, cost in costs.items()})

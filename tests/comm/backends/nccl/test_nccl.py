@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl import communicator as nccl
-from bagua_kernels.comm.backends.nccl import watch as nccl_watch
+from bagua_kernels.comm.backends.nccl import watchdog as nccl_watchdog
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.errors import (
     BackendUnavailableError,
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_watch, "_PERIOD", 0.005)
-    monkeypatch.setattr(nccl_watch, "_PATIENT", 0.1)
+    monkeypatch.setattr(nccl_watchdog, "_PERIOD", 0.005)
+    monkeypatch.setattr(nccl_watchdog, "_PATIENT", 0.1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -149,7 +149,7 @@ def test_a_capture_is_neither_queried_nor_watched_and_replays() -> None:
             works = [c.send(x, right), c.recv(got, left)]
             for each in works:
                 each.wait()
-            assert not any(ticket.captured for ticket in c._queue.watch._tickets)
+            assert not any(ticket.captured for ticket in c._queue.watchdog._tickets)
         assert x.tolist() == [1.0] * 4
         for i in (1, 2):
             gpu.replay(graph)
@@ -302,7 +302,7 @@ def test_without_a_watch_nothing_goes_on() -> None:
         def broken() -> None:
             raise OSError("libcuda.so.1: cannot open shared object file")
 
-        c._queue.watch._prepare = broken
+        c._queue.watchdog._prepare = broken
         work = c.all_reduce(torch.ones(1))
         while not c.session.ended:
             time.sleep(0.01)
@@ -367,15 +367,15 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_the_watch_ends_when_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_watch, "_LINGER", 0.05)
+    monkeypatch.setattr(nccl_watchdog, "_LINGER", 0.05)
 
     def fn(c: NcclCommunicator) -> None:
         for _ in range(2):
             c.barrier().wait()
             deadline = time.monotonic() + 5
-            while c._queue.watch._thread is not None and time.monotonic() < deadline:
+            while c._queue.watchdog._thread is not None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert c._queue.watch._thread is None
+            assert c._queue.watchdog._thread is None
 
     run_ranks(2, fn)
 

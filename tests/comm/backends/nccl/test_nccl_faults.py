@@ -17,7 +17,7 @@ import torch
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl import communicator as nccl
-from bagua_kernels.comm.backends.nccl import watch as nccl_watch
+from bagua_kernels.comm.backends.nccl import watchdog as nccl_watchdog
 from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.nccl.work import Ticket
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_watch, "_PERIOD", 0.005)
-    monkeypatch.setattr(nccl_watch, "_PATIENT", 0.1)
+    monkeypatch.setattr(nccl_watchdog, "_PERIOD", 0.005)
+    monkeypatch.setattr(nccl_watchdog, "_PATIENT", 0.1)
 
 
 def await_end(c: NcclCommunicator, seconds: float = 5.0) -> None:
@@ -67,7 +67,7 @@ def test_a_status_without_a_name_is_an_error_of_each_call(method: str) -> None:
 def test_whatever_the_check_raises_ends_the_session() -> None:
     def fn(c: NcclCommunicator) -> None:
         if c.rank == 0:
-            c._queue.watch._check = lambda: {}["it is broken"]
+            c._queue.watchdog._check = lambda: {}["it is broken"]
             c.all_reduce(torch.ones(1)).wait()
             await_end(c)
             with pytest.raises(CommunicationError, match=r"all_reduce #0 .*it is broken"):

@@ -18,7 +18,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm.backends.torch_distributed import gloo_message
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
-from bagua_kernels.comm.backends.torch_distributed.group import Group
+from bagua_kernels.comm.backends.torch_distributed.group import TorchGroup
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.secret import Secret
@@ -223,7 +223,7 @@ def test_neighbour_exchange_on_nccl_does_not_wait_for_itself(size: int) -> None:
     def run(rank: int) -> None:
         c = TorchCommunicator.__new__(TorchCommunicator)
         cpu = torch.device("cpu")
-        group = Group(Nccl(wires, rank), "nccl", HashStore(), rank, size, 3.0, cpu, "")
+        group = TorchGroup(Nccl(wires, rank), "nccl", HashStore(), rank, size, 3.0, cpu, "")
         c._assemble(group, Session("world", 3.0, rank, tuple(range(size)), None), "key", Secret.random())
         peers = [peer for peer in range(size) if peer != rank]
         for n in range(2):

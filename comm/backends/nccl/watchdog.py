@@ -15,7 +15,7 @@ _PATIENT = 1.0  # seconds after which an operation makes its watch ask what othe
 _LINGER = 2.0  # seconds that a watch stays when nothing is under way
 
 
-class Watch:
+class Watchdog:
     """A thread that looks after the operations under way, for the host does not wait for them.
 
     It ends the session, which aborts the communicator, when the oldest operation takes longer than the timeout, when
