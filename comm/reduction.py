@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -79,6 +80,23 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
 def combine(op: ReduceOp) -> Callable[..., torch.Tensor]:
     """Returns the function of two tensors that carries out `op`, a sum for `AVG`; it takes `out`."""
     return _COMBINE[op]
+
+
+def divide_first(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Divides float16 and bfloat16 before they are summed over `size` ranks; see `ReduceOp`."""
+    if op is ReduceOp.AVG and tensor.dtype in HALF:
+        tensor.div_(size)
+
+
+def divide_last(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Divides float32 and float64 after they were summed; see `ReduceOp`."""
+    if op is ReduceOp.AVG and tensor.dtype not in HALF:
+        tensor.div_(size)
+
+
+def divide_after(tensor: torch.Tensor, op: ReduceOp, size: int) -> Callable[[], None] | None:
+    """Returns a function that does what `divide_last` does, later; None if there is nothing to divide."""
+    return partial(divide_last, tensor, op, size) if op is ReduceOp.AVG and tensor.dtype not in HALF else None
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:

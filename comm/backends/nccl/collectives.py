@@ -13,7 +13,7 @@ from bagua_kernels.comm.backends.nccl.queue import OperationQueue
 from bagua_kernels.comm.backends.nccl.work import NcclWork, Ticket
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session
-from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
+from bagua_kernels.comm.reduction import HALF, ReduceOp, divide_after, reduce_in_order
 from bagua_kernels.comm.work import Work
 
 _Finish = Callable[[], None] | None
@@ -70,7 +70,7 @@ class NcclCollectives(Communicator):
             return self._collect("reduce", everything, tensor, dst, finish)
         data = self._divided(tensor, op, tensor if here else None)
         sent = (n - 1) * b // n + (0 if here else b // n)
-        finish = self._divide_after(data, op) if here else None
+        finish = divide_after(data, op, self.size) if here else None
         return self._start("reduce", lambda nccl: nccl.reduce(data, op, dst, receives=here), sent, [data], finish)
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
@@ -81,7 +81,7 @@ class NcclCollectives(Communicator):
             return self._start("all_reduce", issue, sent, [everything, tensor], total)
         self._divided(tensor, op, tensor)
         sent = 2 * (self.size - 1) * tensor.nbytes // self.size
-        finish = self._divide_after(tensor, op)
+        finish = divide_after(tensor, op, self.size)
         return self._start("all_reduce", lambda nccl: nccl.all_reduce(tensor, op), sent, [tensor], finish)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -95,7 +95,7 @@ class NcclCollectives(Communicator):
             parts, mine = _by_rank(received.unbind(0)), _by_rank(input.view(self.size, -1).unbind(0))
             total, tensors = self._reduce_into(output, received, op), [received, input]
             return self._start("reduce_scatter", lambda nccl: nccl.exchange(parts, mine), sent, tensors, total)
-        data, finish = self._divided(input, op), self._divide_after(output, op)
+        data, finish = self._divided(input, op), divide_after(output, op, self.size)
         issue = lambda nccl: nccl.reduce_scatter(output, data, op)  # noqa: E731
         return self._start("reduce_scatter", issue, sent, [output, data], finish)
 
@@ -150,15 +150,6 @@ class NcclCollectives(Communicator):
     def _divided(self, tensor: torch.Tensor, op: ReduceOp, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns what goes into the sum: a new tensor, or `out`, where halves are averaged, else the tensor itself."""
         return torch.div(tensor, self.size, out=out) if op is ReduceOp.AVG and tensor.dtype in HALF else tensor
-
-    def _divide_after(self, tensor: torch.Tensor, op: ReduceOp) -> _Finish:
-        if op is not ReduceOp.AVG or tensor.dtype in HALF:
-            return None
-
-        def finish() -> None:
-            tensor.div_(self.size)
-
-        return finish
 
 
 def _by_rank(tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:

@@ -22,7 +22,7 @@ from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
 from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.comm.reduction import HALF, ReduceOp, reduce_in_order
+from bagua_kernels.comm.reduction import ReduceOp, divide_after, divide_first, reduce_in_order
 from bagua_kernels.comm.work import Work
 
 _NATIVE: dict[ReduceOp, Any] = {
@@ -212,22 +212,22 @@ class TorchCommunicator(Communicator):
             return self._reduce_locally("reduce", tensor, op, keep=self.rank == dst)
         # Gloo uses the tensors of the other ranks as scratch memory.
         data = tensor if self.rank == dst else tensor.clone()
-        self._divide_first(data, op)
+        divide_first(data, op, n)
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = _NATIVE[op], dst
-        finish = self._divide_after(data, op) if self.rank == dst else None
+        finish = divide_after(data, op, n) if self.rank == dst else None
         sent = (n - 1) * b // n + (0 if self.rank == dst else b // n)
         return self._start("reduce", lambda: self._group.backend.reduce([data], options), sent, finish)
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
         if not self._group.reduces(tensor.dtype, op):
             return self._reduce_locally("all_reduce", tensor, op, keep=True)
-        self._divide_first(tensor, op)
+        divide_first(tensor, op, self.size)
         options = dist.AllreduceOptions()
         options.reduceOp = _NATIVE[op]
         sent = 2 * (self.size - 1) * tensor.nbytes // self.size
         call = lambda: self._group.backend.allreduce([tensor], options)  # noqa: E731
-        return self._start("all_reduce", call, sent, self._divide_after(tensor, op))
+        return self._start("all_reduce", call, sent, divide_after(tensor, op, self.size))
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         parts, data = _movable(output), _movable(input)
@@ -307,19 +307,6 @@ class TorchCommunicator(Communicator):
 
         sent = (self.size - 1) * tensor.nbytes
         return self._start(operation, lambda: self._group.backend._allgather_base(parts, data), sent, finish)
-
-    def _divide_first(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        if op is ReduceOp.AVG and tensor.dtype in HALF:
-            tensor.div_(self.size)
-
-    def _divide_after(self, tensor: torch.Tensor, op: ReduceOp) -> Callable[[], None] | None:
-        if op is not ReduceOp.AVG or tensor.dtype in HALF:
-            return None
-
-        def finish() -> None:
-            tensor.div_(self.size)
-
-        return finish
 
 
 _open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()

@@ -10,13 +10,11 @@ from bagua_kernels.comm.backends.sockets.schedules.ranks import (
     Ranks,
     chunks,
     combine_arrived,
-    divide_first,
-    divide_last,
     reduce_arrived,
     reduce_rows,
 )
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfer, Transfers
-from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.reduction import ReduceOp, divide_first, divide_last
 
 
 def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:

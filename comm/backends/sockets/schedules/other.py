@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.schedules.ranks import Ranks, chunks, divide_last, reduce_arrived, reduce_rows
+from bagua_kernels.comm.backends.sockets.schedules.ranks import Ranks, chunks, reduce_arrived, reduce_rows
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfers
-from bagua_kernels.comm.reduction import HALF, ReduceOp, combine
+from bagua_kernels.comm.reduction import HALF, ReduceOp, combine, divide_last
 
 
 def reduce_scatter(

@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfer
-from bagua_kernels.comm.reduction import HALF, ReduceOp, combine
+from bagua_kernels.comm.reduction import ReduceOp, combine, divide_first, divide_last
 
 
 class Ranks:
@@ -37,18 +37,6 @@ def chunks(n: int, parts: int) -> list[slice]:
 def cut(n: int, size: int) -> Iterator[slice]:
     """Cuts `n` elements into pieces of `size`, the last one shorter."""
     return (slice(begin, min(n, begin + size)) for begin in range(0, n, size))
-
-
-def divide_first(x: torch.Tensor, op: ReduceOp, size: int) -> None:
-    """Divides float16 and bfloat16 before they are summed; see `ReduceOp`."""
-    if op is ReduceOp.AVG and x.dtype in HALF:
-        x /= size
-
-
-def divide_last(x: torch.Tensor, op: ReduceOp, size: int) -> None:
-    """Divides float32 and float64 after they were summed; see `ReduceOp`."""
-    if op is ReduceOp.AVG and x.dtype not in HALF:
-        x /= size
 
 
 def reduce_rows(rows: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
