@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 class Liveness:
-    """This rank's signs of life, and its view of the others'.
+    """This rank's heartbeats, and its view of the others'.
 
     Args:
         store: a client of its own: the background thread may block in it.
         rank: this process's rank in the world.
         size: the number of ranks in the world.
-        heartbeat: seconds between two signs of life; by default `BAGUA_KERNELS_HEARTBEAT`.
+        heartbeat: seconds between two heartbeats; by default `BAGUA_KERNELS_HEARTBEAT`.
         clock: seconds of a clock that never goes back.
         background: False leaves calling `beat` to the caller, for tests.
         process: the rank's process; by default this one.
@@ -114,7 +114,7 @@ class Liveness:
             self._waits[communicator] = peer
 
     def waited_for(self, communicator: str, rank: int) -> int | None:
-        """Returns the rank whose message another rank waits for, as it said in its last sign of life."""
+        """Returns the rank whose message another rank waits for, as it said in its last heartbeat."""
         seen = self._board.seen.get(rank)
         return None if seen is None else seen.heartbeat.waits.get(communicator)
 
@@ -243,7 +243,7 @@ class Liveness:
             self._thread.join(self.heartbeat)
 
     def beat(self) -> None:
-        """One round with the store: own sign of life, own report, others' reports and, while observing, others' signs.
+        """One round with the store: own heartbeat, own report, others' reports and, while observing, others' heartbeats.
 
         Raises:
             RuntimeError: if the store cannot be reached.

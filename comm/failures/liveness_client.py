@@ -1,4 +1,4 @@
-"""A rank's connection to the store of the signs of life."""
+"""A rank's connection to the store of the heartbeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_CALL = 60.0  # seconds for an answer
 
 
 class StoreError(RuntimeError):
-    """The store of the signs of life cannot be reached, or refuses a request."""
+    """The store of the heartbeats cannot be reached, or refuses a request."""
 
 
 class Client:

@@ -1,4 +1,4 @@
-"""The store of the signs of life: texts by key, for ranks that know the job's secret.
+"""The store of the heartbeats: texts by key, for ranks that know the job's secret.
 
 It runs in a small process of its own beside rank 0, which imports neither torch nor the rest of this package. Signs of
 life therefore arrive while rank 0's interpreter is busy or the process is stopped, they cost its training no time, and

@@ -1,4 +1,4 @@
-"""Opens the store in which the ranks leave their signs of life."""
+"""Opens the store in which the ranks leave their heartbeats."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def connect(
     host: str = "",
     timeout: float = 20.0,
 ) -> Liveness | None:
-    """Opens the store on rank 0, connects every rank to it and starts the signs of life; collective.
+    """Opens the store on rank 0, connects every rank to it and starts the heartbeats; collective.
 
     Torch's own store will not do: it may live in a launcher, or be busy with a blocking call of another thread, its
     address is private, and every stranger may write into it.
@@ -170,7 +170,7 @@ def connect(
         timeout: seconds to connect.
 
     Returns:
-        The running signs of life, or None, on all ranks, if one of them could not connect: failures are then reported
+        The running heartbeats, or None, on all ranks, if one of them could not connect: failures are then reported
         without the name of the rank at fault.
     """
     server: Host | None = None
@@ -209,7 +209,7 @@ def connect(
                     "ranks could not connect to rank %d, so errors will not name a lost rank: %s", HOST, problems
                 )
             return None
-        # Both end with the signs of life: when those stop, are forgotten, or with the process.
+        # Both end with the heartbeats: when those stop, are forgotten, or with the process.
         liveness.release = weakref.finalize(liveness, unfinished.pop_all().close)
     return liveness
 

@@ -65,7 +65,7 @@ class NcclCommunicator(NcclCollectives):
         group: a torch process group of any backend, through which the ranks find one another; None for the default
             group. Making a communicator is collective over it.
         timeout: seconds after which an operation that does not finish is aborted; by default `BAGUA_KERNELS_TIMEOUT`.
-        watch: keeps signs of life, so that an error names the rank at fault: a thread and a connection to rank 0.
+        watch: True if the ranks send heartbeats, so that an error names the rank at fault: a thread and a connection to rank 0.
         device: the GPU of this rank; by default the current one. NCCL wants a GPU for each rank.
 
     Raises:
@@ -135,7 +135,7 @@ class NcclCommunicator(NcclCollectives):
             key: a name that no other communicator over this store ever had.
             device: the GPU of this rank.
             timeout: as of the class.
-            liveness: signs of life that the caller keeps and stops; None for errors without names.
+            liveness: heartbeats that the caller keeps and stops; None for errors without names.
             runtime: the GPU's libraries; by default those of this process.
         """
         self = cls.__new__(cls)
@@ -170,7 +170,7 @@ class NcclCommunicator(NcclCollectives):
             self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         session.abandon = self._abandon
         _made[self._order] = self
-        # What is registered last runs first: before the signs of life, the store and whatever else it needs are gone.
+        # What is registered last runs first: before the heartbeats, the store and whatever else it needs are gone.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 

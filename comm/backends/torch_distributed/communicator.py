@@ -62,7 +62,7 @@ class TorchCommunicator(Communicator):
         group: a torch process group; None for the default group.
         timeout: seconds after which an operation that does not finish raises an error; by default
             `BAGUA_KERNELS_TIMEOUT`.
-        watch: keeps signs of life, so that an error names the rank at fault: a thread and a connection to rank 0.
+        watch: True if the ranks send heartbeats, so that an error names the rank at fault: a thread and a connection to rank 0.
         device: where tensors will be; by default the current CUDA device if the group serves one, else the CPU.
         host: the address whose network interface Gloo uses; by default `GLOO_SOCKET_IFNAME`, or what the hostname
             says.
