@@ -97,7 +97,7 @@ def _trains(folder: str) -> None:
     over.set()
     for thread in threads:
         thread.join()
-    assert signs._store.check([f"beat/{r}" for r in range(3)])  # it still answers
+    assert signs._board._store.check([f"beat/{r}" for r in range(3)])  # it still answers
     print(json.dumps([count[0], sorted(addresses), _open_to_others()]))
     comm.shutdown()
 
