@@ -145,6 +145,12 @@ TUNING: Knob[str] = Knob(
     str,
     "What `bagua_kernels.comm.tune` has measured, as JSON: which way each collective takes at which size.",
 )
+WATCH: Knob[bool] = Knob(
+    "BAGUA_KERNELS_WATCH",
+    True,
+    _flag,
+    "1 lets optimizers find moved tensors by reading PyTorch's objects in memory; 0 asks PyTorch for each of them.",
+)
 SECRET: Knob[str] = Knob(
     "BAGUA_KERNELS_SECRET",
     "",
@@ -204,6 +210,7 @@ ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], 
     NCCL,
     SOCKETS,
     TUNING,
+    WATCH,
     SECRET,
     TRITON_INTERPRET,
     CUDA_SIMULATOR,

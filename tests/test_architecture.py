@@ -50,7 +50,13 @@ DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
 
 BACKENDS = ("_triton", "_numba_cuda", "_numba_cpu")
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
-MAY_IMPORT_OPTIONAL_PACKAGES = ("_triton.py", "_numba_cuda.py", "comm/backends/nccl/binding.py")
+MAY_IMPORT_OPTIONAL_PACKAGES = (
+    "_triton.py",
+    "_triton_kernels.py",
+    "_numba_cuda.py",
+    "_numba_cuda_kernels.py",
+    "comm/backends/nccl/binding.py",
+)
 MAY_READ_THE_ENVIRONMENT = (
     "bagua_kernels/knobs.py",
     "comm/joining/interfaces.py",  # what other tools' variables say, to report it

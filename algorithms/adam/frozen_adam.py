@@ -108,13 +108,22 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         corrects = not group["frozen"] or group["v_correction"] == "continued"
         still, root = 1.0 if group["frozen"] else beta2, (1 - beta2**step) ** 0.5 if corrects else 1.0
         decay = 1 - group["lr"] * group["weight_decay"]
-        return 0.0, decay, 1 - beta1, still, 1 - still, group["eps"], group["lr"] / (1 - beta1**step), root
+        return {
+            "weight_decay": 0.0,
+            "decay": decay,
+            "rate1": 1 - beta1,
+            "beta2": still,
+            "rate2": 1 - still,
+            "eps": group["eps"],
+            "step_size": group["lr"] / (1 - beta1**step),
+            "root_bias2": root,
+        }
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient, and then maybe freezes v.

@@ -18,9 +18,9 @@ from bagua_kernels.compression.minmax import MinMaxUInt2 as MinMaxUInt2
 from bagua_kernels.compression.minmax import MinMaxUInt4 as MinMaxUInt4
 from bagua_kernels.compression.minmax import MinMaxUInt8 as MinMaxUInt8
 from bagua_kernels.compression.natural import Natural as Natural
-from bagua_kernels.compression.powersgd.config import AlternatingLowRank as AlternatingLowRank
-from bagua_kernels.compression.powersgd.config import LowRank as LowRank
 from bagua_kernels.compression.powersgd.config import PowerSGD as PowerSGD
+from bagua_kernels.compression.powersgd.low_rank import AlternatingLowRank as AlternatingLowRank
+from bagua_kernels.compression.powersgd.low_rank import LowRank as LowRank
 from bagua_kernels.compression.qsgd import QSGD as QSGD
 from bagua_kernels.compression.sign import Sign as Sign
 from bagua_kernels.compression.sparse.randomk import RandomK as RandomK

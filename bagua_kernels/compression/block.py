@@ -10,6 +10,7 @@ import torch
 
 from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
 from bagua_kernels.launchers import arguments, blockwise
+from bagua_kernels.launchers.blockwise.form import checked_block, form_of
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -27,7 +28,7 @@ class BlockCodec(ABC):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        blockwise.checked_block(self.block)
+        checked_block(self.block)
         check_switches(self)
 
     @property
@@ -49,7 +50,7 @@ class BlockCodec(ABC):
         """The number of bytes of `n` encoded elements."""
         if n < 0:
             raise ValueError(f"the number of elements must be 0 or more, got {n=}")
-        return blockwise.layout_of(self.rule, n, self.block).size
+        return form_of(self.rule, n, self.block).size
 
     def encode(
         self,

@@ -12,6 +12,7 @@ from bagua_kernels.compression.absmax import level_variance
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.compression.codec import Unbiased, register
 from bagua_kernels.launchers import arguments, blockwise
+from bagua_kernels.launchers.blockwise.form import check_payload, form_of
 from bagua_kernels.rules.magnitude import absmax
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -93,19 +94,19 @@ class TernGrad(BlockCodec):
                 raise ValueError("scales are for TernGrad(shared=True), got them with shared=False")
             return super().encode(x, seed=seed, out=out, counts=counts)
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
-        layout = blockwise.layout_of(self.rule, x.numel(), self.block)
+        form = form_of(self.rule, x.numel(), self.block)
         if scales is None:
             scales = self.scales(x)
-        if scales.shape != (layout.blocks,) or scales.dtype != torch.int32 or scales.device != x.device:
+        if scales.shape != (form.blocks,) or scales.dtype != torch.int32 or scales.device != x.device:
             raise ValueError(
-                f"scales must be int32 of shape {(layout.blocks,)} on {x.device}, got {scales.dtype} of shape "
+                f"scales must be int32 of shape {(form.blocks,)} on {x.device}, got {scales.dtype} of shape "
                 f"{tuple(scales.shape)} on {scales.device}"
             )
         out = self._payload(x.numel(), x.device, out)
-        blockwise.check_payload("out", out, layout, (layout.size,), x.device)
-        words, _ = layout.parts(out)
-        words[layout.blocks :] = 0
-        words[: layout.blocks] = scales
+        check_payload("out", out, form, (form.size,), x.device)
+        words, _ = form.parts(out)
+        words[form.blocks :] = 0
+        words[: form.blocks] = scales
         blockwise.encode(self.rule, x, out, block=self.block, seed=seed, given=True, counts=counts)
         return out
 

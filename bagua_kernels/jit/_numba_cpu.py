@@ -18,8 +18,9 @@ import torch
 from numba import extending, types
 
 from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, scalar
-from bagua_kernels.jit.rule import Rule, called_rules, code_of, digest, rebuilt, with_literals
+from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
+from bagua_kernels.rules.calls import Rule, called_rules, code_of
 
 logger = logging.getLogger(__name__)
 

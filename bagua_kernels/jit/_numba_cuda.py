@@ -19,9 +19,10 @@ from numba import cuda
 
 from bagua_kernels import knobs
 from bagua_kernels.jit import scalar
-from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt, with_literals
+from bagua_kernels.jit.rule import rebuilt, with_literals
 from bagua_kernels.rules import rounding
 from bagua_kernels.rules import vocabulary as tl
+from bagua_kernels.rules.calls import Rule, called_rules, code_of
 
 SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
 

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from bagua_kernels import knobs
-from bagua_kernels.jit.rule import Rule, called_rules, code_of, rebuilt
+from bagua_kernels.jit.rule import rebuilt
 from bagua_kernels.rules import rounding, vocabulary
+from bagua_kernels.rules.calls import Rule, called_rules, code_of
 
 if knobs.TRITON_INTERPRET.get():
     from triton.runtime import interpreter

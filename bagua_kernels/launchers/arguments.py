@@ -22,6 +22,12 @@ def checked_seed(seed: int | None) -> int | None:
     return seed
 
 
+def seed_halves(seed: int | None) -> tuple[int, int]:
+    """The low and the high 32 bits of a seed; zeros where there is none."""
+    value = seed or 0
+    return value & 0xFFFFFFFF, value >> 32
+
+
 def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises unless `x` is a contiguous 1-D tensor of one of the dtypes."""
     if not isinstance(x, torch.Tensor):

@@ -50,6 +50,7 @@ class Adadelta(Fused, torch.optim.Adadelta):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         counters["step"] = counters["step"] + 1
-        return group["weight_decay"], group["rho"], 1 - group["rho"], group["eps"], group["lr"]
+        named = {name: group[name] for name in ("weight_decay", "rho", "eps", "lr")}
+        return {**named, "rate": 1 - group["rho"]}

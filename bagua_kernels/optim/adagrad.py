@@ -52,6 +52,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
-        return group["weight_decay"], group["eps"], group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        step_size = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        return {"weight_decay": group["weight_decay"], "eps": group["eps"], "step_size": step_size}

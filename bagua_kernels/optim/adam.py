@@ -18,13 +18,20 @@ PLAIN = Update(ADAM, ("exp_avg", "exp_avg_sq"), ("step",))
 GREATEST = Update(AMSGRAD, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",))
 
 
-def moments(group: Group) -> tuple[Any, ...]:
-    """The scalars that Adam and its kin begin with: both kinds of decay, the rates of the moments, and eps."""
+def moments(group: Group) -> dict[str, Any]:
+    """The scalars that the rules of Adam and its kin share: both kinds of decay, the rates of the moments, and eps."""
     beta1, beta2 = group["betas"]
     decoupled = group["decoupled_weight_decay"]
     penalty = 0.0 if decoupled else group["weight_decay"]
     decay = 1 - group["lr"] * group["weight_decay"] if decoupled else 1.0
-    return penalty, decay, 1 - beta1, beta2, 1 - beta2, group["eps"]
+    return {
+        "weight_decay": penalty,
+        "decay": decay,
+        "rate1": 1 - beta1,
+        "beta2": beta2,
+        "rate2": 1 - beta2,
+        "eps": group["eps"],
+    }
 
 
 class Adam(Fused, torch.optim.Adam):
@@ -66,10 +73,11 @@ class Adam(Fused, torch.optim.Adam):
     def _update(self, group: Group) -> Update:
         return GREATEST if group["amsgrad"] else PLAIN
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
-        return (*moments(group), group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5)
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        return {**moments(group), "step_size": group["lr"] / bias1, "root_bias2": bias2**0.5}
 
 
 class AdamW(Adam, torch.optim.AdamW):

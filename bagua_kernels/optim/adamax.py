@@ -50,7 +50,13 @@ class Adamax(Fused, torch.optim.Adamax):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
-        return group["weight_decay"], 1 - beta1, beta2, group["eps"], group["lr"] / (1 - beta1**step)
+        return {
+            "weight_decay": group["weight_decay"],
+            "rate1": 1 - beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "step_size": group["lr"] / (1 - beta1**step),
+        }

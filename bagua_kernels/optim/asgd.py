@@ -52,10 +52,11 @@ class ASGD(Fused, torch.optim.ASGD):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         lr, eta, mu = group["lr"], counters["eta"], counters["mu"]
         counters["eta"] = lr / (1 + group["lambd"] * lr * step) ** group["alpha"]
         averaged = step - group["t0"]
         counters["mu"] = 1 / (averaged.clamp(min=1) if isinstance(averaged, Tensor) else max(1, averaged))
-        return group["weight_decay"], 1 - group["lambd"] * eta, eta, mu
+        decay = 1 - group["lambd"] * eta
+        return {"weight_decay": group["weight_decay"], "decay": decay, "step_size": eta, "weight": mu}

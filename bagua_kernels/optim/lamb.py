@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import SCALARS, Variant
+from bagua_kernels.launchers.multitensor import Variant
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
@@ -67,18 +67,26 @@ class LAMB(Fused, Optimizer):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
-        biases = 1 - beta1**step, (1 - beta2**step) ** 0.5
-        # The learning rate comes last, where the trust ratio is multiplied in.
-        return group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], *biases, group["lr"]
+        return {
+            "weight_decay": group["weight_decay"],
+            "rate1": 1 - beta1,
+            "beta2": beta2,
+            "rate2": 1 - beta2,
+            "eps": group["eps"],
+            "bias1": 1 - beta1**step,
+            "root_bias2": (1 - beta2**step) ** 0.5,
+            # The trust ratio is multiplied in by `_launch`.
+            "step_size": group["lr"],
+        }
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant = launch.variant
         moments = Variant(LAMB_MOMENTS, variant.dtypes, variant.scalars - 1, variant.extras)
-        last = SCALARS + moments.scalars
-        keep = [column for column in range(variant.width) if column != last]
+        size = launch.column("step_size")
+        keep = [column for column in range(variant.width) if column != size]
         sums = multitensor.launch(moments, launch.table, contiguous(rows[:, keep]))
-        multiply(rows, last, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
+        multiply(rows, size, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
         multitensor.launch(variant, launch.table, rows, keys)

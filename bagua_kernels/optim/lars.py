@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant
+from bagua_kernels.launchers.multitensor import FACTOR, SKIP, Table, Variant
 from bagua_kernels.optim.sgd import momentum_scalars
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
@@ -90,9 +90,9 @@ class LARS(Fused, Optimizer):
     def _update(self, group: Group) -> Update:
         return MOMENTUM if group["momentum"] != 0 else PLAIN
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
-        # The trust ratio is multiplied in last.
-        return (*momentum_scalars(group, counters), 1.0)
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
+        # The trust ratio is multiplied in by `_launch`.
+        return {**momentum_scalars(group, counters), "trust": 1.0}
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant, table = launch.variant, launch.table
@@ -109,5 +109,5 @@ class LARS(Fused, Optimizer):
         ]
         coefficient, decay, eps = torch.tensor(coefficients, dtype=torch.float64, device=table.device).unbind(1)
         trust = coefficient * weight / (gradient + decay * weight + eps)
-        multiply(rows, SCALARS + variant.scalars - 1, torch.where((weight > 0) & (gradient > 0), trust, 1.0))
+        multiply(rows, launch.column("trust"), torch.where((weight > 0) & (gradient > 0), trust, 1.0))
         multitensor.launch(variant, table, rows, keys)

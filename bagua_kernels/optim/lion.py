@@ -55,6 +55,7 @@ class Lion(Fused, Optimizer):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return 1 - group["lr"] * group["weight_decay"], beta1, 1 - beta1, 1 - beta2, group["lr"]
+        decay = 1 - group["lr"] * group["weight_decay"]
+        return {"decay": decay, "beta1": beta1, "rate1": 1 - beta1, "rate2": 1 - beta2, "lr": group["lr"]}

@@ -17,7 +17,7 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.scalars import Counters
-from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.optim.step.update import Group, Update, scalar_names
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
 
 UPDATE = Update(MUON_STEP, ("momentum_buffer",))
@@ -62,9 +62,9 @@ class Muon(Fused, torch.optim.Muon):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         # Of each matrix, in `_launch`: the factor of the parameter, and the rate that the matrix's shape adjusts.
-        return 1.0, 0.0
+        return {"decay": 1.0, "lr": 0.0}
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant, table = launch.variant, launch.table
@@ -72,15 +72,19 @@ class Muon(Fused, torch.optim.Muon):
         dtypes = (*variant.dtypes[:3], variant.dtypes[GRADIENT])
         first = np.zeros((len(table), SCALARS + 3), rows.dtype)
         first[:, FACTOR] = rows[:, FACTOR]
+        names = scalar_names(MUON_DIRECTION)
+        momentum, rate, nesterov = (SCALARS + names.index(name) for name in ("momentum", "rate", "nesterov"))
         for group, begin, end in launch.spans:
-            first[begin:end, SCALARS:] = group["momentum"], 1 - group["momentum"], group["nesterov"]
+            first[begin:end, momentum] = group["momentum"]
+            first[begin:end, rate] = 1 - group["momentum"]
+            first[begin:end, nesterov] = group["nesterov"]
         multitensor.launch(Variant(MUON_DIRECTION, dtypes, 3), Table([*table.columns[:3], directions]), first)
         for group, begin, end in launch.spans:
             lr: Any = group["lr"]
             if isinstance(lr, Tensor):
                 # PyTorch multiplies a tensor in its own dtype, which rounds where Python's numbers do not.
                 lr = lr.detach().cpu().reshape(())
-            rows[begin:end, SCALARS] = float(1 - lr * group["weight_decay"])
+            rows[begin:end, launch.column("decay")] = float(1 - lr * group["weight_decay"])
             for i in range(begin, end):
                 options = group["ns_coefficients"], group["ns_steps"], group["eps"]
                 # The products round as PyTorch's only if the matrix lies in memory as its gradient does.
@@ -89,7 +93,7 @@ class Muon(Fused, torch.optim.Muon):
                 dtype = like.dtype if variant.double else torch.bfloat16
                 orthogonal = _zeropower_via_newtonschulz(direction, *options)
                 directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal)
-                rows[i, SCALARS + 1] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
+                rows[i, launch.column("lr")] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
         rows[:, FACTOR] = 1.0
         columns = [table.columns[0], directions, *table.columns[2:]]
         step = replace(variant, dtypes=(variant.dtypes[0], directions[0].dtype, *variant.dtypes[2:]))

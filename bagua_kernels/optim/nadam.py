@@ -65,12 +65,16 @@ class NAdam(Fused, torch.optim.NAdam):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["momentum_decay"]
         mu = beta1 * (1 - 0.5 * 0.96 ** (step * decay))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
         product = counters["mu_product"] = rounded_product(counters["mu_product"], mu, counters.dtype)
-        steps = lr * (1 - mu) / (1 - product), lr * mu_next / (1 - product * mu_next)
-        return (*moments(group), 1 - beta2**step, *steps)
+        return {
+            **moments(group),
+            "bias2": 1 - beta2**step,
+            "gradient_step": lr * (1 - mu) / (1 - product),
+            "momentum_step": lr * mu_next / (1 - product * mu_next),
+        }

@@ -53,7 +53,7 @@ class RAdam(Fused, torch.optim.RAdam):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         beta1, beta2 = group["betas"]
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
@@ -66,4 +66,5 @@ class RAdam(Fused, torch.optim.RAdam):
         else:
             ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
             rectification = (ratio * (length > 5)) ** 0.5
-        return (*moments(group), group["lr"], bias1, bias2**0.5, rectification)
+        own = {"lr": group["lr"], "bias1": bias1, "root_bias2": bias2**0.5, "rectification": rectification}
+        return {**moments(group), **own}

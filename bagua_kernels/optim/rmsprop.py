@@ -60,7 +60,7 @@ class RMSprop(Fused, torch.optim.RMSprop):
     def _update(self, group: Group) -> Update:
         return UPDATES[bool(group["centered"]), group["momentum"] > 0]
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         counters["step"] = counters["step"] + 1
-        momentum = (group["momentum"],) if group["momentum"] > 0 else ()
-        return group["weight_decay"], group["alpha"], 1 - group["alpha"], group["eps"], group["lr"], *momentum
+        names = ("weight_decay", "alpha", "eps", "lr", *(("momentum",) if group["momentum"] > 0 else ()))
+        return {**{name: group[name] for name in names}, "rate": 1 - group["alpha"]}

@@ -48,6 +48,7 @@ class Rprop(Fused, torch.optim.Rprop):
     def _update(self, group: Group) -> Update:
         return UPDATE
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         counters["step"] = counters["step"] + 1
-        return (*group["etas"], *group["step_sizes"])
+        (shrink, grow), (least, most) = group["etas"], group["step_sizes"]
+        return {"shrink": shrink, "grow": grow, "least": least, "most": most}

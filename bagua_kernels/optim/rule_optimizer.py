@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bagua_kernels.jit.rule import code_of
 from bagua_kernels.launchers.multitensor import EXTRAS
+from bagua_kernels.optim.step.entry import DRAWS
 from bagua_kernels.optim.step.fused import Fused
-from bagua_kernels.optim.step.launch import DRAWS
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.rules.calls import code_of
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 
@@ -49,12 +49,12 @@ class RuleOptimizer(Fused, Optimizer):
             self.state[p][name].fill_(complex(value, value) if p.is_complex() else value)
         return fresh
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1
         known: dict[str, Any] = {**group, "step": step}
         if self.derive is not None:
             known |= self.derive(group, step)
-        return tuple(known[name] for name in self.scalar_names)
+        return {name: known[name] for name in self.scalar_names}
 
 
 def rule_optimizer(

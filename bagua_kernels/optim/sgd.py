@@ -20,14 +20,15 @@ PLAIN = Update(PLAIN_SGD)
 MOMENTUM = Update(MOMENTUM_SGD, ("momentum_buffer",), ("_fresh",))
 
 
-def momentum_scalars(group: Group, counters: Counters) -> tuple[Any, ...]:
+def momentum_scalars(group: Group, counters: Counters) -> dict[str, Any]:
     """The scalars of gradient descent: with momentum if its buffer is counted, else without."""
     if not counters:
-        return group["lr"], group["weight_decay"]
+        return {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     fresh = counters["_fresh"]
     counters["_fresh"] = fresh * 0
     undamped = 1 - group["dampening"] * (1 - fresh)
-    return group["lr"], group["momentum"], undamped, group["weight_decay"], float(group["nesterov"])
+    named = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+    return {**named, "undamped": undamped, "nesterov": float(group["nesterov"])}
 
 
 class SGD(Fused, torch.optim.SGD):
@@ -65,5 +66,5 @@ class SGD(Fused, torch.optim.SGD):
     def _update(self, group: Group) -> Update:
         return MOMENTUM if group["momentum"] != 0 else PLAIN
 
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
+    def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         return momentum_scalars(group, counters)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bagua_kernels.jit.rule import called_rules
 from bagua_kernels.rules import vocabulary as tl
+from bagua_kernels.rules.calls import called_rules
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from bagua_kernels.jit.rule import Rule, called_rules, rebuilt
+from bagua_kernels.jit.rule import rebuilt
+from bagua_kernels.rules.calls import Rule, called_rules
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
 

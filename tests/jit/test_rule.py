@@ -13,8 +13,9 @@ from numba.core import caching
 
 from bagua_kernels.compression import Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
 from bagua_kernels.jit import _numba_cpu
-from bagua_kernels.jit.rule import called_rules, digest, rebuilt, with_literals
+from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import vocabulary as tl
+from bagua_kernels.rules.calls import called_rules
 
 
 def half(x):

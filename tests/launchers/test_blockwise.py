@@ -7,7 +7,7 @@ import torch
 
 from bagua_kernels import knobs
 from bagua_kernels.compression import MinMaxUInt8
-from bagua_kernels.launchers import blockwise
+from bagua_kernels.launchers.blockwise.form import form_of
 from tests.conftest import Target
 
 
@@ -23,14 +23,14 @@ def test_lengths_around_2_to_31(target: Target, n: int) -> None:
     shape = kernels.tile(codec.rule, codec.block)
     elements = shape["ROWS"] * shape["BLOCK"]
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    layout = blockwise.layout_of(codec.rule, elements, codec.block)
-    expected, payload = codec.encode(x), torch.full((layout.size,), 77, dtype=torch.uint8)
-    words, codes = layout.parts(payload)
+    form = form_of(codec.rule, elements, codec.block)
+    expected, payload = codec.encode(x), torch.full((form.size,), 77, dtype=torch.uint8)
+    words, codes = form.parts(payload)
     encode = kernels.kernel("encode", codec.rule, torch.float32)
     modes = {"STOCHASTIC": False, "GIVEN": False}
     encode[(1,)](x, words, codes, words, n, 0, 0, **modes, COUNTED=False, **shape, **EXACT)
     assert torch.equal(payload, expected)
-    counts = torch.full((layout.blocks,), codec.block, dtype=torch.int32)
+    counts = torch.full((form.blocks,), codec.block, dtype=torch.int32)
     encode[(1,)](x, words.fill_(7), codes.fill_(7), counts, n, 0, 0, **modes, COUNTED=True, **shape, **EXACT)
     assert torch.equal(payload, expected)
     out = torch.empty_like(x)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt8
-from bagua_kernels.optim.step import watch
 from bagua_kernels.optim.step.part import Part
+from bagua_kernels.optim.watch import sweep
 
 SHAPES = [(3, 5), (1, 1), (130, 2)]
 # Some of those that have a counter, a flag that no state has, or neither; and all that are not torch's.
@@ -172,6 +172,6 @@ def test_fused_by_flat_tensors(name: str, set_default: Callable[[], None]) -> No
 
 def test_fields_are_measured_alike(set_default: Callable[[], None]) -> None:
     """What is known of tensors' memory must not depend on the default when it is first asked for."""
-    expected = watch.fields.__wrapped__()
+    expected = sweep.fields.__wrapped__()
     set_default()
-    assert watch.fields.__wrapped__() == expected
+    assert sweep.fields.__wrapped__() == expected

@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from bagua_kernels.compression.codec import MASK
-from bagua_kernels.compression.powersgd.low_rank import LowRankState, Stack
-from bagua_kernels.compression.powersgd.orthonormal import orthonormalize
-from bagua_kernels.launchers.low_rank import KEEP_LEFT, KEEP_RIGHT
+from bagua_kernels.compression.powersgd.low_rank import AlternatingLowRank, LowRank
 
 
 @dataclass(frozen=True)
@@ -82,142 +79,3 @@ class PowerSGD:
         labels = [str(i) for i in range(len(sizes))] if names is None else list(names)
         kind = AlternatingLowRank if self.alternate else LowRank
         return kind(self, sizes, labels, dtype, torch.device(device))
-
-
-class LowRank(LowRankState):
-    """Residuals and factors of one rank, both made anew in each step; made by `PowerSGD.start`.
-
-    A step is `left`, `right` and `finish`, with an average over all ranks after each of the first two; another order is a
-    `RuntimeError`. Attributes are those of `LowRankState`.
-    """
-
-    @torch.no_grad()
-    def left(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Adds the residuals and returns P = M Q of all compressed matrices.
-
-        Args:
-            tensors: all tensors, those in `dense` too, which are not looked at; float32, float16, bfloat16, or the state's
-                dtype; any strides. They may be overwritten as soon as this returns.
-
-        Returns:
-            Shape (left_size,), of the state's dtype; overwritten by the next call. To be averaged over all ranks, in place.
-
-        Raises:
-            ValueError: the number of tensors, a shape, dtype or device does not fit.
-        """
-        self._check_tensors("tensors", tensors)
-        given = [[tensors[m.place] for m in s.matrices] for s in self._stacks]
-        compiled = self._compiled(given)
-        self._small = [False] * len(self._stacks)
-        if self._passes is not None and compiled:
-            for place, small in zip(compiled, self._passes.project(self._memory(), compiled, given), strict=True):
-                self._small[place] = all(small)
-        for place, (s, gradients) in enumerate(zip(self._stacks, given, strict=True)):
-            if place not in compiled:
-                self._add(place, gradients)
-                torch.bmm(s.total, nonzero(s.kept, s.drawn), out=s.left)
-            self._spoil(place, s.left)
-        self._next = "right"
-        return self._left
-
-    @torch.no_grad()
-    def right(self, left: torch.Tensor) -> torch.Tensor:
-        """Orthonormalises the averaged P and returns Q = M^T P.
-
-        Args:
-            left: shape (left_size,), the average over all ranks of what `left` returned, equal on all of them.
-
-        Returns:
-            Shape (right_size,), of the state's dtype; overwritten by the next call. To be averaged over all ranks, in place.
-            Errors as in `left`.
-        """
-        self._take("right", left, self._left)
-        self._orthonormalize_left()
-        if self._passes is not None:
-            self._passes.gather(self._memory())
-        else:
-            for s in self._stacks:
-                gather(s)
-        self._next = "finish"
-        return self._right
-
-
-class AlternatingLowRank(LowRankState):
-    """Residuals and factors of one rank, one of which is made anew in each step; made by `PowerSGD.start`.
-
-    A step is `factor` and `finish`, with an average over all ranks between them; another order is a `RuntimeError`. Attributes
-    are those of `LowRankState`.
-    """
-
-    _first = "factor"
-    _calls = "`factor`, `finish`"
-
-    def __init__(self, *arguments: Any) -> None:
-        """See `LowRankState`."""
-        super().__init__(*arguments)
-        self._drawn_left = [torch.empty_like(s.kept_left) for s in self._stacks]
-        self._fill(1, self._drawn_left)
-
-    @torch.no_grad()
-    def factor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Adds the residuals and returns the factor whose turn it is, of all compressed matrices.
-
-        In steps of an even number it is P = M Q, of Q that was made in the step before and is made orthonormal now, in the others
-        Q = M^T P, with the sides exchanged.
-
-        Args:
-            tensors: as for `LowRank.left`, with its errors.
-
-        Returns:
-            Shape (left_size,) or (right_size,), of the state's dtype; overwritten by the next call. To be averaged over all
-            ranks, in place.
-        """
-        self._check_tensors("tensors", tensors)
-        given = [[tensors[m.place] for m in s.matrices] for s in self._stacks]
-        compiled = self._compiled(given)
-        self._small = [False] * len(self._stacks)
-        left = self._keeps == KEEP_LEFT
-        if left:
-            for s in self._stacks:
-                orthonormalize(s.right.copy_(nonzero(s.kept, s.drawn)))
-        else:
-            for s, drawn in zip(self._stacks, self._drawn_left, strict=True):
-                s.left.copy_(nonzero(s.kept_left, drawn))
-            self._orthonormalize_left()
-        if self._passes is not None and compiled:
-            work = self._passes.project_onto if left else self._passes.project_and_gather
-            for place, small in zip(compiled, work(self._memory(), compiled, given), strict=True):
-                self._small[place] = all(small)
-        for place, (s, gradients) in enumerate(zip(self._stacks, given, strict=True)):
-            if place not in compiled:
-                self._add(place, gradients)
-                if left:
-                    torch.bmm(s.total, s.right, out=s.left)
-                else:
-                    gather(s)
-            self._spoil(place, s.left if left else s.right)
-        self._next = "finish"
-        return self._last
-
-    @property
-    def _last(self) -> torch.Tensor:
-        return self._left if self._keeps == KEEP_LEFT else self._right
-
-    @property
-    def _keeps(self) -> int:
-        return KEEP_RIGHT if self.step % 2 else KEEP_LEFT
-
-    def _factors_to_save(self) -> dict[str, list[torch.Tensor]]:
-        return {**super()._factors_to_save(), "lefts": [s.kept_left for s in self._stacks]}
-
-
-def nonzero(kept: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Factors of a stack, with columns of random numbers in place of those of zeros."""
-    # A column that became zero would stay zero whatever gradients come.
-    return torch.where((kept == 0).all(1, keepdim=True), drawn, kept)
-
-
-def gather(s: Stack) -> None:
-    """Q = M^T P of a stack, by tensor operations."""
-    # Transposing the thin factors instead of the matrices is three times as fast on a CPU.
-    s.right.copy_(torch.bmm(s.left.transpose(1, 2), s.total).transpose(1, 2))

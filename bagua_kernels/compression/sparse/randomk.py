@@ -9,15 +9,8 @@ import torch
 
 from bagua_kernels.compression.cast import Elements
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
-from bagua_kernels.compression.sparse.codec import (
-    Layout,
-    SparseCodec,
-    check_residual,
-    checked_fraction,
-    delta_of,
-    kept,
-    value_codec,
-)
+from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual, delta_of, value_codec
+from bagua_kernels.compression.sparse.form import SparseForm, checked_fraction, kept
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
 
@@ -87,11 +80,11 @@ class RandomK(SparseCodec):
             raise ValueError(f"a payload begins with a header of 16 bytes, got {payload.numel()} bytes")
         return self._codec.summable(payload[16:])
 
-    def _layout(self, n: int) -> Layout:
+    def _form(self, n: int) -> SparseForm:
         if n < 0:
             raise ValueError(f"the number of elements must be 0 or more, got {n=}")
         k = kept(self.ratio, n)
-        return Layout(n, k, False, self._codec.payload_size(k))
+        return SparseForm(n, k, False, self._codec.payload_size(k))
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,14 +116,14 @@ class RandomK(SparseCodec):
             The payload. Errors as in `encode`.
         """
         check_residual(residual, x)
-        layout = self._layout(x.numel())
+        form = self._form(x.numel())
         if out is not None:
-            check_bytes("out", out, (layout.size,), x.device, f"n={layout.n}")
+            check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
         checked_seed(seed)
         total = residual + x
         out, positions, finite = self._encode(total, seed, out)
-        if layout.n:
-            decoded = self._codec.decode(out[16:], residual.new_empty(layout.capacity))
+        if form.n:
+            decoded = self._codec.decode(out[16:], residual.new_empty(form.capacity))
             lacking = total.index_select(0, positions).sub_(decoded)
             # A codec of values may have made infinities of great ones.
             total.index_copy_(0, positions, lacking.where(lacking.isfinite(), residual.index_select(0, positions)))
@@ -141,19 +134,19 @@ class RandomK(SparseCodec):
         self, x: torch.Tensor, seed: int, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The payload, the positions that were drawn, and whether all of `x` is finite, a scalar."""
-        layout = self._layout(x.numel())
+        form = self._form(x.numel())
         if out is None:
-            out = torch.empty(layout.size, dtype=torch.uint8, device=x.device)
-        check_bytes("out", out, (layout.size,), x.device, f"n={layout.n}")
-        positions = permuted(layout.n, layout.capacity, seed, x.device)
+            out = torch.empty(form.size, dtype=torch.uint8, device=x.device)
+        check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
+        positions = permuted(form.n, form.capacity, seed, x.device)
         finite = torch.ones((), dtype=torch.bool, device=x.device)
-        if layout.n:
-            header, _, _, encoded = layout.parts(out)
-            header[0] = layout.capacity
+        if form.n:
+            header, _, _, encoded = form.parts(out)
+            header[0] = form.capacity
             header[1] = seed - (1 << 64) if seed >> 63 else seed
             values = x.index_select(0, positions).float()
             if self.unbiased:
-                values = values * float(np.float32(layout.n / layout.capacity))
+                values = values * float(np.float32(form.n / form.capacity))
             finite = _all_finite(x)
             values[:1] = values[:1].where(finite, torch.nan)
             self._codec.encode(values, seed=seed, out=encoded)
@@ -170,10 +163,10 @@ class RandomK(SparseCodec):
             ValueError: a shape, size, device or alignment does not fit, or the payload is damaged.
         """
         check_vector("out", out, FLOAT_DTYPES)
-        layout = self._layout(out.numel())
-        check_bytes("payload", payload, (layout.size,), out.device, f"n={layout.n}")
-        if layout.n:
-            positions, values = self._entries(payload, layout, out.dtype)
+        form = self._form(out.numel())
+        check_bytes("payload", payload, (form.size,), out.device, f"n={form.n}")
+        if form.n:
+            positions, values = self._entries(payload, form, out.dtype)
             rest = _rest(values)
             out.copy_(rest.expand_as(out)).index_copy_(0, positions, values.where(rest == 0, rest))
         return out
@@ -186,12 +179,12 @@ class RandomK(SparseCodec):
         `decode`.
         """
         check_vector("out", out, FLOAT_DTYPES)
-        layout = self._layout(out.numel())
-        check_bytes("payloads", payloads, (-1, layout.size), out.device, f"n={layout.n}")
-        if layout.n == 0:
+        form = self._form(out.numel())
+        check_bytes("payloads", payloads, (-1, form.size), out.device, f"n={form.n}")
+        if form.n == 0:
             return out
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        entries = [self._entries(payload, layout, torch.float32) for payload in payloads]
+        entries = [self._entries(payload, form, torch.float32) for payload in payloads]
         rest = total.new_zeros(())
         for _, values in entries:
             rest = rest + _rest(values)
@@ -201,13 +194,15 @@ class RandomK(SparseCodec):
         total.mul_(scale)
         return out if total is out else out.copy_(total)
 
-    def _entries(self, payload: torch.Tensor, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        header, _, _, encoded = layout.parts(payload)
+    def _entries(
+        self, payload: torch.Tensor, form: SparseForm, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        header, _, _, encoded = form.parts(payload)
         count, seed = header.tolist()
-        if count != layout.capacity:
-            raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {layout.capacity}")
-        positions = permuted(layout.n, layout.capacity, seed & MASK, payload.device)
-        values = torch.empty(layout.capacity, dtype=dtype, device=payload.device)
+        if count != form.capacity:
+            raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {form.capacity}")
+        positions = permuted(form.n, form.capacity, seed & MASK, payload.device)
+        values = torch.empty(form.capacity, dtype=dtype, device=payload.device)
         return positions, self._codec.decode(encoded, values)
 
 

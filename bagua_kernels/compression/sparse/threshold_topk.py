@@ -8,16 +8,10 @@ from fractions import Fraction
 import torch
 
 from bagua_kernels.compression.codec import Codec, Contractive, register
-from bagua_kernels.compression.sparse.codec import (
-    Chosen,
-    Largest,
-    checked_fraction,
-    choose,
-    delta_of,
-    kept,
-    sample_size,
-    value_codec,
-)
+from bagua_kernels.compression.sparse.choice import Chosen, choose, sample_size
+from bagua_kernels.compression.sparse.codec import delta_of, value_codec
+from bagua_kernels.compression.sparse.form import checked_fraction, kept
+from bagua_kernels.compression.sparse.largest import Largest
 
 
 @dataclass(frozen=True)

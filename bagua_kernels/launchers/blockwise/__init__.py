@@ -10,87 +10,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from bagua_kernels.jit.op import Op
-from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed, padded
-from bagua_kernels.rules import feedback as feedback_rules
-from bagua_kernels.rules import random, rounding
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, padded
+from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the parts of a payload lie.
-
-    Attributes:
-        n: number of elements.
-        block: elements a block.
-        words: 32-bit scales a block.
-        bits: bits a code: 8, 4, 2 or 1.
-    """
-
-    n: int
-    block: int
-    words: int
-    bits: int
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks; the last may be short."""
-        return -(-self.n // self.block)
-
-    @property
-    def stride(self) -> int:
-        """Bytes of a block's codes."""
-        return self.block * self.bits // 8
-
-    @property
-    def fields(self) -> int:
-        """Codes in a byte; those of one byte are `stride` elements apart."""
-        return 8 // self.bits
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales, padded to 16."""
-        return padded(4 * self.words * self.blocks)
-
-    @property
-    def used_code_bytes(self) -> int:
-        """Bytes of the codes without the pad. Codes of less than a byte always fill their block."""
-        return self.n if self.bits == 8 else self.blocks * self.stride
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes, padded to 16."""
-        return padded(self.used_code_bytes)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload."""
-        return self.scale_bytes + self.code_bytes
-
-    def parts(self, payloads: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Splits payloads of shape (…, size) into int32 scales and uint8 codes, from a block on; views, pads included."""
-        scales = payloads[..., 4 * self.words * first : self.scale_bytes].view(torch.int32)
-        return scales, payloads[..., self.scale_bytes + first * self.stride :]
-
-
-def layout_of(rule: BlockQuantizer, n: int, block: int) -> Layout:
-    """The layout of `n` elements.
-
-    Raises:
-        ValueError: the block size does not fit.
-    """
-    return Layout(n, checked_block(block), rule.words, rule.bits)
 
 
 def encode(
@@ -120,12 +50,12 @@ def encode(
         ValueError: a shape, size, device, alignment, block or seed does not fit.
     """
     check_vector("x", x, FLOAT_DTYPES)
-    layout = layout_of(rule, x.numel(), block)
-    check_payload("payload", payload, layout, (layout.size,), x.device)
+    form = form_of(rule, x.numel(), block)
+    check_payload("payload", payload, form, (form.size,), x.device)
     seed = checked_seed(seed)
-    check_counts(counts, layout, x.device)
-    if layout.n:
-        OP.backend(x.device).encode(rule, x, payload, layout, seed, given, counts)
+    check_counts(counts, form, x.device)
+    if form.n:
+        OP.backend(x.device).encode(rule, x, payload, form, seed, given, counts)
 
 
 def encode_pieces(
@@ -156,11 +86,11 @@ def encode_pieces(
             raise TypeError(
                 f"piece {i} must be {flat[0].dtype} on {payload.device} as the others, got {piece.dtype} on {piece.device}"
             )
-    layout = layout_of(rule, sum(padded(piece.numel(), block) for piece in flat), block)
-    check_payload("payload", payload, layout, (layout.size,), payload.device)
+    form = form_of(rule, sum(padded(piece.numel(), block) for piece in flat), block)
+    check_payload("payload", payload, form, (form.size,), payload.device)
     seed = checked_seed(seed)
-    if layout.n:
-        OP.backend(payload.device).encode_pieces(rule, flat, payload, layout, seed)
+    if form.n:
+        OP.backend(payload.device).encode_pieces(rule, flat, payload, form, seed)
 
 
 def feedback(
@@ -198,12 +128,12 @@ def feedback(
         raise ValueError(
             f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on {residual.device}"
         )
-    layout = layout_of(rule, x.numel(), block)
-    check_payload("payload", payload, layout, (layout.size,), x.device)
+    form = form_of(rule, x.numel(), block)
+    check_payload("payload", payload, form, (form.size,), x.device)
     seed = checked_seed(seed)
-    check_counts(counts, layout, x.device)
-    if layout.n:
-        OP.backend(x.device).feedback(rule, x, residual, payload, layout, factor, seed, counts)
+    check_counts(counts, form, x.device)
+    if form.n:
+        OP.backend(x.device).feedback(rule, x, residual, payload, form, factor, seed, counts)
 
 
 def decode_apply(
@@ -254,15 +184,15 @@ def decode_apply(
                 f"array {i} must have shape {tuple(arrays[0].shape)} on {payloads.device}, "
                 f"got {tuple(array.shape)} on {array.device}"
             )
-    layout = layout_of(rule, arrays[0].numel(), block)
-    whole = layout if total is None else layout_of(rule, total, block)
-    if first < 0 or first * block + layout.n > whole.n:
-        raise ValueError(f"payloads of {whole.n} elements do not hold {layout.n} from block {first} of {block} on")
+    form = form_of(rule, arrays[0].numel(), block)
+    whole = form if total is None else form_of(rule, total, block)
+    if first < 0 or first * block + form.n > whole.n:
+        raise ValueError(f"payloads of {whole.n} elements do not hold {form.n} from block {first} of {block} on")
     check_payload("payloads", payloads, whole, (-1, whole.size), payloads.device)
-    if layout.n:
+    if form.n:
         numbers = tuple(float(s) for s in scalars)
         backend = OP.backend(payloads.device)
-        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, layout, position, whole, first)
+        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, form, position, whole, first)
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,10 +203,10 @@ def _parameters(function: Callable[..., Any]) -> int:
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:
     """Decodes a payload of shape (size,) into `out`, of shape (n,); arguments and errors as in `encode`."""
     check_vector("out", out, FLOAT_DTYPES)
-    layout = layout_of(rule, out.numel(), block)
-    check_payload("payload", payload, layout, (layout.size,), out.device)
-    if layout.n:
-        OP.backend(out.device).decode(rule, payload, out, layout)
+    form = form_of(rule, out.numel(), block)
+    check_payload("payload", payload, form, (form.size,), out.device)
+    if form.n:
+        OP.backend(out.device).decode(rule, payload, out, form)
 
 
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, *, scale: float, block: int) -> None:
@@ -285,10 +215,10 @@ def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, 
     Each payload is read once. The sum is taken in float32, in the order of the ranks. Errors as in `encode`.
     """
     check_vector("out", out, FLOAT_DTYPES)
-    layout = layout_of(rule, out.numel(), block)
-    check_payload("payloads", payloads, layout, (-1, layout.size), out.device)
-    if layout.n:
-        OP.backend(out.device).decode_sum(rule, payloads, out, scale, layout)
+    form = form_of(rule, out.numel(), block)
+    check_payload("payloads", payloads, form, (-1, form.size), out.device)
+    if form.n:
+        OP.backend(out.device).decode_sum(rule, payloads, out, scale, form)
 
 
 def reduce(
@@ -322,94 +252,10 @@ def reduce(
     """
     if n < 0:
         raise ValueError(f"the number of elements must be 0 or more, got {n=}")
-    layout = layout_of(rule, n, block)
-    check_payload("payloads", payloads, layout, (-1, layout.size), payloads.device)
-    check_payload("out", out, layout, (layout.size,), payloads.device)
+    form = form_of(rule, n, block)
+    check_payload("payloads", payloads, form, (-1, form.size), payloads.device)
+    check_payload("out", out, form, (form.size,), payloads.device)
     seed = checked_seed(seed)
-    check_counts(counts, layout, out.device)
-    if layout.n:
-        OP.backend(out.device).reduce(rule, payloads, out, scale, layout, seed, counts)
-
-
-def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
-    """The names by which the templates of every backend call rules."""
-    return {
-        "ordered": rounding.ordered,
-        "float_bits": rounding.float_bits,
-        "compensated": feedback_rules.compensated,
-        "remainder": feedback_rules.remainder,
-        "unit": rule.unit,
-        "terms": rule.terms,
-        "random_key": random.random_key,
-        "random_bits": random.random_bits,
-        "dither": random.dither,
-        "scales": rule.scales,
-        "encode_constants": rule.encode_constants,
-        "encode": rule.encode,
-        "decode_constants": rule.decode_constants,
-        "decode": rule.decode,
-    }
-
-
-def rule_constants(rule: BlockQuantizer) -> dict[str, int]:
-    """The numbers that the templates of every backend know a rule by."""
-    return {
-        "WORDS": rule.words,
-        "BITS": rule.bits,
-        "FIELDS": 8 // rule.bits,
-        "MASK": (1 << rule.bits) - 1,
-        "HALF": 1 << (rule.bits - 1),
-        "LEVELS": rule.levels,
-        "SIGNED": int(rule.signed),
-        "RANGE": int(rule.extremes == "range"),
-        "SUMS": rule.sums,
-    }
-
-
-def piece_table(pieces: Sequence[torch.Tensor], block: int) -> tuple[Any, Any, Any]:
-    """Where the pieces' memory is and how long it is, and each one's first block, with the number of all blocks at the end.
-
-    Three arrays of int64.
-    """
-    sizes = [piece.numel() for piece in pieces]
-    firsts = [0, *accumulate(-(-size // block) for size in sizes)]
-    addresses = [piece.data_ptr() for piece in pieces]
-    return np.array(addresses, np.int64), np.array(sizes, np.int64), np.array(firsts, np.int64)
-
-
-def seed_halves(seed: int | None) -> tuple[int, int]:
-    """The low and the high 32 bits of a seed; zeros where there is none."""
-    value = seed or 0
-    return value & 0xFFFFFFFF, value >> 32
-
-
-def checked_block(block: int) -> int:
-    """`block`, if it is a power of two from 32 to 4096."""
-    if not isinstance(block, int) or not 32 <= block <= 4096 or block & (block - 1):
-        raise ValueError(f"the block size must be a power of two from 32 to 4096, got {block=}")
-    return block
-
-
-def check_counts(counts: torch.Tensor | None, layout: Layout, device: torch.device) -> None:
-    """Raises unless `counts` is None or has an int32 for each block, on the device.
-
-    Kernels clamp what is negative or beyond a block's end, so that no number makes them read or write outside.
-    """
-    if counts is None:
-        return
-    fits = counts.dtype == torch.int32 and counts.shape == (layout.blocks,) and counts.is_contiguous()
-    if not fits or counts.device != device:
-        raise ValueError(
-            f"counts must be contiguous int32 of shape {(layout.blocks,)} on {device} for n={layout.n} and "
-            f"block={layout.block}, got {counts.dtype} of shape {tuple(counts.shape)} on {counts.device}"
-        )
-
-
-def check_payload(
-    name: str, payload: torch.Tensor, layout: Layout, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """Raises unless `payload` is an aligned uint8 tensor of the shape (-1 stands for any size) on the device.
-
-    It must be contiguous, or have contiguous rows.
-    """
-    check_bytes(name, payload, shape, device, f"n={layout.n} and block={layout.block}", strided=True)
+    check_counts(counts, form, out.device)
+    if form.n:
+        OP.backend(out.device).reduce(rule, payloads, out, scale, form, seed, counts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu_intrinsics import VECTOR_BYTES, prefetch, stream_vector, wide_vectors
-from bagua_kernels.jit.rule import Rule
+from bagua_kernels.rules.calls import Rule
 
 # How far ahead of the block at work memory is asked for, and how much a cache line holds.
 AHEAD_BYTES = 4096

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit.op import Op
-from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed
-from bagua_kernels.launchers.blockwise import seed_halves
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, seed_halves
 from bagua_kernels.rules.random import random_key
 
 OP = Op(__name__)

@@ -131,7 +131,7 @@ def _difference(
             raw_step(fused)(flat)
         except Exception as error:
             return f"its step fails on a flat tensor: {type(error).__name__}: {error}"
-        if step == 0 and len(flat._plan.fused) < len(shapes):  # type: ignore[attr-defined]
+        if step == 0 and len(flat._flat_step.fused) < len(shapes):  # type: ignore[attr-defined]
             return "its state cannot be flattened"
         difference = _first_difference(plain, flat)
         if difference is not None:
@@ -208,7 +208,7 @@ def _twin(
         twin.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
     memo[id(optimizer)] = twin
     for name, value in vars(optimizer).items():
-        own = ("param_groups", "state", "step", "_unit", "_plan", "_layouts")
+        own = ("param_groups", "state", "step", "_unit", "_flat_step", "_storages")
         if name not in own and not name.endswith("_hooks"):
             vars(twin)[name] = copy.deepcopy(value, memo)
     return twin

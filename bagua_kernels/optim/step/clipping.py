@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.launchers.multitensor import FACTOR, REAL, Table, Variant, launch
-from bagua_kernels.optim.step.layout import is_dense, resolved
+from bagua_kernels.optim.step.shards import resolved
+from bagua_kernels.optim.step.strides import is_dense
 from bagua_kernels.rules.optimizers import SQUARED_NORM
 
 

@@ -13,24 +13,22 @@ from torch.optim import Optimizer
 
 from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER
 from bagua_kernels.optim.step.clipping import total_norm
 from bagua_kernels.optim.step.compressed import Encoded, PayloadStep
 from bagua_kernels.optim.step.extras import Extras
-from bagua_kernels.optim.step.launch import DRAWS, Launch
-from bagua_kernels.optim.step.plan import Plan
-from bagua_kernels.optim.step.scalars import Counters, Scalars
-from bagua_kernels.optim.step.update import CannotFuseError, Group, Update, counter_dtype
+from bagua_kernels.optim.step.launch import Launch
+from bagua_kernels.optim.step.launches import Launches
+from bagua_kernels.optim.step.scalars import Scalars
+from bagua_kernels.optim.step.states import States
+from bagua_kernels.optim.step.update import CannotFuseError
 
 logger = logging.getLogger(__name__)
 
-HALVES = (torch.bfloat16, torch.float16)
 
-
-class Fused(Optimizer):
+class Fused(States):
     """A mixin before an optimizer class: its constructor, states and checkpoints stay, its `step` becomes one pass.
 
-    A subclass says which rule updates a group (`_update`) and what its scalars are (`_advance`).
+    A subclass says which rule updates a group (`_update`) and what its scalars are (`_advance`), see `States`.
 
     Attributes beside those of `torch.optim`: `clip_grad_norm_`, and the constructor's `extras`, see
     `bagua_kernels.optim.Extras`. Gradients are only read, also under `torch.amp.GradScaler`.
@@ -39,20 +37,14 @@ class Fused(Optimizer):
     _fuses = True
     # Asks GradScaler for its scale and its verdict, so that it does not write unscaled gradients in a pass of its own.
     _step_supports_amp_scaling = True
-    # Whether a step needs no more of the gradients than where they lie.
-    _by_address = True
-    # What of a parameter must not be spread over ranks.
-    _whole: str | None = None
-    _plan: Plan | None = None
-    _made: list[tuple[Tensor, str]]
-    _extras: Extras = Extras()
+    _launches: Launches | None = None
     _clipping: Tensor | None = None
     _encoded: Encoded | None = None
     _reported: str | None = None
 
     def __init__(self, *arguments: Any, extras: Extras | None = None, **options: Any) -> None:
         self._extras = extras or Extras()
-        parent = type(self).__mro__[type(self).__mro__.index(Fused) + 1]
+        parent = type(self).__mro__[type(self).__mro__.index(States) + 1]
         known = inspect.signature(parent).parameters
         # Not every version of PyTorch has all of them.
         lacking = [name for name, value in options.items() if name not in known and (value is None or value is False)]
@@ -61,19 +53,6 @@ class Fused(Optimizer):
         for device in {p.device for group in self.param_groups for p in group["params"]}:
             if device.type in ("cpu", "cuda"):
                 multitensor.load_backend(device)
-
-    def _update(self, group: Group) -> Update:
-        """The rule and states of a group."""
-        raise NotImplementedError
-
-    def _advance(self, group: Group, counters: Counters) -> tuple[Any, ...]:
-        """Moves the counters to this step, and gives the rule's scalars.
-
-        Args:
-            group: options, as numbers; on a GPU those that are tensors stay tensors.
-            counters: to be replaced by those of this step.
-        """
-        raise NotImplementedError
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -108,36 +87,36 @@ class Fused(Optimizer):
         try:
             if any(group.get("differentiable") for group in self.param_groups):
                 raise CannotFuseError("differentiable=True records every operation")
-            if self._plan is None or not self._plan.matches(self):
-                self._plan = None
-                self._plan = Plan(self)
-            ran = self._run(self._plan, found_inf, grad_scale)
+            if self._launches is None or not self._launches.matches(self):
+                self._launches = None
+                self._launches = Launches(self)
+            ran = self._run(self._launches, found_inf, grad_scale)
         except CannotFuseError as reason:
-            self._plan = None
+            self._launches = None
             self._unmake()
             self._leave_to_torch(str(reason), found_inf, grad_scale)
             ran = True
         finally:
-            if self._plan is not None:
-                self._plan.end()
+            if self._launches is not None:
+                self._launches.end()
             if not ran:
                 self._unmake()
 
-    def _run(self, plan: Plan, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
+    def _run(self, launches: Launches, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
         """Runs all launches, unless a gradient is known to be infinite; tells whether it did."""
-        on_host = any(not launch.on_device for launch in plan.launches)
+        on_host = any(not launch.on_device for launch in launches.each)
         if found_inf is not None and on_host and found_inf.item():
             return False
-        launches = [launch for launch in plan.launches if launch.missing is None or not launch.missing.all()]
+        due = [launch for launch in launches.each if launch.missing is None or not launch.missing.all()]
         # An error in one leaves everything as it was.
-        prepared = list(map(self._scalars(found_inf, grad_scale).rows, launches))
-        for launch, (rows, keys, counted) in zip(launches, prepared, strict=True):
+        prepared = list(map(self._scalars(found_inf, grad_scale).rows, due))
+        for launch, (rows, keys, counted) in zip(due, prepared, strict=True):
             launch.begin()
             self._launch(launch, rows, keys)
             launch.store()
             launch.count(counted)
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
-        torch.autograd.graph.increment_version(plan.updated())
+        torch.autograd.graph.increment_version(launches.updated())
         return True
 
     def _scalars(self, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> Scalars:
@@ -146,56 +125,6 @@ class Fused(Optimizer):
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         multitensor.launch(launch.variant, launch.table, rows, keys)
-
-    def _prepare(self, group: Group) -> set[int]:
-        """Makes missing states of a group's parameters that have a gradient, and tells which were missing, by `id`."""
-        update = self._update(group)
-        wanted = [name for name in (*update.states, *update.counters) if not name.startswith("_")]
-        active = [p for p in group["params"] if p.grad is not None]
-        fresh = {id(p) for p in active if any(self.state.get(p, {}).get(name) is None for name in wanted)}
-        make = getattr(super(), "_init_group", None)
-        if make is not None:
-            # PyTorch's own, with its errors; the lists that it fills follow the group.
-            make(group, *([] for _ in range(len(inspect.signature(make).parameters) - 1)))
-        for p in active:
-            if id(p) in fresh:
-                for name in update.states:
-                    self._make(p, name, torch.zeros_like, p, memory_format=torch.preserve_format)
-                for name in update.counters:
-                    if not name.startswith("_"):
-                        self._make(p, name, torch.zeros, (), dtype=counter_dtype())
-            extras, stochastic = self._extra_columns(p)
-            for name in extras:
-                self._make(p, name, extra_state, name, p)
-            if stochastic:
-                device = p.device if group.get("fused") or group.get("capturable") else "cpu"
-                self._make(p, DRAWS, torch.zeros, (), dtype=torch.float32, device=device)
-        return fresh
-
-    def _make(self, parameter: Tensor, name: str, make: Callable[..., Tensor], *given: Any, **options: Any) -> None:
-        """Makes a state that is not there; if the step is not taken, it goes again."""
-        state = self.state[parameter]
-        if state.get(name) is None:
-            state[name] = make(*given, **options)
-            self._made.append((parameter, name))
-
-    def _unmake(self) -> None:
-        """Takes away the states that were made for a step that was not taken."""
-        for parameter, name in self._made:
-            del self.state[parameter][name]
-            if not self.state[parameter]:
-                del self.state[parameter]
-        self._made = []
-
-    def _extra_columns(self, parameter: Tensor) -> tuple[tuple[str, ...], bool]:
-        """The names of the extra states of a parameter, and whether it is rounded at random."""
-        precision = self._extras.precision if parameter.dtype in HALVES else "nearest"
-        names = {"master": (MASTER,), "kahan": (COMPENSATION,)}.get(precision, ())
-        if self._extras.average is not None:
-            if parameter.is_complex():
-                raise TypeError(f"a running mean is kept of real parameters only, got {parameter.dtype}")
-            names = (*names, AVERAGE)
-        return names, precision == "stochastic"
 
     def _leave_to_torch(self, reason: str, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Takes the step in PyTorch's own way."""
@@ -272,16 +201,16 @@ class Fused(Optimizer):
         ran = False
         try:
             with encoded.standing_for_gradients(params):
-                plan = Plan(self)
-            if any(launch.on_device for launch in plan.launches):
+                launches = Launches(self)
+            if any(launch.on_device for launch in launches.each):
                 raise RuntimeError(
                     "a step from encoded gradients counts on the host; set fused and capturable to False"
                 )
-            prepared = list(map(self._scalars().rows, plan.launches))
-            step = PayloadStep(encoded.codec, plan.launches, [rows for rows, _, _ in prepared])
+            prepared = list(map(self._scalars().rows, launches.each))
+            step = PayloadStep(encoded.codec, launches.each, [rows for rows, _, _ in prepared])
             for parameter, payloads in encoded.payloads.items():
                 step.apply(parameter, payloads, scale=encoded.scale)
-            for launch, (_, _, counted) in zip(plan.launches, prepared, strict=True):
+            for launch, (_, _, counted) in zip(launches.each, prepared, strict=True):
                 launch.count(counted)
             ran = True
         except CannotFuseError as reason:
@@ -289,7 +218,7 @@ class Fused(Optimizer):
         finally:
             if not ran:
                 self._unmake()
-        torch.autograd.graph.increment_version(plan.params)
+        torch.autograd.graph.increment_version(launches.params)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -316,38 +245,9 @@ class Fused(Optimizer):
         self._clipping = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_extras": self._extras}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._plan = None
+        self._launches = None
         super().__setstate__(state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, here or in `torch.optim`.
-
-        Args:
-            state_dict: of this optimizer, or of PyTorch's of the same name.
-        """
-        given: list[dict[str, Any]] = []
-        # The last hook before sees what other hooks have made of the argument, the first one after comes before theirs.
-        before = self.register_load_state_dict_pre_hook(lambda _, state_dict: given.append(state_dict))
-        after = self.register_load_state_dict_post_hook(lambda _: self._load_wide(given[0]), prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
-
-    def _load_wide(self, state_dict: dict[str, Any]) -> None:
-        """Loads what PyTorch has cast to the parameters' dtype, which these states are there to be wider than."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, params, strict=True):
-            for name in (MASTER, AVERAGE, DRAWS):
-                value = state_dict["state"].get(index, {}).get(name)
-                if value is not None:
-                    self.state[p][name] = value.to(value.device if name == DRAWS else p.device, copy=True)
 
 
 def capture_check(optimizer: Optimizer) -> Callable[[], None]:
@@ -355,11 +255,3 @@ def capture_check(optimizer: Optimizer) -> Callable[[], None]:
     name = "_accelerator_graph_capture_health_check"
     check = getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check
     return cast(Callable[[], None], check)
-
-
-def extra_state(name: str, parameter: Tensor) -> Tensor:
-    """An extra state before the first step."""
-    if name == COMPENSATION:
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    wide = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-    return parameter.detach().to(wide, copy=True, memory_format=torch.preserve_format)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from operator import call, is_, itemgetter
 from typing import Any
 
@@ -15,59 +14,12 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.bucket import dense_strides
-from bagua_kernels.launchers.multitensor import GRADIENT, REAL, Table, Variant, needs_tensors
-from bagua_kernels.optim.step.layout import local, resolved, shard_of_gradient, steps
-from bagua_kernels.optim.step.update import Group, Update, counter_dtype
-from bagua_kernels.optim.step.watch import Watch, watch
-
-# A counter of every parameter that is rounded at random: how often it was.
-DRAWS = "draws"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A parameter with a gradient.
-
-    Attributes:
-        position: its number among all parameters of the optimizer.
-        group: its parameter group.
-        update: how that is updated.
-        extras: names of the extra columns.
-        tensors: the columns of the table; of DTensors, the shards.
-    """
-
-    position: int
-    parameter: Tensor
-    state: dict[str, Any]
-    group: Group
-    update: Update
-    extras: tuple[str, ...]
-    stochastic: bool
-    fresh: bool
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def counters(self) -> tuple[str, ...]:
-        """The names of all counters."""
-        return (*self.update.counters, DRAWS) if self.stochastic else self.update.counters
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the columns; those of complex numbers' parts."""
-        return tuple(REAL.get(t.dtype, t.dtype) for t in self.tensors)
-
-    def kind_of(self, counter: str) -> tuple[torch.dtype, torch.device]:
-        """The dtype and device of a counter."""
-        if not counter.startswith("_"):
-            value = self.state[counter]
-            return (value.dtype, value.device) if isinstance(value, Tensor) else (counter_dtype(), torch.device("cpu"))
-        resident = self.group.get("fused") or self.group.get("capturable")
-        return torch.float32, self.tensors[0].device if resident else torch.device("cpu")
-
-    def key(self) -> tuple[Any, ...]:
-        """What parameters must have in common to be in one launch."""
-        counters = tuple(map(self.kind_of, self.counters))
-        return self.update, self.extras, self.stochastic, self.tensors[0].device, self.dtypes, counters
+from bagua_kernels.launchers.multitensor import GRADIENT, SCALARS, Table, Variant, needs_tensors
+from bagua_kernels.optim.step.entry import Entry
+from bagua_kernels.optim.step.shards import local, resolved, shard_of_gradient
+from bagua_kernels.optim.step.strides import steps
+from bagua_kernels.optim.step.update import Group
+from bagua_kernels.optim.watch import Watch, watch
 
 
 class Launch:
@@ -83,6 +35,8 @@ class Launch:
         states: the state of each.
         names: the state in each column of the table; empty for parameter and gradient.
         variant: the kernel.
+        scalars: the names of the rule's scalars, in its order.
+        in_order: puts scalars by name into that order; None before the first step, which checks their names.
         table: the tensors. Its columns are filled during a step, and only where they are read.
         rows: the kernel's scalars.
         counters: each counter of all parameters, of which the states hold 0-dim views.
@@ -95,8 +49,10 @@ class Launch:
         first = entries[0]
         self.params = [e.parameter for e in entries]
         self.positions = np.array([e.position for e in entries])
-        self.variant = Variant(first.update.rule, first.dtypes, first.update.scalars, first.extras, first.stochastic)
+        self.scalars = first.update.scalars
+        self.variant = Variant(first.update.rule, first.dtypes, len(self.scalars), first.extras, first.stochastic)
         self.rows = np.zeros((len(entries), self.variant.width), np.float64 if self.variant.double else np.float32)
+        self.in_order: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
         self.missing: np.ndarray[Any, Any] | None = None
         self.spans: list[tuple[Group, int, int]] = []
         for i, e in enumerate(entries):
@@ -136,7 +92,7 @@ class Launch:
         """Makes the table, and notes which tensors' elements do not lie as the parameter's, so that copies are needed."""
         columns = [list(column) for column in zip(*(e.tensors for e in entries), strict=True)]
         self._addresses = [[t.data_ptr() for t in column] for column in columns]
-        self._forms = [list(map(form, column)) for column in columns]
+        self._formats = [list(map(memory_format, column)) for column in columns]
         self._strides = [dense_strides(e.tensors[0]) for e in entries]
         self.staged = [
             (index, column)
@@ -164,6 +120,10 @@ class Launch:
     def on_device(self) -> bool:
         """Whether the counters are on a GPU, where the host must not wait for them."""
         return any(flat.is_cuda for flat in self.counters.values())
+
+    def column(self, scalar: str) -> int:
+        """The column of `rows` that holds a scalar of the rule."""
+        return SCALARS + self.scalars.index(scalar)
 
     def numbers(self) -> dict[str, np.ndarray[Any, Any]]:
         """The counters as arrays over their memory, wherever that is by now."""
@@ -228,17 +188,17 @@ class Launch:
             return False
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
         for column, name in enumerate(self.names):
-            forms = self._forms[column]
+            formats = self._formats[column]
             if column == GRADIENT:
                 # A gradient that is zero without having memory is at address 0.
                 if any(
                     g is not None and (not fits(g, f) or (not a and g.numel()))
-                    for g, f, a in zip(gradients, forms, addresses, strict=True)
+                    for g, f, a in zip(gradients, formats, addresses, strict=True)
                 ):
                     return False
                 continue
             tensors = self._current(name)
-            if [t.data_ptr() for t in tensors] != self._addresses[column] or not all(map(fits, tensors, forms)):
+            if [t.data_ptr() for t in tensors] != self._addresses[column] or not all(map(fits, tensors, formats)):
                 return False
         self._gradients = gradients
         self.table.replace(GRADIENT, addresses)
@@ -279,19 +239,19 @@ class Launch:
             tensor.copy_(copy)
 
     def end(self) -> None:
-        """Lets go of gradients and states."""
+        """Drops the references to gradients and states."""
         self._gradients, self._copies = [], []
         if self._reads_tensors:
             self.table.release()
 
 
-def form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+def memory_format(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """What a kernel assumes of a tensor beside its address: dtype, shape and strides."""
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def fits(tensor: Tensor, known: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> bool:
-    """Whether a tensor has a form, but for strides that do not matter."""
+    """Whether a tensor has a memory format, but for strides that do not matter."""
     dtype, shape, strides = known
     if tensor.dtype != dtype or tensor.shape != shape:
         return False

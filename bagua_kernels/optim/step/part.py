@@ -16,8 +16,8 @@ from bagua_kernels.optim.step.compressed import PayloadStep
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
-from bagua_kernels.optim.step.layout import is_dense
-from bagua_kernels.optim.step.plan import Plan
+from bagua_kernels.optim.step.launches import Launches
+from bagua_kernels.optim.step.strides import is_dense
 from bagua_kernels.optim.step.update import CannotFuseError
 
 # An optimizer notes what it makes for a step, of whichever parameters.
@@ -39,7 +39,7 @@ class Part:
         """
         self._optimizer = optimizer
         self._params = list(params)
-        self._plan: Plan | None = None
+        self._launches: Launches | None = None
         self._made: list[tuple[Tensor, str]] = []
 
     @torch.no_grad()
@@ -49,11 +49,11 @@ class Part:
         Raises:
             RuntimeError: only PyTorch's own step could update them, and that takes all parameters at a time.
         """
-        with self._planned() as plan:
+        with self._current() as launches:
             # Before the first write: backward must not use a parameter unnoticed that is half updated. It may go on with those
             # that have no gradient, which a forward pass under way may have used.
-            torch.autograd.graph.increment_version(plan.updated())
-            self._optimizer._run(plan, None, None)
+            torch.autograd.graph.increment_version(launches.updated())
+            self._optimizer._run(launches, None, None)
 
     @contextmanager
     def from_payloads(self, codec: BlockCodec) -> Iterator[PayloadStep | None]:
@@ -97,13 +97,13 @@ class Part:
         if not self._readable():
             yield None
             return
-        with self._planned() as plan:
-            if any(launch.on_device or launch.staged for launch in plan.launches):
-                self._forget_plan()
+        with self._current() as launches:
+            if any(launch.on_device or launch.staged for launch in launches.each):
+                self._forget_launches()
                 yield None
                 return
-            torch.autograd.graph.increment_version(plan.updated())  # as in `step`
-            prepared = {launch: self._optimizer._scalars().rows(launch) for launch in plan.launches}
+            torch.autograd.graph.increment_version(launches.updated())  # as in `step`
+            prepared = {launch: self._optimizer._scalars().rows(launch) for launch in launches.each}
             yield {launch: rows for launch, (rows, _, _) in prepared.items()}
             for launch, (_, _, counted) in prepared.items():
                 launch.count(counted)
@@ -113,35 +113,35 @@ class Part:
         # A decoded gradient has the parameter's dtype, so that of other ones rounding would differ.
         return elementwise and all(p.dtype == torch.float32 and is_dense(p) for p in self._params)
 
-    def _forget_plan(self) -> None:
-        """Takes back the states that were made for a step which is not taken: another plan is to know that it is the first."""
+    def _forget_launches(self) -> None:
+        """Removes the states that were made for a step which is not taken, so that the next ones are the first."""
         with _planning:
-            self._plan, self._optimizer._made = None, self._made
+            self._launches, self._optimizer._made = None, self._made
             self._optimizer._unmake()
             self._made = []
 
     @contextmanager
-    def _planned(self) -> Iterator[Plan]:
+    def _current(self) -> Iterator[Launches]:
         with _planning:
-            if self._plan is None or not self._plan.matches(self._optimizer):
-                self._plan = None
-                self._plan = self._new_plan()
+            if self._launches is None or not self._launches.matches(self._optimizer):
+                self._launches = None
+                self._launches = self._made_anew()
                 self._made, self._optimizer._made = self._optimizer._made, []
             else:
                 self._made = []
-        plan = self._plan
+        launches = self._launches
         try:
-            yield plan
+            yield launches
         finally:
-            plan.end()
+            launches.end()
 
-    def _new_plan(self) -> Plan:
+    def _made_anew(self) -> Launches:
         optimizer = self._optimizer
         optimizer._made = []
         try:
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 raise CannotFuseError("differentiable=True records every operation")
-            return Plan(optimizer, self._params)
+            return Launches(optimizer, self._params)
         except BaseException as error:
             optimizer._unmake()
             if isinstance(error, CannotFuseError):

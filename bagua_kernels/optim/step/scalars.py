@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.launchers.multitensor import AVERAGE, FACTOR, SCALARS, SKIP
-from bagua_kernels.optim.step.launch import DRAWS, Launch
+from bagua_kernels.optim.step.entry import DRAWS
+from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.update import Group
 
 MASK = 0xFFFFFFFF
@@ -27,8 +29,8 @@ class Counters(dict[str, Any]):
     dtype: torch.dtype
 
 
-# Moves counters to this step, and gives the rule's scalars.
-Advance = Callable[[Group, Counters], tuple[Any, ...]]
+# Moves counters to this step, and returns the rule's scalars by name.
+Advance = Callable[[Group, Counters], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Scalars:
             for members in alike(list(numbers.values()), present):
                 counters = Counters({name: float(values[members][0]) for name, values in numbers.items()})
                 counters.dtype = launch.precision
-                rows[members, scalars] = self._count(options, counters)
+                rows[members, scalars] = self._count(launch, options, counters)
                 for name, values in counted.items():
                     values[members] = counters[name]
         return rows, self._keys(launch, numbers.get(DRAWS)), counted
@@ -104,7 +106,7 @@ class Scalars:
         for group, begin, end in launch.spans:
             counters = Counters({name: values[begin:end] for name, values in before.items()})
             counters.dtype = launch.precision
-            scalars = self._count(group, counters)
+            scalars = self._count(launch, group, counters)
             rate = [1.0 - self.average] if AVERAGE in launch.variant.extras else []
             sign = -1.0 if group.get("maximize") else 1.0
             values = [sign * factor[begin:end], skip[begin:end], *scalars, *rate]
@@ -115,12 +117,15 @@ class Scalars:
         rows = torch.cat(parts).to(torch.float64 if launch.variant.double else torch.float32)
         return rows, self._keys(launch, launch.counters.get(DRAWS)), after
 
-    def _count(self, options: Group, counters: Counters) -> tuple[Any, ...]:
+    def _count(self, launch: Launch, options: Group, counters: Counters) -> Sequence[Any]:
+        """Advances the counters, and returns the rule's scalars in its order."""
         draws = counters.pop(DRAWS, None)
         scalars = self.advance(options, counters)
         if draws is not None:
             counters[DRAWS] = draws + 1
-        return scalars
+        if launch.in_order is None:
+            launch.in_order = ordering(launch, scalars)
+        return launch.in_order(scalars)
 
     def _keys(self, launch: Launch, draws: Any) -> Any:
         """Seeds of stochastic rounding: of each parameter's number, and of how often it was rounded."""
@@ -131,6 +136,24 @@ class Scalars:
             low = torch.from_numpy(first.astype(np.uint32).view(np.int32)).to(draws.device)
             return torch.stack([low, draws.to(torch.int32)], 1)
         return np.stack([first, draws], 1).astype(np.uint32)
+
+
+def ordering(launch: Launch, scalars: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """What puts scalars into the order of a launch's rule.
+
+    Raises:
+        TypeError: `scalars`, of the first step, have other names than the parameters of the rule.
+    """
+    names = launch.scalars
+    if not isinstance(scalars, Mapping) or set(scalars) != set(names):
+        got = sorted(scalars) if isinstance(scalars, Mapping) else scalars
+        raise TypeError(
+            f"rule {launch.variant.rule.name!r} takes the scalars {', '.join(names)}, got {got}; `_advance` must return a "
+            "mapping with these names"
+        )
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda found: tuple(found[name] for name in names)
 
 
 def as_numbers(group: Group) -> Group:

@@ -24,6 +24,12 @@ class CannotFuseError(Exception):
     """Why a step must be left to PyTorch."""
 
 
+def scalar_names(rule: ElementwiseRule) -> tuple[str, ...]:
+    """The names of a rule's parameters behind its arrays."""
+    code = rule.function.__code__
+    return code.co_varnames[rule.arrays : code.co_argcount]
+
+
 @dataclass(frozen=True)
 class Update:
     """How an optimizer updates the parameters of a group.
@@ -40,6 +46,6 @@ class Update:
     counters: tuple[str, ...] = ()
 
     @property
-    def scalars(self) -> int:
-        """Number of the rule's scalars."""
-        return int(self.rule.function.__code__.co_argcount) - self.rule.arrays
+    def scalars(self) -> tuple[str, ...]:
+        """The names of the rule's scalars, in its order."""
+        return scalar_names(self.rule)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels.compression import fold_seed
-from bagua_kernels.compression.powersgd.config import LowRank, PowerSGD
-from bagua_kernels.compression.powersgd.low_rank import Stack
+from bagua_kernels.compression.powersgd import LowRank, PowerSGD
 from bagua_kernels.compression.powersgd.orthonormal import (
     gaussian,
     name_number,
@@ -23,6 +22,7 @@ from bagua_kernels.compression.powersgd.orthonormal import (
     power_of_two,
     tree_sum,
 )
+from bagua_kernels.compression.powersgd.stacks import Stack
 from bagua_kernels.launchers import low_rank
 from bagua_kernels.launchers.low_rank.passes import Passes
 from tests.oracles import powersgd as oracle

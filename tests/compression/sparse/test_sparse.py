@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua_kernels.compression import Codec, Contractive, Unbiased, from_spec
-from bagua_kernels.compression.sparse.codec import kept
+from bagua_kernels.compression.sparse.form import kept
 from bagua_kernels.compression.sparse.randomk import RandomK
 from bagua_kernels.compression.sparse.threshold_topk import ThresholdTopK
 from bagua_kernels.compression.sparse.topk import TopK

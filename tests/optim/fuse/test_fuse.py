@@ -72,7 +72,7 @@ def pair(make: Callable[..., torch.optim.Optimizer], **arguments: object):
 
 def flat(optimizer: torch.optim.Optimizer) -> int:
     """How many flat tensors the last step had."""
-    return len(optimizer._plan.runs)
+    return len(optimizer._flat_step.runs)
 
 
 def assert_same(plain: torch.optim.Optimizer, fused: torch.optim.Optimizer) -> None:
@@ -128,7 +128,7 @@ def test_torch_fused_kernels_are_flattened_where_tensors_fill_vectors(name):
         plain.step()
         fused.step()
     assert_same(plain, fused)
-    assert [p.shape for p in fused._plan.runs[0].params] == [(64,), (16, 8), (192,)]
+    assert [p.shape for p in fused._flat_step.runs[0].params] == [(64,), (16, 8), (192,)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,7 +152,7 @@ def test_large_tensors_and_threads_change_nothing():
         fused.step()
     assert_same(plain, fused)
     # A run ends where it would leave the cache; large tensors are left as they are.
-    assert [len(run.params) for run in fused._plan.runs] == [9, 2]
+    assert [len(run.params) for run in fused._flat_step.runs] == [9, 2]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -314,7 +314,7 @@ def test_an_instance_that_was_not_tried_is_not_fused():
     plain.step()
     made.step()
     assert_same(plain, made)
-    assert made._plan is None
+    assert made._flat_step is None
 
 
 def test_numbers_in_state_and_counters_elsewhere():

@@ -16,7 +16,7 @@ from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt8
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.part import Part
-from bagua_kernels.optim.step.watch import FEWEST
+from bagua_kernels.optim.watch.sweep import FEWEST
 
 MANY = FEWEST + 6
 
@@ -58,7 +58,7 @@ def test_gradients_that_come_and_go(name: str, count: int) -> None:
     options = {"momentum": 0.9, "dampening": 0.3} if name == "SGD" else {}
     ours = getattr(optim, name)(mine, lr=0.1, **options)
     apart = [getattr(optim, name)([p], lr=0.1, **options) for p in other]
-    plans = set()
+    launches = set()
     for step in range(6):
         give(mine, step)
         give(other, step)
@@ -68,12 +68,12 @@ def test_gradients_that_come_and_go(name: str, count: int) -> None:
         ours.step()
         for optimizer in apart:
             optimizer.step()
-        plans.add(id(ours._plan))
+        launches.add(id(ours._launches))
     alike(mine, other)
     for p, q, optimizer in zip(mine, other, apart, strict=True):
         assert ours.state[p].get("step") == optimizer.state[q].get("step")
     if name != "LARS":
-        assert len(plans) == 1
+        assert len(launches) == 1
 
 
 def reset(state: dict[str, torch.Tensor]) -> None:

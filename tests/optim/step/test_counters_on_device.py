@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua_kernels import optim
-from bagua_kernels.optim.step.plan import Launch
+from bagua_kernels.optim.step.launch import Launch
 from tests.optim.cases import CASES, Case
 
 COUNTING = [case for case in CASES if case.optimizer != "Muon"]

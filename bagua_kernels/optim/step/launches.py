@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_kernels import knobs
 from bagua_kernels.launchers.multitensor import has_float64
-from bagua_kernels.optim.step.launch import Entry, Launch
-from bagua_kernels.optim.step.layout import (
-    is_plain,
-    is_sharded,
-    local,
-    overlaps_itself,
-    shard_of_gradient,
-    shard_of_state,
-    turns,
-)
+from bagua_kernels.optim.step.entry import Entry
+from bagua_kernels.optim.step.launch import Launch
+from bagua_kernels.optim.step.shards import is_plain, is_sharded, local, shard_of_gradient, shard_of_state
+from bagua_kernels.optim.step.states import States
+from bagua_kernels.optim.step.strides import overlaps_itself, turns
 from bagua_kernels.optim.step.update import CannotFuseError, Group
 
-if TYPE_CHECKING:
-    from bagua_kernels.optim.step.fused import Fused
 
-
-class Plan:
+class Launches:
     """The launches of one step, and what they were made from.
 
     Args:
@@ -35,11 +27,11 @@ class Plan:
         params: the parameters that the step is of; all by default.
 
     Attributes:
-        launches: in the order in which they must run.
+        each: in the order in which they must run.
         params: the parameters that they can update, but those that autograd does not watch.
     """
 
-    def __init__(self, optimizer: Fused, params: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, optimizer: States, params: Sequence[Tensor] | None = None) -> None:
         self._groups = list(optimizer.param_groups)
         # The tensors are kept beside their ids, which would be given to others if they were freed.
         self._chosen = None if params is None else {id(p): p for p in params}
@@ -54,19 +46,19 @@ class Plan:
         for turn, entry in zip(turns([e.tensors[0] for e in entries]), entries, strict=True):
             sets.setdefault((turn, entry.key()), []).append(entry)
         ordered = sorted(sets, key=lambda key: key[0])
-        self.launches = [Launch(sets[key], by_address=optimizer._by_address) for key in ordered]
+        self.each = [Launch(sets[key], by_address=optimizer._by_address) for key in ordered]
         self.params = [e.parameter for e in entries if not e.parameter.is_inference()]
 
     def _of(self, group: Group) -> list[Tensor]:
         params: list[Tensor] = group["params"]
         return params if self._chosen is None else [p for p in params if id(p) in self._chosen]
 
-    def _states_of(self, optimizer: Fused) -> list[Any]:
+    def _states_of(self, optimizer: States) -> list[Any]:
         if self._chosen is None:
             return list(optimizer.state.values())
         return [optimizer.state.get(p) for p in self._all]
 
-    def _entries(self, optimizer: Fused) -> Iterator[Entry]:
+    def _entries(self, optimizer: States) -> Iterator[Entry]:
         position = 0
         for group in self._groups:
             fresh = optimizer._prepare(group if self._chosen is None else {**group, "params": self._of(group)})
@@ -87,7 +79,7 @@ class Plan:
                     )
                 position += 1
 
-    def matches(self, optimizer: Fused) -> bool:
+    def matches(self, optimizer: States) -> bool:
         """Whether the launches are still right; if so, they have this step's gradients."""
         groups = optimizer.param_groups
         return (
@@ -96,18 +88,18 @@ class Plan:
             and [optimizer._update(group) for group in groups] == self._updates
             and not any(p.grad is not None for p in self._inactive)
             and identical(self._states_of(optimizer), self._states)
-            and all(launch.take() for launch in self.launches)
+            and all(launch.take() for launch in self.each)
         )
 
     def updated(self) -> list[Tensor]:
         """The parameters that this step updates, but those that autograd does not watch."""
-        if all(launch.missing is None for launch in self.launches):
+        if all(launch.missing is None for launch in self.each):
             return self.params
         return [p for p in self.params if p.grad is not None]
 
     def end(self) -> None:
-        """Lets go of gradients and states."""
-        for launch in self.launches:
+        """Drops the references to gradients and states."""
+        for launch in self.each:
             launch.end()
 
 

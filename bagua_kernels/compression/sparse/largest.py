@@ -1,0 +1,182 @@
+"""What codecs of the elements of largest magnitude share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bagua_kernels.compression.cast import Identity
+from bagua_kernels.compression.sparse.choice import Chosen
+from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual
+from bagua_kernels.compression.sparse.form import SparseForm
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
+from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, INFINITE, place, place_sum
+
+
+class Largest(SparseCodec):
+    """A codec of the elements of largest magnitude; subclasses say how many, and how exactly."""
+
+    block = 1
+    linear = False
+    shared_seed = False
+
+    ratio: float
+    values: Any
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the codec of the values needs a seed."""
+        return bool(self.values.stochastic)
+
+    def _kept(self, n: int) -> tuple[int, int, int]:
+        """The wanted, the least and the greatest number of entries."""
+        raise NotImplementedError
+
+    def _choose(
+        self, x: torch.Tensor, residual: torch.Tensor | None, offsets: torch.Tensor, values: torch.Tensor
+    ) -> Chosen:
+        raise NotImplementedError
+
+    def _form(self, n: int) -> SparseForm:
+        if n < 0:
+            raise ValueError(f"the number of elements must be 0 or more, got {n=}")
+        capacity = self._kept(n)[2]
+        if capacity >= 1 << 31:
+            raise ValueError(
+                f"a payload holds fewer than 2**31 entries, got {capacity}; cut the vector or lower the ratio"
+            )
+        return SparseForm(n, capacity, True, self.values.payload_size(capacity))
+
+    @torch.no_grad()
+    def encode(self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Encodes a vector of shape (n,), float32, float16 or bfloat16; see `Codec.encode`.
+
+        The number of elements found decides what is done next, so on a GPU the call waits for it.
+
+        Raises:
+            TypeError: a dtype is not supported.
+            ValueError: a shape, size, device, alignment or the seed does not fit.
+            BackendUnavailableError: no kernel backend serves the device.
+        """
+        return self._encode(x, None, seed, out)
+
+    @torch.no_grad()
+    def encode_feedback(
+        self, x: torch.Tensor, residual: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Encodes a = x + residual, and makes what the payload lacks of it the new residual.
+
+        What is not finite is not kept: the residual is 0 there. A finite value that decodes to NaN, since its codec's block holds
+        another that is not finite, is kept whole.
+
+        Args:
+            x: shape (n,), float32, float16 or bfloat16.
+            residual: shape (n,), float32; a - C(a) afterwards.
+            seed: as in `encode`.
+            out: as in `encode`.
+
+        Returns:
+            The payload. Errors as in `encode`.
+        """
+        check_residual(residual, x)
+        return self._encode(x, residual, seed, out)
+
+    def _encode(
+        self, x: torch.Tensor, residual: torch.Tensor | None, seed: int, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        check_vector("x", x, FLOAT_DTYPES)
+        form = self._form(x.numel())
+        if out is None:
+            out = torch.empty(form.size, dtype=torch.uint8, device=x.device)
+        check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
+        if form.n == 0:
+            return out
+        header, ends, offsets, encoded = form.parts(out)
+        plain = isinstance(self.values, Identity)
+        # Values that are kept as they are need no memory in between.
+        values = encoded.view(torch.float32) if plain else x.new_empty(form.capacity, dtype=torch.float32)
+        chosen = self._choose(x, residual, offsets, values)
+        header[0] = chosen.count
+        header[1] = 0
+        ends[: form.chunks] = chosen.ends
+        ends[form.chunks :] = 0
+        offsets[chosen.count :] = 0
+        values[chosen.count :] = 0
+        if not plain:
+            self.values.encode(values, seed=seed, out=encoded)
+        if residual is not None:
+            values = values[: form.capacity]
+            decoded = self.values.decode(encoded, torch.empty_like(values))
+            lost = torch.where(decoded.isnan(), values, values - decoded).nan_to_num_(0.0, 0.0, 0.0)
+            place(ends[: form.chunks], offsets[: form.capacity], lost, residual)
+            if chosen.threshold >= INFINITE:
+                residual.masked_fill_(~residual.isfinite(), 0)
+        return out
+
+    @torch.no_grad()
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Decodes a payload of shape (payload_size(n),) into `out`, of shape (n,), zeros where nothing was kept.
+
+        Raises:
+            TypeError: a dtype is not supported.
+            ValueError: a shape, size, device or alignment does not fit, or the payload is damaged; `out` is then
+                unspecified.
+        """
+        check_vector("out", out, FLOAT_DTYPES)
+        form = self._form(out.numel())
+        check_bytes("payload", payload, (form.size,), out.device, f"n={form.n}")
+        if form.n:
+            counts, ends, offsets, values = self._entries(payload[None], form, out.dtype)
+            self._check(counts, place(ends[0], offsets[0], values[0], out.zero_()), form)
+        return out
+
+    @torch.no_grad()
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
+
+        Sums are taken in float32, in the order of the ranks, and rounded to the dtype of `out` at the end. Errors as in
+        `decode`.
+        """
+        check_vector("out", out, FLOAT_DTYPES)
+        form = self._form(out.numel())
+        check_bytes("payloads", payloads, (-1, form.size), out.device, f"n={form.n}")
+        if form.n == 0:
+            return out
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        counts, ends, offsets, values = self._entries(payloads, form, torch.float32)
+        self._check(counts, place_sum(ends, offsets, values, total, scale), form)
+        return out if total is out else out.copy_(total)
+
+    def _entries(
+        self, payloads: torch.Tensor, form: SparseForm, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The counts that headers and ends give, shape (rows, 2), and the ends, offsets and values of all rows.
+
+        Values that are encoded take memory for all rows at once, which are few elements of each vector.
+        """
+        header, ends, offsets, encoded = form.parts(payloads)
+        ends, offsets = ends[:, : form.chunks], offsets[:, : form.capacity]
+        if isinstance(self.values, Identity) and dtype == torch.float32:
+            values = encoded.view(torch.float32)[:, : form.capacity]
+        else:
+            values = torch.empty((len(payloads), form.capacity), dtype=dtype, device=payloads.device)
+            for row, decoded in zip(encoded, values, strict=True):
+                self.values.decode(row, decoded)
+        return torch.stack([header[:, 0], ends[:, -1].long()], dim=1), ends, offsets, values
+
+    def _check(self, counts: torch.Tensor, wrong: int, form: SparseForm) -> None:
+        """Raises unless headers count what is allowed, ends end there, and nothing was found wrong with the entries."""
+        _, low, high = self._kept(form.n)
+        allowed = f"{low}" if low == high else f"{low} to {high}"
+        for count, last in counts.tolist():
+            if not low <= count <= high:
+                raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {allowed}")
+            if last != count:
+                raise ValueError(
+                    f"the payload is damaged: the ends of its chunks do not ascend to the count of {count} entries, got {last}"
+                )
+        if wrong & BAD_ENDS:
+            raise ValueError("the payload is damaged: the ends of its chunks do not ascend")
+        if wrong & BAD_OFFSETS:
+            raise ValueError("the payload is damaged: offsets in a chunk do not ascend or lie beyond its end")

@@ -1,0 +1,180 @@
+"""Block quantizers on the CPU: kernels over all blocks, one after the other or in tasks for several threads.
+
+Each function is a template, see `_numba_cpu_block`. Two things decide the speed besides vectorised loops. Memory is asked for
+some blocks ahead, since the passes over a block make its reading and its arithmetic take turns. And arrays are `borrowed`,
+since a block takes a dozen slices, each of which would count references atomically.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, store_fence, wide_vectors
+from bagua_kernels.rules.calls import Rule
+
+
+def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end):
+    wide_vectors()
+    x, words, codes, counts = borrowed(x), borrowed(words), borrowed(codes), borrowed(counts)
+    own = np.empty((max(SUMS, 1), BLOCK), np.float32)
+    scratch = borrowed(own)
+    for block in range(begin, end):
+        start = block * BLOCK
+        ask_for(x, start, BLOCK)
+        ask_for(codes, block * STRIDE, STRIDE)
+        values = x[start : start + own_size(counts, block, min(BLOCK, x.size - start))]
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        encode_block(values, words, here, scratch, block, start, seed_low, seed_high)
+    keep(own)
+
+
+def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end):
+    """Piece p has `sizes[p]` elements at an address, and blocks from `firsts[p]` up to `firsts[p + 1]`."""
+    wide_vectors()
+    words, codes = borrowed(words), borrowed(codes)
+    own = np.empty((max(SUMS, 1) + 1, BLOCK), np.float32)
+    scratch = borrowed(own)
+    padded_block = scratch[-1]
+    piece = np.searchsorted(firsts, begin, "right") - 1
+    for block in range(begin, end):
+        while block >= firsts[piece + 1]:
+            piece += 1
+        x = numba.carray(pointer(addresses[piece]), (sizes[piece],))
+        start = (block - firsts[piece]) * BLOCK
+        ask_for(x, start, BLOCK)
+        values = x[start : min(start + BLOCK, x.size)]
+        for i in range(values.size):
+            padded_block[i] = load_input(values[i])
+        here = codes[block * STRIDE : (block + 1) * STRIDE]
+        encode_block(padded_block[: values.size], words, here, scratch, block, block * BLOCK, seed_low, seed_high)
+    keep(own)
+
+
+def feedback_blocks(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end):
+    wide_vectors()
+    x, residual, words, codes = borrowed(x), borrowed(residual), borrowed(words), borrowed(codes)
+    counts = borrowed(counts)
+    own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, scaled, loose = scratch[-1], scratch[-2], scratch[-3].view(np.uint8)
+    for block in range(begin, end):
+        start = block * BLOCK
+        stop = start + own_size(counts, block, min(BLOCK, x.size - start))
+        ask_for(x, start, BLOCK)
+        ask_for(residual, start, BLOCK)
+        values = x[start:stop]
+        left = residual[start:stop]
+        total = totals[: values.size]
+        sent = scaled[: values.size]
+        for i in range(values.size):
+            total[i] = load_input(values[i]) + left[i]
+            sent[i] = total[i] * factor
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        encode_block(sent, words, here, scratch, block, start, seed_low, seed_high)
+        decode_block(words, here, sent, loose, block)
+        for i in range(values.size):
+            left[i] = remainder(total[i], sent[i], left[i])
+    keep(own)
+
+
+def decode_blocks(words, codes, out, begin, end):
+    wide_vectors()
+    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    own = np.empty((2, BLOCK), out.dtype)
+    scratch = borrowed(own)
+    decoded, loose = scratch[0], scratch[1].view(np.uint8)
+    streamed = is_streamed(out)
+    for block in range(begin, end):
+        start = block * BLOCK
+        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        target = out[start : min(start + BLOCK, out.size)]
+        values = decoded[: target.size] if streamed else target
+        decode_block(words, here, values, loose, block)
+        if streamed:
+            stream_block(values, target)
+    if streamed:
+        store_fence()
+    keep(own)
+
+
+def decode_sum_blocks(words, codes, out, scale, begin, end):
+    wide_vectors()
+    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    own = np.empty((3, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, rounded, loose = scratch[0], scratch[1].view(out.dtype), scratch[2].view(np.uint8)
+    streamed = is_streamed(out)
+    for block in range(begin, end):
+        start = block * BLOCK
+        target = out[start : min(start + BLOCK, out.size)]
+        total = totals[: target.size]
+        sum_block(words, codes, total, loose, scale, block)
+        values = rounded[: target.size] if streamed else target
+        for i in range(target.size):
+            values[i] = store_output(total[i])
+        if streamed:
+            stream_block(values, target)
+    if streamed:
+        store_fence()
+    keep(own)
+
+
+def reduce_blocks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end):
+    wide_vectors()
+    words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
+    counts = borrowed(counts)
+    own = np.empty((max(SUMS, 1) + 2, BLOCK), np.float32)
+    scratch = borrowed(own)
+    totals, loose = scratch[-1], scratch[-2].view(np.uint8)
+    for block in range(begin, end):
+        start = block * BLOCK
+        total = totals[: own_size(counts, block, min(BLOCK, n - start))]
+        ask_for(out_codes, block * STRIDE, STRIDE)
+        sum_block(words, codes, total, loose, scale, block)
+        here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
+        encode_block(total, out_words, here, scratch, block, start, seed_low, seed_high)
+    keep(own)
+
+
+def encode_tasks(x, words, codes, counts, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        serial(x, words, codes, counts, seed_low, seed_high, t * task, min((t + 1) * task, blocks))
+
+
+def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        begin, end = t * task, min((t + 1) * task, blocks)
+        serial(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end)
+
+
+def feedback_tasks(x, residual, words, codes, counts, factor, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        begin, end = t * task, min((t + 1) * task, blocks)
+        serial(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end)
+
+
+def decode_tasks(words, codes, out, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        serial(words, codes, out, t * task, min((t + 1) * task, blocks))
+
+
+def decode_sum_tasks(words, codes, out, scale, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        serial(words, codes, out, scale, t * task, min((t + 1) * task, blocks))
+
+
+def reduce_tasks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, blocks, task):
+    for t in numba.prange((blocks + task - 1) // task):
+        begin, end = t * task, min((t + 1) * task, blocks)
+        serial(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end)
+
+
+TEMPLATES: dict[str, tuple[Rule, Rule]] = {
+    "encode": (encode_blocks, encode_tasks),
+    "encode_pieces": (encode_pieces_blocks, encode_pieces_tasks),
+    "feedback": (feedback_blocks, feedback_tasks),
+    "decode": (decode_blocks, decode_tasks),
+    "decode_sum": (decode_sum_blocks, decode_sum_tasks),
+    "reduce": (reduce_blocks, reduce_tasks),
+}

@@ -1,0 +1,274 @@
+"""Block quantizers in Triton: a program takes a tile of ROWS blocks, a row a block.
+
+Tiles have the shape [ROWS, FIELDS, STRIDE]: element (r, f, s) is number `f * STRIDE + s` of its block, and its code lies in field
+f of byte s of the block's bytes, so that packing is a sum over the middle axis. Per-row values have the shape [ROWS].
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+
+def places(n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of this program; the tile's element numbers, and which are below `n`; the numbers of the bytes of its codes."""
+    FIELDS: tl.constexpr = N_FIELDS
+    STRIDE: tl.constexpr = BLOCK // N_FIELDS
+    rows = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    within = tl.arange(0, FIELDS)[None, :, None] * STRIDE + tl.arange(0, STRIDE)[None, None, :]
+    offsets = rows[:, None, None] * BLOCK + within
+    byte_offsets = rows[:, None] * STRIDE + tl.arange(0, STRIDE)[None, :]
+    return rows, offsets, offsets < n, byte_offsets
+
+
+def own_elements(counts_ptr, n, rows, offsets, inside, COUNTED: tl.constexpr):
+    """How many elements of each row are its own, and which elements of the tile are.
+
+    Memory is read and written where the vector is, not by these, so that accesses stay as wide as they can be.
+    """
+    BLOCK: tl.constexpr = offsets.shape[1] * offsets.shape[2]
+    count = tl.cast(tl.minimum(tl.maximum(n - rows * BLOCK, 0), BLOCK), tl.int32)
+    if COUNTED:
+        given = tl.load(counts_ptr + rows, mask=rows < tl.cdiv(n, BLOCK), other=0)
+        count = tl.minimum(count, tl.maximum(given, 0))
+        inside = inside & (offsets - wide(rows * BLOCK) < wide(count))
+    return count, inside
+
+
+def wide(per_row):
+    """A value a row, to go with a tile."""
+    return per_row[:, None, None]
+
+
+def tree_sum(terms_tile):
+    """Adds up each row in the order that the wire format fixes. A sum of two is the same whichever comes first."""
+    ROWS: tl.constexpr = terms_tile.shape[0]
+    BLOCK: tl.constexpr = terms_tile.shape[1] * terms_tile.shape[2]
+    left = tl.reshape(terms_tile, [ROWS, BLOCK])
+    # The largest block has 2^12 elements.
+    for level in tl.static_range(12):
+        if (BLOCK >> (level + 1)) > 0:
+            left = tl.sum(tl.reshape(left, [ROWS, 2, BLOCK >> (level + 1)]), axis=1)
+    return tl.reshape(left, [ROWS])
+
+
+def row_extreme(tile, GREATEST: tl.constexpr):
+    """The least or the greatest of each row."""
+    if GREATEST:
+        return tl.max(tl.max(tile, axis=2), axis=1)
+    else:
+        return tl.min(tl.min(tile, axis=2), axis=1)
+
+
+def statistics(x, inside, count):
+    """The scales of each row, of which `count` elements are its own: those of zeros where none is."""
+    SUMS: tl.constexpr = N_SUMS
+    if N_RANGE:
+        keys = ordered(float_bits(x))
+        low = row_extreme(tl.where(inside, keys, 0x7FFFFFFF), False)
+        high = row_extreme(tl.where(inside, keys, -0x80000000), True)
+        low = tl.where(count > 0, low, 0)
+        high = tl.where(count > 0, high, 0)
+    else:
+        low = tl.zeros([x.shape[0]], tl.int32)
+        high = row_extreme(tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0), True)
+    nothing = tl.zeros([x.shape[0]], tl.float32)
+    divisor = tl.cast(tl.maximum(count, 1), tl.float32)
+    if SUMS == 0:
+        return scales(low, high, nothing, nothing, nothing, divisor, N_LEVELS)
+    else:
+        term0, term1, term2 = terms(x, wide(unit(low, high)))
+        sum0 = tree_sum(tl.where(inside, term0, 0.0))
+        if SUMS == 1:
+            return scales(low, high, sum0, nothing, nothing, divisor, N_LEVELS)
+        else:
+            sum1 = tree_sum(tl.where(inside, term1, 0.0))
+            sum2 = tree_sum(tl.where(inside, term2, 0.0))
+            return scales(low, high, sum0, sum1, sum2, divisor, N_LEVELS)
+
+
+def encode_tile(
+    x, words_ptr, codes_ptr, n, rows, offsets, count, inside, byte_offsets, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Encodes a tile of float32 values and stores its scales and codes, zeroing the pads that fall into it.
+
+    `count` elements of each row are its own, those that are `inside`; codes of others are 0.
+
+    Returns:
+        The codes, [ROWS, FIELDS, STRIDE], and both scales of each row.
+    """
+    WORDS: tl.constexpr = N_WORDS
+    BITS: tl.constexpr = N_BITS
+    FIELDS: tl.constexpr = N_FIELDS
+    BLOCK: tl.constexpr = x.shape[1] * x.shape[2]
+    blocks = tl.cdiv(n, BLOCK)
+    present = rows < blocks
+    if GIVEN:
+        first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
+        second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
+    else:
+        first, second = statistics(x, inside, count)
+        stored = rows < tl.cdiv(blocks * WORDS, 4) * 4 // WORDS
+        tl.store(words_ptr + rows * WORDS, tl.where(present, first, 0), mask=stored)
+        if WORDS == 2:
+            tl.store(words_ptr + rows * WORDS + 1, tl.where(present, second, 0), mask=stored)
+    b_a, b_b, b_c, b_d = encode_constants(wide(first), wide(second), N_LEVELS)
+    if STOCHASTIC:
+        index_high = tl.cast(offsets >> 32, tl.uint32)
+        key, second_key = random_key(tl.cast(seed_low, tl.uint32), tl.cast(seed_high, tl.uint32), index_high)
+        noise = dither(random_bits(tl.cast(offsets, tl.uint32), key, second_key))
+        codes = encode(x, b_a, b_b, b_c, b_d, noise, N_LEVELS)
+    else:
+        codes = encode(x, b_a, b_b, b_c, b_d, 0.0, N_LEVELS)
+    codes = tl.where(inside, codes & N_MASK, 0)
+    if FIELDS == 1:
+        packed = tl.reshape(codes, byte_offsets.shape)
+        padded = tl.cdiv(n, 16) * 16
+    else:
+        shifts = (tl.arange(0, FIELDS) * BITS)[None, :, None]
+        packed = tl.sum(codes << shifts, axis=1)
+        padded = tl.cdiv(blocks * (BLOCK // FIELDS), 16) * 16
+    tl.store(codes_ptr + byte_offsets, tl.cast(packed, tl.uint8), mask=byte_offsets < padded)
+    return codes, first, second
+
+
+def with_sign(codes):
+    """Codes as integers, with their sign if they have one."""
+    if N_SIGNED:
+        return (codes ^ N_HALF) - N_HALF
+    else:
+        return codes
+
+
+def decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets):
+    """The values of a tile, float32."""
+    WORDS: tl.constexpr = N_WORDS
+    BITS: tl.constexpr = N_BITS
+    FIELDS: tl.constexpr = N_FIELDS
+    BLOCK: tl.constexpr = offsets.shape[1] * offsets.shape[2]
+    present = rows < tl.cdiv(n, BLOCK)
+    first = tl.load(words_ptr + rows * WORDS, mask=present, other=0)
+    second = tl.load(words_ptr + rows * WORDS + WORDS - 1, mask=present, other=0)
+    b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
+    if FIELDS == 1:
+        packed = tl.load(codes_ptr + offsets, mask=inside, other=0)
+        codes = tl.cast(packed, tl.int32)
+    else:
+        packed = tl.load(codes_ptr + byte_offsets, mask=present[:, None], other=0)
+        shifts = (tl.arange(0, FIELDS) * BITS)[None, :, None]
+        codes = (tl.cast(packed, tl.int32)[:, None, :] >> shifts) & N_MASK
+    return decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
+
+
+def encode_kernel(
+    x_ptr, words_ptr, codes_ptr, counts_ptr, n, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
+    x = load(tl.load(x_ptr + offsets, mask=inside, other=0))
+    encode_tile(
+        x, words_ptr, codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high, STOCHASTIC, GIVEN
+    )
+
+
+def encode_pieces_kernel(
+    addresses_ptr, sizes_ptr, firsts_ptr, piece_of_block_ptr, x_ptr, words_ptr, codes_ptr, n, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`x_ptr` gives the element type only: each row finds its piece's address in a table."""
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    present = rows < tl.cdiv(n, BLOCK)
+    piece = tl.load(piece_of_block_ptr + rows, mask=present, other=0)
+    start = (rows - tl.load(firsts_ptr + piece)) * BLOCK
+    left = tl.load(sizes_ptr + piece) - start
+    within = offsets - wide(rows * BLOCK)
+    source = tl.cast(tl.load(addresses_ptr + piece), x_ptr.dtype, bitcast=True) + start
+    count = tl.cast(tl.minimum(left, BLOCK), tl.int32)
+    inside = inside & (within < wide(left))
+    x = load(tl.load(wide(source) + within, mask=inside, other=0))
+    encode_tile(
+        x, words_ptr, codes_ptr, n, rows, offsets, count, inside, byte_offsets, seed_low, seed_high, STOCHASTIC, False
+    )
+
+
+def feedback_kernel(
+    x_ptr, residual_ptr, words_ptr, codes_ptr, counts_ptr, n, factor, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
+    residual = tl.load(residual_ptr + offsets, mask=inside, other=0)
+    total = compensated(load(tl.load(x_ptr + offsets, mask=inside, other=0)), residual)
+    codes, first, second = encode_tile(
+        total * factor, words_ptr, codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
+        STOCHASTIC, False,
+    )  # fmt: skip
+    b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
+    sent = decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
+    left = remainder(total, sent, residual)
+    if COUNTED:
+        left = tl.where(own, left, residual)
+    tl.store(residual_ptr + offsets, left, mask=inside)
+
+
+def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets):
+    """Decodes the tile of every payload, `size` bytes apart, and returns `scale` times the sum, taken in rank order."""
+    total = tl.zeros(offsets.shape, tl.float32)
+    for rank in range(ranks):
+        at = tl.cast(rank, tl.int64) * size
+        total += decoded_tile(words_ptr + at // 4, codes_ptr + at, n, rows, offsets, inside, byte_offsets)
+    return total * scale
+
+
+def decode_kernel(words_ptr, codes_ptr, out_ptr, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    x = decoded_tile(words_ptr, codes_ptr, n, rows, offsets, inside, byte_offsets)
+    tl.store(out_ptr + offsets, store(x), mask=inside)
+
+
+def decode_sum_kernel(
+    words_ptr, codes_ptr, out_ptr, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    tl.store(out_ptr + offsets, store(total), mask=inside)
+
+
+def reduce_kernel(
+    words_ptr, codes_ptr, out_words_ptr, out_codes_ptr, counts_ptr, ranks, size, n, scale, seed_low, seed_high,
+    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A quotient rounded up overflows for lengths next to 2^31.
+    n = tl.cast(n, tl.int64)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
+    encode_tile(
+        total, out_words_ptr, out_codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
+        STOCHASTIC, False,
+    )  # fmt: skip
+
+
+FUNCTIONS = (
+    *(places, wide, own_elements, tree_sum, row_extreme, statistics),
+    *(encode_tile, with_sign, decoded_tile, decoded_sum),
+)
+TEMPLATES = {
+    "encode": encode_kernel,
+    "encode_pieces": encode_pieces_kernel,
+    "feedback": feedback_kernel,
+    "decode": decode_kernel,
+    "decode_sum": decode_sum_kernel,
+    "reduce": reduce_kernel,
+}

@@ -1,0 +1,43 @@
+"""`BAGUA_KERNELS_WATCH`: steps have the same results whether PyTorch's objects are read in memory or PyTorch is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels import knobs, optim
+from bagua_kernels.optim.watch import watch
+from bagua_kernels.optim.watch.sweep import FEWEST, fields
+
+
+def trained(watched: bool) -> list[torch.Tensor]:
+    """Parameters after steps between which gradients come and go, and memory is replaced."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(5, 3, generator=generator)) for _ in range(FEWEST + 6)]
+    optimizer = optim.AdamW(params, lr=0.1)
+    with knobs.override(knobs.WATCH, watched):
+        for step in range(6):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=generator)
+                if step and (i + step) % 5 == 0:
+                    p.grad = None
+            if step == 3:
+                params[7].data = params[7].data.clone()
+                optimizer.state[params[8]]["exp_avg"] = optimizer.state[params[8]]["exp_avg"].clone()
+            optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_results_do_not_depend_on_the_watch() -> None:
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.skipif(fields() is None, reason="this Python or PyTorch has other objects, so that nothing is watched")
+def test_the_knob_switches_the_watch_off() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(FEWEST)]
+    for p in params:
+        p.grad = torch.ones(2)
+    assert watch(params, []) is not None
+    with knobs.override(knobs.WATCH, False):
+        assert watch(params, []) is None
