@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,9 +14,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import extending, types
 
-from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, scalar
+from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_words, scalar
 from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 from bagua_kernels.rules.calls import Rule, called_rules, code_of
@@ -27,22 +25,13 @@ logger = logging.getLogger(__name__)
 # No `fastmath`: the order of operations is part of the wire format. And not left out either: what is compiled while its caller
 # is inherits the caller's, and keeps it for all others. The numpy error model has no zero-division branches, which would keep
 # loops from vectorising.
-_OWN: dict[str, Any] = {"fastmath": False, "forceinline": False}
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_OWN}
-_strict = numba.njit(error_model="numpy", **_OWN)
-
-# LLVM contracts nothing on a CPU unless an operation carries the `contract` flag, and Numba sets none here.
-IEEE = scalar.Exact(
-    divide=_strict(lambda x, y: x / y),
-    root=_strict(lambda x: math.sqrt(x)),
-    multiply=_strict(lambda x, y: x * y),
-    fma=_strict(lambda x, y, z: _numba_cpu_intrinsics.fused_multiply_add(x, y, z)),
-)
-scalar.install(extending, types, single=IEEE, double=IEEE, options=_OWN)
-
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "forceinline": False}
+# For functions that only compiled code calls: what Python would call them through takes as long to compile as they do. Python
+# must not call these.
+_HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-_SOURCES = [inspect.getsource(module) for module in (scalar, _numba_cpu_intrinsics)]
+_SOURCES = [inspect.getsource(module) for module in (_numba_cpu_words, _numba_cpu_intrinsics)]
 VOCABULARY = digest(*_SOURCES, sorted(OPTIONS.items()))
 
 
@@ -51,7 +40,7 @@ def compile_rule(rule: Rule, literal: type = np.float32) -> Any:
     """The rule as a Numba function of scalars, with every rule that it calls and its float literals of one type."""
     names: dict[str, Any] = {name: compile_rule(callee, literal) for name, callee in called_rules(rule).items()}
     code = with_literals(code_of(rule), literal)
-    return numba.njit(rebuilt(rule, {**names, "tl": scalar}, code=code), **OPTIONS)
+    return numba.njit(rebuilt(rule, {**names, "tl": scalar}, code=code), **OPTIONS, **_HELPER)
 
 
 def compile_template(
@@ -63,6 +52,7 @@ def compile_template(
     fastmath: Any = False,
     nogil: bool = True,
     inlined: bool = False,
+    helper: bool = False,
 ) -> Any:
     """Compiles a launcher's template, cached on disk under the digest of everything it is made of.
 
@@ -73,7 +63,9 @@ def compile_template(
         literal: the type of the rules' float literals, float32 or float64.
         nogil: whether other Python threads may run meanwhile.
         fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
-        inlined: whether it becomes part of the templates that call it, where a call would cost as much as its work.
+        inlined: True if it becomes part of the templates that call it, because a call would cost as much as its work. It is a
+            helper then.
+        helper: True if only other templates call it: Python must not.
     """
     names = {
         name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
@@ -85,9 +77,11 @@ def compile_template(
         for name, value in bindings.items()
     ]
     function = rebuilt(
-        template, names, suffix="_" + digest(template, described, literal, fastmath, inlined, VOCABULARY)
+        template, names, suffix="_" + digest(template, described, literal, fastmath, inlined, helper, VOCABULARY)
     )
     options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil, "forceinline": inlined}
+    if helper or inlined:
+        options |= _HELPER
     kernel = numba.njit(function, **options)
     try:
         _numba_cpu_cache.keep_on_disk(kernel)

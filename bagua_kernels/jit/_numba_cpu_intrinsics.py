@@ -168,16 +168,6 @@ def store_fence(context):
     return types.void(), generate
 
 
-@extending.intrinsic
-def fused_multiply_add(context, x, y, z):
-    """`x * y + z`, rounded once."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return z(z, z, z), generate
-
-
 def _pointer_to(element: Any) -> Any:
     @extending.intrinsic
     def pointer(context: Any, address: Any) -> Any:

@@ -1,13 +1,11 @@
 """The vocabulary of rules for Numba: scalar functions with the names of `triton.language`.
 
-`install` teaches one Numba target (the CPU's or CUDA's, whose extension modules have the same form) how to compile them.
+`install` teaches Numba-CUDA how to compile them, and `_numba_cpu_words` Numba on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,19 +58,16 @@ class Exact:
     fma: Any
 
 
-def install(
-    extending: Any, types: Any, *, single: Exact, double: Exact, options: Mapping[str, Any] | None = None
-) -> None:
-    """Registers the vocabulary with a Numba target.
+def install(extending: Any, types: Any, *, single: Exact, double: Exact) -> None:
+    """Registers the vocabulary with a Numba target, as functions that are compiled.
 
     Args:
         extending: the target's `extending` module.
         types: the target's `types` module.
         single: operations on float32.
         double: operations on float64.
-        options: what the vocabulary is compiled with.
     """
-    overload = partial(extending.overload, jit_options=dict(options)) if options else extending.overload
+    overload = extending.overload
     exact = {types.float32: single, types.float64: double}
 
     def bitcast_to(destination: Any) -> Any:

@@ -47,9 +47,13 @@ def test_digest_sees_what_a_rule_calls() -> None:
     assert digest(calls_half, ("BLOCK", 256)) != digest(calls_half, ("BLOCK", 128))
 
 
+def applied(x):
+    return rule(x)  # noqa: F821 - bound when the template is compiled
+
+
 def test_float32_stays_float32() -> None:
     assert with_literals(half.__code__, np.float32).co_consts[-1].dtype == np.float32
-    compiled = _numba_cpu.compile_rule(calls_half)
+    compiled = _numba_cpu.compile_template(applied, {"rule": calls_half})
     compiled(np.float32(3))
     assert compiled.nopython_signatures[0].return_type == numba.float32
     assert compiled(np.float32(3)) == 2.5
@@ -62,13 +66,10 @@ def test_rules_are_their_own_reference() -> None:
 
 
 def test_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def template(x):
-        return rule(x)  # noqa: F821 - bound when the template is compiled
-
     # Numba finds no folder to write to.
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     with caplog.at_level(logging.WARNING):
-        kernel = _numba_cpu.compile_template(template, {"rule": half})
+        kernel = _numba_cpu.compile_template(applied, {"rule": half})
     assert kernel(np.float32(4)) == 2
     assert "NUMBA_CACHE_DIR" in caplog.text
 
@@ -87,7 +88,6 @@ def test_a_rule_is_not_compiled_with_what_its_first_caller_may_do() -> None:
     for fastmath in ({"contract"}, False):
         kernel = _numba_cpu.compile_template(calls_a_rule, {"rule": difference_of_product}, fastmath=fastmath)
         assert kernel(x, x, x * x) == 0
-    assert _numba_cpu.compile_rule(difference_of_product)(x, x, x * x) == 0
 
 
 def test_kernels_run_from_several_threads_at_once() -> None:
@@ -139,7 +139,7 @@ def magnitude(x):
 
 
 def test_the_magnitude_of_a_zero_has_no_sign() -> None:
-    compiled = _numba_cpu.compile_rule(magnitude)
+    compiled = _numba_cpu.compile_template(applied, {"rule": magnitude})
     for x in (np.float32(0.0), np.float32(-0.0), np.float32(-2.5), np.float32(3.0), np.float32(-np.inf)):
         assert compiled(x) == magnitude(x)
         assert not np.signbit(compiled(x))

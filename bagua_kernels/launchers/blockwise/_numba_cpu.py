@@ -30,7 +30,13 @@ INTERMEDIATE = ("encode_pieces", "feedback", "decode_sum", "reduce", "decode_app
 
 @functools.cache
 def bound(
-    rule: BlockQuantizer, block: int, inner: torch.dtype, outer: torch.dtype, stochastic: bool, given: bool
+    rule: BlockQuantizer,
+    block: int,
+    inner: torch.dtype,
+    outer: torch.dtype,
+    stochastic: bool = False,
+    given: bool = False,
+    fours: bool = False,
 ) -> dict[str, Any]:
     """What the names in the templates stand for, for blocks of one dtype inside and vectors of another outside."""
     form = BlockForm(0, block, rule.words, rule.bits)
@@ -39,6 +45,7 @@ def bound(
         "STRIDE": form.stride,
         "STOCHASTIC": stochastic,
         "GIVEN": given,
+        "FOURS": fours,
         "load": LOAD[inner],
         "store": STORE[inner],
         "load_input": LOAD[outer],
@@ -49,18 +56,24 @@ def bound(
     }
     if form.fields > 1:
         bindings["pack"], bindings["unpack"] = packing(form.fields, form.stride)
-    bindings["extremes_of"] = compile_template(EXTREMES[rule.extremes], bindings)
+    bindings["extremes_of"] = compile_template(EXTREMES[rule.extremes], bindings, helper=True)
     for layer in LAYERS:
-        bindings |= {template.__name__: compile_template(template, bindings) for template in layer}
+        bindings |= {template.__name__: compile_template(template, bindings, helper=True) for template in layer}
     return bindings
 
 
 @functools.cache
 def kernels(
-    name: str, rule: BlockQuantizer, block: int, dtype: torch.dtype, stochastic: bool = False, given: bool = False
+    name: str,
+    rule: BlockQuantizer,
+    block: int,
+    dtype: torch.dtype,
+    stochastic: bool = False,
+    given: bool = False,
+    fours: bool = False,
 ) -> tuple[Any, Any]:
-    """The serial and the parallel form of a kernel."""
-    bindings = bound(rule, block, torch.float32 if name in INTERMEDIATE else dtype, dtype, stochastic, given)
+    """The serial and the parallel form of a kernel; `fours` is True for payloads of four ranks or more."""
+    bindings = bound(rule, block, torch.float32 if name in INTERMEDIATE else dtype, dtype, stochastic, given, fours)
     over_blocks, over_tasks = TEMPLATES[name]
     serial = compile_template(over_blocks, bindings)
     return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
@@ -105,9 +118,10 @@ def apply_kernels(
     scalars: int,
     position: int,
     dtypes: tuple[torch.dtype, ...],
+    fours: bool,
 ) -> tuple[Any, Any]:
     """The serial and the parallel kernel that decode and apply a rule."""
-    bindings = bound(rule, block, torch.float32, torch.float32, False, False) | {"rule": update.function}
+    bindings = bound(rule, block, torch.float32, torch.float32, fours=fours) | {"rule": update.function}
     others = [i for i in range(update.arrays) if i != position]
     for i, dtype in zip(others, dtypes, strict=True):
         bindings |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
@@ -203,7 +217,7 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, form:
 def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, form: BlockForm) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     words, codes = map(array, form.parts(payloads))
-    kernel = kernels("decode_sum", rule, form.block, out.dtype)
+    kernel = kernels("decode_sum", rule, form.block, out.dtype, fours=len(payloads) >= 4)
     run(kernel, form, words, codes, array(out), np.float32(scale))
 
 
@@ -219,7 +233,7 @@ def reduce(
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = map(array, form.parts(payloads))
     out_words, out_codes = map(array, form.parts(out))
-    kernel = kernels("reduce", rule, form.block, torch.float32, seed is not None)
+    kernel = kernels("reduce", rule, form.block, torch.float32, seed is not None, fours=len(payloads) >= 4)
     arguments = (words, codes, out_words, out_codes, counts_array(counts), np.float32(scale), form.n)
     run(kernel, form, *arguments, *map(np.uint32, seed_halves(seed)))
     clear_pads(out_words, out_codes, form)
@@ -239,5 +253,6 @@ def decode_apply(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.decode_apply`."""
     words, codes = map(array, whole.parts(payloads, first))
-    kernel = apply_kernels(rule, form.block, update, len(scalars), position, tuple(a.dtype for a in arrays))
+    dtypes = tuple(a.dtype for a in arrays)
+    kernel = apply_kernels(rule, form.block, update, len(scalars), position, dtypes, len(payloads) >= 4)
     run(kernel, form, words, codes, *map(array, arrays), *map(np.float32, scalars), np.float32(scale), form.n)

@@ -229,10 +229,12 @@ def sum_block(words, codes, total, loose, scale, block):
     for rank in range(ranks):
         ask_for(codes[rank], begin, STRIDE)
     one = np.float32(1.0)
-    fours = ranks // 4 * 4
-    for rank in range(0, fours, 4):
-        factor = scale if rank + 4 == ranks else one
-        add_four_blocks(words, codes, rank, begin, end, total, rank == 0, factor, loose, block)
+    fours = 0
+    if FOURS:
+        fours = ranks // 4 * 4
+        for rank in range(0, fours, 4):
+            factor = scale if rank + 4 == ranks else one
+            add_four_blocks(words, codes, rank, begin, end, total, rank == 0, factor, loose, block)
     for rank in range(fours, ranks):
         factor = scale if rank + 1 == ranks else one
         add_block(words[rank], codes[rank, begin:end], total, rank == 0, factor, loose[:BLOCK], block)

@@ -22,8 +22,8 @@ from bagua_kernels.launchers.low_rank._numba_cpu_rows import row_rules
 from bagua_kernels.launchers.low_rank._numba_cpu_update import update_kernel as update_kernel
 
 
-def project_some(place, begin, end):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+def project_some(rank, place, begin, end):
+    rows, columns = place[ROWS], place[COLUMNS]
     total, before = matrix(place[TOTAL], rows, columns), matrix(place[BEFORE], rows, columns)
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
@@ -62,8 +62,8 @@ def over_places(table, places):
         work(table[places[at]])
 
 
-def gather_some(place, begin, end):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+def gather_some(rank, place, begin, end):
+    rows, columns = place[ROWS], place[COLUMNS]
     total, left = matrix(place[TOTAL], rows, columns), matrix(place[LEFT], rows, rank)
     right = matrix(place[RIGHT], columns, rank)
     own = np.zeros((rank, end - begin), np.float32)
@@ -81,8 +81,8 @@ def gather_some(place, begin, end):
     return True
 
 
-def project_and_gather_some(place, begin, end):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+def project_and_gather_some(rank, place, begin, end):
+    rows, columns = place[ROWS], place[COLUMNS]
     total, before = matrix(place[TOTAL], rows, columns), matrix(place[BEFORE], rows, columns)
     gradient = matrix(place[GIVEN], rows, columns)
     left, before_left = matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank)
@@ -107,15 +107,15 @@ def project_and_gather_some(place, begin, end):
     return total_of(spoilt) == 0
 
 
-def approximate_some(place, begin, end):
-    rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
+def approximate_some(rank, place, begin, end):
+    rows, columns = place[ROWS], place[COLUMNS]
     left, right = matrix(place[LEFT], rows, rank), matrix(place[TURNED], rank, columns)
     out = matrix(place[GIVEN], rows, columns)
     # What is not read again soon need not displace what is, nor be read before it is written.
     streamed = place[GIVEN] % LINE == 0 and 4 * columns % LINE == 0
     spoilt = nothing()
     for i in range(begin, end):
-        spoilt = approximate_row(left[i], right, out[i], streamed, spoilt)
+        spoilt = approximate_row(rank, left[i], right, out[i], streamed, spoilt)
     if streamed:
         store_fence()
     return total_of(spoilt) == 0
@@ -148,7 +148,7 @@ def kernels(flavours: tuple[int, ...]) -> Kernels:
     names = parts()
 
     def over(work: Any) -> Any:
-        chosen = any_rank(flavours, lambda rank: compile_template(work, names | row_rules(rank)))
+        chosen = any_rank(flavours, lambda rank: compile_template(work, names | row_rules(rank), helper=True))
         return compile_template(over_tasks, {"numba": numba, "RANK": RANK, "work": chosen}, parallel=True)
 
     return Kernels(

@@ -90,10 +90,10 @@ def orthonormal_stack(p):
 
 @functools.cache
 def _compiled() -> Any:
-    names: dict[str, Any] = {"np": np, "tree_sum": compile_template(tree_sum, {})}
-    names["norm"] = compile_template(norm, dict(names))
-    names["power_of_two"] = compile_template(power_of_two, {"np": np})
-    columns = compile_template(orthonormal_columns, names)
+    names: dict[str, Any] = {"np": np, "tree_sum": compile_template(tree_sum, {}, helper=True)}
+    names["norm"] = compile_template(norm, dict(names), helper=True)
+    names["power_of_two"] = compile_template(power_of_two, {"np": np}, helper=True)
+    columns = compile_template(orthonormal_columns, names, helper=True)
     return compile_template(orthonormal_stack, {"np": np, "orthonormal_columns": columns})
 
 

@@ -78,20 +78,16 @@ def keep_finite(place, only_left):
 
 def choose(rank, *arguments):
     if rank == HERE:
-        return here(*arguments)
+        return here(rank, *arguments)
     return elsewhere(rank, *arguments)
-
-
-def take_any(rank, *arguments):
-    return here(*arguments)
 
 
 def any_rank(flavours: Sequence[int], of_flavour: Callable[[int], Any]) -> Any:
     """Compiles a function whose first argument, a rank, chooses among those for some flavours, see `Passes`."""
     *others, last = flavours
-    found = compile_template(take_any, {"here": of_flavour(last)})
+    found = of_flavour(last)
     for rank in others:
-        found = compile_template(choose, {"HERE": rank, "here": of_flavour(rank), "elsewhere": found})
+        found = compile_template(choose, {"HERE": rank, "here": of_flavour(rank), "elsewhere": found}, helper=True)
     return found
 
 
@@ -110,8 +106,8 @@ def parts() -> dict[str, Any]:
         **fields,
         **memory,
     }
-    names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]})
-    names["power_of_two"] = compile_template(power_of_two, {"np": np})
+    names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]}, helper=True)
+    names["power_of_two"] = compile_template(power_of_two, {"np": np}, helper=True)
     for rule in (choose_right, turn_right, keep_factors, keep_finite):
-        names[rule.__name__] = compile_template(rule, names)
+        names[rule.__name__] = compile_template(rule, names, helper=True)
     return names

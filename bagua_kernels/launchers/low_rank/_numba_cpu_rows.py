@@ -145,10 +145,11 @@ def gather_one(row, start, left, sums):
         store_rows(sums, at, count, found)
 
 
-def approximate_row(left, right, out, streamed, spoilt):
+def approximate_row(rank, left, right, out, streamed, spoilt):
     """Writes a row of P Q^T.
 
     Args:
+        rank: columns of the factors.
         left: the row of P.
         right: all of Q, of shape (rank, columns).
         out: the row.

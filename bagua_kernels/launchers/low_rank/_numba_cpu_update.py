@@ -72,5 +72,5 @@ def update_kernel(variant: Variant, flavours: tuple[int, ...]) -> Any:
         "NEARBY": _NEARBY,
         "approximate_row": any_rank(flavours, lambda rank: row_rules(rank)["approximate_row"]),
     }
-    names["update_some"] = compile_template(update_some, names)
+    names["update_some"] = compile_template(update_some, names, helper=True)
     return compile_template(update_all, names, parallel=True)

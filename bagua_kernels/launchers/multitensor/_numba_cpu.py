@@ -87,8 +87,8 @@ def piece_kernel(variant: Variant) -> Any:
     fastmath = {"reassoc", "nsz"} if variant.rule.sums else False
     names = {**bindings(variant, LOAD, STORE), **pointers}
     names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address}
-    block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath)
-    return compile_template(_template(variant, "over_piece"), {**names, "over_block": block})
+    block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath, helper=True)
+    return compile_template(_template(variant, "over_piece"), {**names, "over_block": block}, helper=True)
 
 
 @functools.cache

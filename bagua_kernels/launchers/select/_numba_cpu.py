@@ -175,17 +175,19 @@ def collect_kernel(name: str, dtype: torch.dtype, parallel: bool) -> Any:
     """A compiled kernel that searches a vector of a dtype: collect, collect_sum, or write."""
     names: dict[str, Any] = {"LINE": LINE, "AHEAD": AHEAD, "DIRECT": dtype == torch.float32}
     names |= {"load": LOAD[dtype], "magnitude_key": selection.magnitude_key}
-    names["append_marked"] = compile_template(append_marked, names)
+    names["append_marked"] = compile_template(append_marked, names, helper=True)
     # The parallel and the serial form need different names on disk.
     chunk = {"CHUNK": CHUNK, "PARALLEL": parallel}
     if name == "write":
-        inner = compile_template(append, names)
+        inner = compile_template(append, names, helper=True)
         return compile_template(write_tasks, {**chunk, "append": inner}, parallel=parallel)
     if name == "collect":
-        inner = compile_template(collect_chunk, {**names, "append": compile_template(append, names)})
+        inner = compile_template(
+            collect_chunk, {**names, "append": compile_template(append, names, helper=True)}, helper=True
+        )
         return compile_template(collect_tasks, {**chunk, "collect_chunk": inner}, parallel=parallel)
-    append_sum = compile_template(append, {**names, "load": LOAD[torch.float32]})
-    inner = compile_template(collect_sum_chunk, {**names, "append_sum": append_sum})
+    append_sum = compile_template(append, {**names, "load": LOAD[torch.float32]}, helper=True)
+    inner = compile_template(collect_sum_chunk, {**names, "append_sum": append_sum}, helper=True)
     return compile_template(collect_sum_tasks, {**chunk, "collect_sum_chunk": inner}, parallel=parallel)
 
 
@@ -196,7 +198,7 @@ def kernel(name: str, parallel: bool) -> Any:
         rules = (selection.left_half, selection.right_half, selection.feistel_left, selection.joined)
         names = {"ROUNDS": ROUNDS, "PARALLEL": parallel, **{f.__name__: f for f in rules}}
         return compile_template(permute_tasks, names, parallel=parallel)
-    inner = compile_template(place_chunk, {"ADD": name == "sum"})
+    inner = compile_template(place_chunk, {"ADD": name == "sum"}, helper=True)
     names = {"CHUNK": CHUNK, "PARALLEL": parallel, "place_chunk": inner}
     return compile_template(place_sum_tasks if name == "sum" else place_tasks, names, parallel=parallel)
 
