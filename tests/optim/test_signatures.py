@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels import optim
+from bagua_kernels.optim.step.fused import Fused
 
 ALL = {n: k for n in optim.__all__ if isinstance(k := getattr(optim, n), type) and issubclass(k, torch.optim.Optimizer)}
 OWN = {"LAMB", "LARS", "Lion"}
@@ -66,7 +67,7 @@ def test_arguments_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, lr=lr)
 
-    class Newer(optim.fused.Fused, Older):
+    class Newer(Fused, Older):
         def __init__(self, params: Any, flag: bool = False) -> None:
             super().__init__(params, lr=0.2, flag=flag)
 

@@ -168,7 +168,7 @@ def test_refusals() -> None:
     with Part(optim.SGD(params, lr=0.1), params).from_factors() as found:
         assert found is not None
         with pytest.raises(RuntimeError, match="call `left` next"):
-            state.finish_with_updates(state._right, {0: found[0], 1: found[1]})
+            state.finish_with_updates(state._stacks.right, {0: found[0], 1: found[1]})
         right = state.right(state.left(gradients(0, [(8, 8), (9, 9)])))
         with pytest.raises(ValueError, match=r"81 float32 elements .* tensor 1 .*got None"):
             state.finish_with_updates(right, {0: found[0]})
