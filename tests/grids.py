@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 from _pytest.mark.structures import ParameterSet
 
 # True with `--all`: a grid is then its full product. Set by conftest.py before test files are imported.
@@ -31,8 +32,9 @@ def grid(
         cover: the number of axes of which every combination of values is in the sample. With 1, each value is in it, which
             is enough where axes have nothing to do with each other.
         indirect: the parameters that are passed to the fixture of their name, as for `pytest.mark.parametrize`.
-        axes: the values of each parameter; a mapping gives their names in test ids, too. An axis called `"a,b"` sets several
-            parameters by tuples: `grid(**{"a,b": {"first": (1, 2)}}, c=[3, 4])`.
+        axes: the values of each parameter; a mapping gives their names in test ids, too. An axis called `a__b` sets the
+            parameters `a` and `b` by tuples: `grid(a__b=[(1, 2), (3, 4)], c=[5, 6])`. Values that `one_of_each` has marked as
+            beyond its sample are not in this one, either.
     """
     named = [_named(axis) for axis in axes.values()]
     rows = [
@@ -40,17 +42,48 @@ def grid(
         for row in itertools.product(*(range(len(axis)) for axis in named))
         if where is None or where(**_arguments(axes, named, row))
     ]
-    default = set(covering(rows, cover))
+    default = set(
+        covering([row for row in rows if not any(a[place].beyond for a, place in zip(named, row, strict=True))], cover)
+    )
     cases = [
         pytest.param(
             *_arguments(axes, named, row).values(),
-            id="-".join(named[axis][place][0] for axis, place in enumerate(row)),
-            marks=[] if row in default else pytest.mark.beyond,
+            id="-".join(axis[place].name for axis, place in zip(named, row, strict=True)),
+            marks=_marks(named, row, row in default),
         )
         for row in rows
         if EVERYTHING or row in default
     ]
-    return pytest.mark.parametrize(",".join(axes).split(","), cases, indirect=indirect)
+    return pytest.mark.parametrize(_parameters(axes), cases, indirect=indirect)
+
+
+def folded(**axes: Axis) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test for every combination of some parameters, all in one item; a note on a failure names the combination.
+
+    For checks of milliseconds, of which the items would cost more than what they do.
+    """
+    named = [_named(axis) for axis in axes.values()]
+    rows = list(itertools.product(*(range(len(axis)) for axis in named)))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def loop(**fixtures: Any) -> None:
+            for row in rows:
+                try:
+                    test(**fixtures, **_arguments(axes, named, row))
+                except Exception as error:
+                    names = (axis[place].name for axis, place in zip(named, row, strict=True))
+                    error.add_note(
+                        "with " + ", ".join(f"{axis}={name}" for axis, name in zip(axes, names, strict=True))
+                    )
+                    raise
+
+        signature = inspect.signature(test)
+        others = [p for name, p in signature.parameters.items() if name not in _parameters(axes)]
+        loop.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return loop
+
+    return decorate
 
 
 def covering(rows: Sequence[tuple[Any, ...]], cover: int = 2) -> list[tuple[Any, ...]]:
@@ -111,26 +144,58 @@ def _beyond(case: Any) -> Any:
     return pytest.param(case, marks=pytest.mark.beyond)
 
 
-def _named(axis: Axis) -> list[tuple[str, Any]]:
-    pairs = list(axis.items()) if isinstance(axis, Mapping) else [(name_of(value), value) for value in axis]
-    if not pairs:
+class _Value(NamedTuple):
+    """A value of an axis, what test ids call it, and the marks of items that have it."""
+
+    name: str
+    value: Any
+    marks: tuple[Any, ...] = ()
+
+    @property
+    def beyond(self) -> bool:
+        """True if it is outside the sample that `one_of_each` took."""
+        return any(mark.name == "beyond" for mark in self.marks)
+
+
+def _named(axis: Axis) -> list[_Value]:
+    if isinstance(axis, Mapping):
+        named = [_Value(name, value) for name, value in axis.items()]
+    else:
+        named = [_value(value) for value in axis]
+    if not named:
         raise ValueError("an axis has no values, so that its test would have no items")
-    return pairs
+    return named
+
+
+def _value(value: Any) -> _Value:
+    if not isinstance(value, ParameterSet):
+        return _Value(name_of(value), value)
+    own = value.values[0] if len(value.values) == 1 else value.values
+    return _Value(str(value.id or name_of(own)), own, tuple(value.marks))
 
 
 def name_of(value: Any) -> str:
-    """Returns what a test id calls a value: `float16` for a dtype, the name of a class or a function, else its text."""
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return str(getattr(value, "__name__", value))
+    """Returns what a test id calls a value: the name of a class, a function or a dtype, else its text."""
+    if isinstance(value, tuple):
+        return "-".join(map(name_of, value))
+    return str(getattr(value, "__name__", value)).removeprefix("torch.")
 
 
-def _arguments(
-    axes: Mapping[str, Axis], named: Sequence[list[tuple[str, Any]]], row: tuple[int, ...]
-) -> dict[str, Any]:
+def _marks(named: Sequence[list[_Value]], row: tuple[int, ...], default: bool) -> list[Any]:
+    marks = [
+        mark for axis, place in zip(named, row, strict=True) for mark in axis[place].marks if mark.name != "beyond"
+    ]
+    return marks if default else [*marks, pytest.mark.beyond]
+
+
+def _parameters(axes: Iterable[str]) -> list[str]:
+    return [name for names in axes for name in names.split("__")]
+
+
+def _arguments(axes: Mapping[str, Axis], named: Sequence[list[_Value]], row: tuple[int, ...]) -> dict[str, Any]:
+    """The test's arguments for a row of places in the axes."""
     found: dict[str, Any] = {}
-    for axis, (names, place) in enumerate(zip(axes, row, strict=True)):
-        value = named[axis][place][1]
-        split = names.split(",")
-        found.update(zip(split, value if len(split) > 1 else (value,), strict=True))
+    for names, axis, place in zip(axes, named, row, strict=True):
+        split = names.split("__")
+        found.update(zip(split, axis[place].value if len(split) > 1 else (axis[place].value,), strict=True))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import subprocess
@@ -13,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import grids
-from tests.grids import covering, grid, one_of_each
+from tests.grids import covering, folded, grid, one_of_each
 
 ROOT = Path(__file__).parents[1]
-AXES = {"a": ["x", "y", "z"], "b": range(5), "c,d": {"first": (1, 2), "second": (3, 4)}, "e": [False, True]}
+AXES = {"a": ["x", "y", "z"], "b": range(5), "c__d": {"first": (1, 2), "second": (3, 4)}, "e": [False, True]}
 
 
 def combinations(rows: list[tuple[object, ...]], cover: int) -> set[tuple[object, ...]]:
@@ -33,9 +34,9 @@ def items(mark: pytest.MarkDecorator) -> list[tuple[object, ...]]:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     cover=st.integers(1, 3),
-    infeasible=st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2), max_size=6),
+    infeasible=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=6),
 )
 def test_sample_has_what_the_product_has(sizes: list[int], cover: int, infeasible: list[list[int]]) -> None:
     product = [row for row in itertools.product(*map(range, sizes)) if list(row[:2]) not in infeasible]
@@ -94,6 +95,31 @@ def test_one_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case for case in everything if isinstance(case, str)] == ["one", "three", "four"]
     assert [case.values[0] for case in everything if not isinstance(case, str)] == ["two", "six", "nine"]
     assert everything[-1].id == "9"
+
+
+def test_axis_that_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["one", "two", "three"]
+    monkeypatch.setattr(grids, "EVERYTHING", False)
+    assert items(grid(word=one_of_each(words, len), n=[1, 2])) == [("one", 1), ("one", 2), ("three", 1), ("three", 2)]
+    monkeypatch.setattr(grids, "EVERYTHING", True)
+    everything = grid(word=one_of_each(words, len), n=[1, 2])
+    assert items(everything) == list(itertools.product(words, [1, 2]))
+    assert {case.values[0] for case in everything.args[1] if case.marks} == {"two"}
+
+
+def test_folded_runs_all_and_names_what_fails() -> None:
+    seen = []
+
+    @folded(a=[1, 2], b={"x": 3, "y": 4})
+    def check(fixture: int, a: int, b: int) -> None:
+        seen.append((fixture, a, b))
+        assert (a, b) != (2, 4)
+
+    assert list(inspect.signature(check).parameters) == ["fixture"]
+    with pytest.raises(AssertionError) as caught:
+        check(fixture=7)
+    assert caught.value.__notes__ == ["with a=2, b=y"]
+    assert seen == [(7, 1, 3), (7, 1, 4), (7, 2, 3), (7, 2, 4)]
 
 
 def test_samples_do_not_depend_on_the_process() -> None:

@@ -32,6 +32,7 @@ from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
+from tests.grids import grid
 
 try:
     nvvm.NVVM()
@@ -97,37 +98,32 @@ def elementwise_ptx(rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: 
     return compiled(kernel, (ELEMENTS[dtype][::1],) * rule.arrays + (scalar,) * scalars, sm, device)
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@grid(stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1)
 def test_encode(dtype: torch.dtype, sm: int, stochastic: bool, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx("encode", dtype, sm, device, stochastic=stochastic)
     assert violations(ptx, sums_are_marked=False) == []
     assert {"mul.rn.f32", "div.rn.f32"} <= set(opcodes(ptx))
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("name", ["decode", "decode_sum"])
+@grid(name=["decode", "decode_sum"], dtype__sm=TARGETS, cover=1)
 def test_decode(name: str, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, dtype, sm, device)
     assert violations(ptx, sums_are_marked=False) == []
     assert {"mul.rn.f32", "div.rn.f32"} <= set(opcodes(ptx))
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@grid(stochastic={"nearest": False, "stochastic": True}, sm=[80, 90, 100], cover=1)
 def test_reduce(sm: int, stochastic: bool, device: SimpleNamespace) -> None:
     assert violations(blockwise_ptx("reduce", FLOAT32, sm, device, stochastic=stochastic), sums_are_marked=False) == []
 
 
-@pytest.mark.parametrize("block", [32, 4096])
-@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
+@grid(name=["encode", "decode", "decode_sum", "reduce"], block=[32, 4096], cover=1)
 def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=True, block=block)
     assert violations(ptx, sums_are_marked=False) == []
 
 
-@pytest.mark.parametrize("name", ["encode", "feedback", "decode", "decode_sum", "reduce"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@grid(rule={rule.name: rule for rule in RULES}, name=["encode", "feedback", "decode", "decode_sum", "reduce"], cover=1)
 def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=rule.bits > 1, rule=rule)
     assert violations(ptx, sums_are_marked=False) == []
@@ -161,8 +157,7 @@ def check_update(make: Callable[[], str], real: str, monkeypatch: pytest.MonkeyP
         assert count(ptx, name, real) == count(plain, name, real)
 
 
-@pytest.mark.parametrize(("dtype", "sm"), [*TARGETS, (FLOAT64, 90)], ids=str)
-@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
+@grid(rule={rule.name: rule for rule in [ADAM, SGD]}, dtype__sm=[*TARGETS, (FLOAT64, 90)], cover=1)
 def test_elementwise(
     rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

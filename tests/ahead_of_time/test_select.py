@@ -14,12 +14,12 @@ if knobs.TRITON_INTERPRET.get():
 from bench.ahead_of_time import select_ptx
 from tests.ahead_of_time.ptx import widths
 from tests.ahead_of_time.test_triton import TARGETS, cache, check
+from tests.grids import grid
 
 __all__ = ["cache"]
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("name", ["count", "write"])
+@grid(name=["count", "write"], dtype__sm=TARGETS, cover=1)
 def test_search(name: str, dtype: torch.dtype, sm: int) -> None:
     ptx = select_ptx(name, dtype, sm)
     check(ptx)
@@ -36,8 +36,7 @@ def test_add(sm: int) -> None:
     check(select_ptx("place", torch.float32, sm, add=True))
 
 
-@pytest.mark.parametrize("n", ["i32", "i64"])
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@grid(sm=[80, 90, 100], n=["i32", "i64"], cover=1)
 def test_permute(sm: int, n: str) -> None:
     check(select_ptx("permute", torch.float32, sm, n=n))
 

@@ -49,6 +49,7 @@ from bench.ahead_of_time import (
     resources,
     variant_of,
 )
+from tests.grids import grid
 
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
@@ -105,8 +106,7 @@ def check_update(ptx: str, variant: Variant) -> int:
     return copies
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@grid(stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1)
 def test_encode(dtype: torch.dtype, sm: int, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, "encode", dtype, sm, stochastic=stochastic)
     check(ptx)
@@ -116,8 +116,7 @@ def test_encode(dtype: torch.dtype, sm: int, stochastic: bool) -> None:
     assert max(widths(ptx, "st.global")) >= 128
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("name", ["decode", "decode_sum"])
+@grid(name=["decode", "decode_sum"], dtype__sm=TARGETS, cover=1)
 def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm)
     check(ptx)
@@ -126,8 +125,7 @@ def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     assert min(widths(ptx, "st.global")) >= 128
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@grid(stochastic={"nearest": False, "stochastic": True}, sm=[80, 90, 100], cover=1)
 def test_reduce(sm: int, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, "reduce", FLOAT32, sm, stochastic=stochastic)
     check(ptx)
@@ -136,22 +134,19 @@ def test_reduce(sm: int, stochastic: bool) -> None:
         assert max(widths(ptx, access)) >= 128
 
 
-@pytest.mark.parametrize("block", [32, 4096])
-@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
+@grid(name=["encode", "decode", "decode_sum", "reduce"], block=[32, 4096], cover=1)
 def test_smallest_and_largest_block(name: str, block: int) -> None:
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, block=block))
     check(blockwise_ptx(SIGN_TWO_MEANS, name, FLOAT32, 90, block=block))
 
 
-@pytest.mark.parametrize("n", ["i32", "i64"])
-@pytest.mark.parametrize("name", ["encode", "decode", "decode_sum", "reduce"])
+@grid(name=["encode", "decode", "decode_sum", "reduce"], n=["i32", "i64"], cover=1)
 def test_any_length(name: str, n: str) -> None:
     """A length that is no multiple of 16, or one beyond 2^31, is specialised otherwise."""
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, n=n, multiples=("size",)))
 
 
-@pytest.mark.parametrize("name", [*BLOCKWISE, "decode_apply"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@grid(rule={rule.name: rule for rule in RULES}, name=[*BLOCKWISE, "decode_apply"], cover=1)
 def test_every_rule(rule: BlockQuantizer, name: str) -> None:
     """One architecture: what differs between them, `test_encode` and the table of registers show."""
     block = RULES[rule]
@@ -170,8 +165,7 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
         assert max(widths(ptx, "st.global")) >= 128
 
 
-@pytest.mark.parametrize("name", ["encode", "feedback", "reduce"])
-@pytest.mark.parametrize("rule", [MINMAX_UINT8, SIGN_TWO_MEANS], ids=lambda rule: rule.name)
+@grid(rule={rule.name: rule for rule in [MINMAX_UINT8, SIGN_TWO_MEANS]}, name=["encode", "feedback", "reduce"], cover=1)
 def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
     """Knowing which elements are a block's own makes no access narrower."""
     plain, counted = (blockwise_ptx(rule, name, FLOAT32, 90, block=RULES[rule], counted=many) for many in (False, True))
@@ -184,8 +178,7 @@ def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
     assert more[32] <= 2 * blockwise.tile(rule, RULES[rule])["ROWS"]
 
 
-@pytest.mark.parametrize(("dtype", "sm"), TARGETS, ids=str)
-@pytest.mark.parametrize("rule", [ADAM, SGD], ids=lambda rule: rule.name)
+@grid(rule={rule.name: rule for rule in [ADAM, SGD]}, dtype__sm=TARGETS, cover=1)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None:
     ptx = elementwise_ptx(rule, dtype, sm)
     wanted = operations(rule)
@@ -209,8 +202,7 @@ def vectors_of(ptx: str, access: str) -> Counter[int]:
     return widths("\n".join(line for line in ptx.splitlines() if re.search(r"\.v\d", line)), access)
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
-@pytest.mark.parametrize("name", VARIANTS)
+@grid(name=list(VARIANTS), sm=[80, 90, 100], cover=1)
 def test_multitensor(name: str, sm: int) -> None:
     variant = VARIANTS[name]
     ptx = multitensor_ptx(variant, sm)

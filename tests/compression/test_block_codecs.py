@@ -12,6 +12,7 @@ from bagua_kernels.compression import Codec, Contractive, Sign, Unbiased
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS
 from tests.compression.codecs import ALL, STOCHASTIC, Case
 from tests.conftest import EMULATED, Target
+from tests.grids import folded, grid
 from tests.oracles import block_quantizers as oracle
 from tests.oracles.vectors import KINDS, make, raw_vectors, vectors
 
@@ -34,7 +35,7 @@ def decoded(case: Case, payload: torch.Tensor, n: int) -> np.ndarray:
 
 
 @every_case
-@pytest.mark.parametrize("n", lengths.values(), ids=lengths.keys())
+@folded(n=lengths)
 def test_same_bytes_as_the_oracle(target: Target, case: Case, n: int) -> None:
     # Other dtypes differ in how elements are read and written, which one length shows.
     for dtype in DTYPES if n == (1 if EMULATED else 1009) else DTYPES[:1]:
@@ -180,8 +181,7 @@ def test_short_blocks_lag_no_more_than_full_ones(target: Target, codec: Sign) ->
     assert not residual.any()
 
 
-@every_case
-@pytest.mark.parametrize("kind", ["zeros", "mixed_scales"] if EMULATED else KINDS)
+@grid(kind=["zeros", "mixed_scales"] if EMULATED else KINDS, case=ALL, cover=1)
 def test_kinds_and_scales(target: Target, case: Case, kind: str) -> None:
     n = 150 if EMULATED else 1009
     for scale in (1e-30,) if EMULATED else (1e-38, 1e-30, 1.0, 1e30, 3e38):
@@ -193,7 +193,7 @@ def test_kinds_and_scales(target: Target, case: Case, kind: str) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@folded(bad=[float("inf"), float("-inf"), float("nan")])
 def test_non_finite_blocks_decode_to_nan(target: Target, case: Case, bad: float) -> None:
     block = case.codec.block
     x = torch.from_numpy(make("gaussian", 2 * block + 9, 1.0, 4))
@@ -242,8 +242,7 @@ def draws(case: Case, x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(EMULATED, reason="a statistic of the bytes, which other tests compare with the native ones")
-@pytest.mark.parametrize("case", STOCHASTIC, ids=str)
-@pytest.mark.parametrize("kind", ["gaussian", "heavy"])
+@grid(kind=["gaussian", "heavy"], case=STOCHASTIC, cover=1)
 def test_unbiased(target: Target, case: Case, kind: str) -> None:
     """The U statistic: N |mean - v|^2 / E |C(v) - v|^2 is 1 for an unbiased codec, N and more times that for a biased one."""
     count = 400
@@ -259,9 +258,8 @@ def test_unbiased(target: Target, case: Case, kind: str) -> None:
 
 
 @pytest.mark.skipif(EMULATED, reason="a statistic of the bytes, which other tests compare with the native ones")
-@every_case
-@pytest.mark.parametrize(
-    "kind", ["gaussian", "heavy", "constant", "one_hot", "subnormal", "offset", "mixed_scales", "worst"]
+@grid(
+    kind=["gaussian", "heavy", "constant", "one_hot", "subnormal", "offset", "mixed_scales", "worst"], case=ALL, cover=1
 )
 def test_declared_bias_holds(target: Target, case: Case, kind: str) -> None:
     block = case.codec.block

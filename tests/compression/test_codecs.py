@@ -26,6 +26,7 @@ from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.optimizers import ADAM, SGD
 from tests.cases import DTYPES, LENGTHS, mixed_bucket
 from tests.conftest import EMULATED, Target
+from tests.grids import folded, grid
 from tests.oracles.vectors import make
 
 
@@ -195,8 +196,7 @@ class TestSharedScales:
 
 class TestCasts:
     @pytest.mark.parametrize("codec", [Identity(), Cast(), Cast("float16")], ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS.keys())
+    @folded(n=LENGTHS, dtype=DTYPES)
     def test_values_are_those_of_the_dtype(self, codec: Identity | Cast, dtype: torch.dtype, n: int) -> None:
         x = vector(n, 1, dtype)
         payload = codec.encode(x)
@@ -225,9 +225,11 @@ class TestCasts:
             Identity().payload_size(-1)
 
 
-@pytest.mark.parametrize("codec", [AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("update", [SGD, ADAM], ids=lambda update: update.name)
+@grid(
+    update={update.name: update for update in [SGD, ADAM]},
+    dtype=DTYPES,
+    codec=[AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)],
+)
 def test_decode_and_apply_is_both_in_turn(
     target: Target, codec: AbsMaxInt8, dtype: torch.dtype, update: object
 ) -> None:
@@ -285,7 +287,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("spec", EVERY)
-@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+@folded(ranks=[0, 1, 2, 3])
 def test_vectors_of_no_elements(target: Target, spec: str, ranks: int) -> None:
     codec, empty = from_spec(spec), torch.empty(0, device=target.device)
     alone = codec.encode(empty, seed=1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bagua_kernels.compression import Codec, Contractive, MinMaxUInt8, Unbiased, fold_seed, from_spec
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS, mixed_bucket
 from tests.conftest import EMULATED, Target
+from tests.grids import folded, grid
 from tests.oracles import minmax_uint8 as oracle
 from tests.oracles.vectors import KINDS, make, raw_vectors, same_bits, vectors
 
@@ -35,9 +36,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a.cpu(), 3.0), torch.nan_to_num(b.cpu(), 3.0))
 
 
-@pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", lengths.values(), ids=lengths.keys())
+@grid(n=lengths, dtype=DTYPES, seed={"nearest": None, "stochastic": SEED})
 def test_same_bytes_as_the_oracle(target: Target, n: int, dtype: torch.dtype, seed: int | None) -> None:
     codec = MinMaxUInt8(stochastic=seed is not None)
     x = vector(n, dtype)
@@ -60,9 +59,11 @@ def test_other_blocks(target: Target, block: int) -> None:
     assert same_bits(out.cpu().numpy(), oracle.decode(payload.cpu().numpy(), n, block))
 
 
-@pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("n", [1, 257, 1009] if EMULATED else [0, 1, 257, 1009, 150_001])
+@grid(
+    n=[1, 257, 1009] if EMULATED else [0, 1, 257, 1009, 150_001],
+    ranks=[1, 3],
+    seed={"nearest": None, "stochastic": SEED},
+)
 def test_reduce_is_decode_sum_encode(target: Target, n: int, ranks: int, seed: int | None) -> None:
     codec = MinMaxUInt8(stochastic=seed is not None)
     inputs = [vector(n, torch.float32, seed=rank) for rank in range(ranks)]
@@ -76,8 +77,8 @@ def test_reduce_is_decode_sum_encode(target: Target, n: int, ranks: int, seed: i
         assert equal(total, rounded(oracle.decode_sum(plain, n, scale), dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 3e38])
+@folded(kind=KINDS)
 def test_kinds_and_scales(target: Target, kind: str, scale: float) -> None:
     n = 300 if EMULATED else 1009
     x = make(kind, n, scale, 5)
@@ -88,8 +89,8 @@ def test_kinds_and_scales(target: Target, kind: str, scale: float) -> None:
     assert np.all(np.abs(decoded.astype(np.float64) - x) <= oracle.error_bound(x))
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), -float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@folded(bad=[float("inf"), float("-inf"), float("nan"), -float("nan")])
 def test_non_finite_blocks_decode_to_nan(target: Target, bad: float, dtype: torch.dtype) -> None:
     x = vector(700, dtype)
     x[300] = bad

@@ -10,6 +10,7 @@ from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from tests.cases import LENGTHS, SHORT_LENGTHS
 from tests.conftest import EMULATED, Target
+from tests.grids import grid
 from tests.oracles import optimizers as oracle
 
 lengths = SHORT_LENGTHS if EMULATED else LENGTHS
@@ -23,8 +24,7 @@ def adamw_scalars(step: int) -> tuple[float, ...]:
     return (0.0, 1 - LR * DECAY, 1 - BETA1, BETA2, 1 - BETA2, EPS, LR / bias1, bias2**0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", lengths.values(), ids=lengths.keys())
+@grid(n=lengths, dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16], cover=1)
 def test_adamw(target: Target, n: int, dtype: torch.dtype) -> None:
     if dtype == torch.float64 and target.backend == "triton":
         with pytest.raises(TypeError, match="numba_cuda"):

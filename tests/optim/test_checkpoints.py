@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from bagua_kernels import optim
+from tests.grids import grid
 from tests.optim.cases import SLACK
 
 # What makes an optimizer keep other states, or use them otherwise. Muon's bfloat16 iteration magnifies one rounding.
@@ -112,9 +113,11 @@ def check_same(
     close(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-@pytest.mark.parametrize("carrier", ["dict", "file"])
-@pytest.mark.parametrize(("start", "end"), [(optim, torch.optim), (torch.optim, optim)], ids=["to_torch", "from_torch"])
-@every_case_in_torch
+@grid(
+    name=list(IN_TORCH),
+    carrier=["dict", "file"],
+    start__end={"to_torch": (optim, torch.optim), "from_torch": (torch.optim, optim)},
+)
 def test_switching_changes_nothing(name: str, start: Any, end: Any, carrier: str) -> None:
     parameters, expected = new_parameters(name), new_parameters(name)
     reference = make(torch.optim, name, expected)
@@ -128,8 +131,7 @@ def test_switching_changes_nothing(name: str, start: Any, end: Any, carrier: str
     check_same(name, parameters, second, expected, reference)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-@every_case
+@grid(name=list(CASES), carrier=list(CARRIERS), cover=1)
 def test_reloading_changes_nothing(name: str, carrier: str) -> None:
     parameters, expected = new_parameters(name), new_parameters(name)
     reference, first = make(optim, name, expected), make(optim, name, parameters)
@@ -183,10 +185,11 @@ def test_files_are_no_larger_than_torchs(name: str) -> None:
     assert sizes[0] <= 1.01 * sizes[1]
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"]
+@grid(
+    name=list(CASES),
+    duplicate={"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))},
+    cover=1,
 )
-@every_case
 def test_a_copy_steps_on_its_own_and_equally(name: str, duplicate: Callable[[Any], Any]) -> None:
     parameters = new_parameters(name)
     original = make(optim, name, parameters)
@@ -284,8 +287,7 @@ def test_names_of_parameters_are_kept(name: str) -> None:
         assert theirs.param_groups[0]["param_names"] == [key for key, _ in named]
 
 
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
-@every_case
+@grid(name=list(CASES), flatten={"nested": False, "flat": True}, cover=1)
 def test_distributed_checkpoint_state_dicts(name: str, flatten: bool) -> None:
     """Into an optimizer without states, which that function fills by a step of its own."""
 

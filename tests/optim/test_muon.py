@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from bagua_kernels import optim
+from tests.grids import grid
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim has no Muon before 2.9")
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("rate", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@grid(dtype=[torch.float32, torch.float64], rate=[torch.float32, torch.float64], shape=[(), (1,)])
 def test_rate_is_rounded_as_by_torch(dtype: torch.dtype, rate: torch.dtype, shape: tuple[int, ...]) -> None:
     """All bits: products of a float32 tensor are rounded to float32, whatever the parameters have."""
     generator = torch.Generator().manual_seed(0)

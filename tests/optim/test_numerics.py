@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels import optim
+from tests.grids import grid, one_of_each
 from tests.optim.cases import CASES, SLACK, TORCH_CASES, Case
 from tests.oracles import optimizers as oracle
 
@@ -201,15 +202,16 @@ def scalars_of(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 # torch itself is tested against the oracle too: that tests the oracle.
-in_libraries = pytest.mark.parametrize(
-    ("library", "case"),
-    [(torch.optim, case) for case in TORCH_CASES] + [(optim, case) for case in CASES],
-    ids=[f"torch-{case}" for case in TORCH_CASES] + [str(case) for case in CASES],
+IN_LIBRARIES = one_of_each(
+    [
+        *(pytest.param(torch.optim, case, id=f"torch-{case}") for case in TORCH_CASES),
+        *(pytest.param(optim, case, id=str(case)) for case in CASES),
+    ],
+    lambda given: given.values[1].optimizer if given.values[0] is torch.optim else str(given.values[1]),
 )
 
 
-@pytest.mark.parametrize("scalars_of", [torch.float32, torch.float64], ids=["float32", "float64"], indirect=True)
-@in_libraries
+@grid(library__case=IN_LIBRARIES, scalars_of=[torch.float32, torch.float64], indirect=["scalars_of"], cover=1)
 def test_twenty_steps_follow_the_equations(library: Any, case: Case, scalars_of: torch.dtype) -> None:
     """To a few roundings a step, relative to the largest magnitude that the element has had."""
     steps, dtype = 20, scalars_of
@@ -269,8 +271,7 @@ def coarse_data(case: Case, dtype: torch.dtype, seed: int) -> tuple[list[torch.T
     return parameters, [uphill * parameter for parameter in parameters]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", COARSE_CASES, ids=str)
+@grid(case=COARSE_CASES, dtype=[torch.bfloat16, torch.float16], cover=1)
 class TestSixteenBits:
     def test_every_single_step_is_the_equations_rounded(self, case: Case, dtype: torch.dtype) -> None:
         """By the tolerances that `torch.testing.assert_close` has for the dtype."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests.grids import grid, one_of_each
 from tests.optim import pairs
 
 READ_WITH = "2.13"
@@ -52,6 +53,16 @@ def configurations(implementations: bool = True) -> Iterator[Any]:
                 yield pytest.param(name, kwargs | flags, id=f"{name}-{description}-{flag}".replace(" ", "_"))
 
 
+def sampled(implementations: bool = True) -> list[Any]:
+    """Of each optimizer every implementation and every set of arguments once; all configurations with `--all`."""
+    return one_of_each(
+        configurations(implementations),
+        lambda given: (given.values[0], *(flag for flag in ("foreach", "fused") if given.values[1].get(flag))),
+        lambda given: (given.values[0], *sorted(given.values[1].keys() - {"foreach", "fused"})),
+        cover=1,
+    )
+
+
 def in_double(arguments: Any) -> Any:
     """A learning rate or beta of four bytes has PyTorch compute with four bytes here and with eight there."""
     if isinstance(arguments, dict):
@@ -61,8 +72,7 @@ def in_double(arguments: Any) -> Any:
     return arguments.double() if isinstance(arguments, torch.Tensor) else arguments
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize(("name", "arguments"), list(configurations()))
+@grid(name__arguments=sampled(), dtype=[torch.float32, torch.float64, torch.complex64], cover=1)
 def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         arguments = in_double(arguments)
@@ -84,11 +94,14 @@ def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any], dtyp
 
 
 def errors() -> list[Any]:
-    return [
+    found = [
         pytest.param(name, entry, id=f"{name}-{entry.optimizer_error_input.desc}".replace(" ", "_"))
         for name in pairs.NAMES
         for entry in ERRORS[name]
     ]
+    return one_of_each(
+        found, lambda given: given.values[0], lambda given: given.values[1].optimizer_error_input.desc, cover=1
+    )
 
 
 @pytest.mark.parametrize(("name", "entry"), errors())
@@ -110,7 +123,7 @@ def test_errors(name: str, entry: Any) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "arguments"), list(configurations(implementations=False)))
+@pytest.mark.parametrize(("name", "arguments"), sampled(implementations=False))
 def test_older_checkpoints(name: str, arguments: dict[str, Any]) -> None:
     """Saved before there were flags, when steps were counted with numbers."""
     pair = pairs.pair(name, arguments)
@@ -130,7 +143,7 @@ def test_older_checkpoints(name: str, arguments: dict[str, Any]) -> None:
     assert [set(group) for group in pair.ours.param_groups] == [set(group) for group in pair.theirs.param_groups]
 
 
-@pytest.mark.parametrize(("name", "arguments"), list(configurations()))
+@pytest.mark.parametrize(("name", "arguments"), sampled())
 def test_saved_and_loaded_with_weights_only(name: str, arguments: dict[str, Any]) -> None:
     if pairs.outcome(pairs.theirs(name), pairs.parameters(name), arguments) is not None:
         return  # refused, as another test checks
@@ -147,7 +160,7 @@ def test_saved_and_loaded_with_weights_only(name: str, arguments: dict[str, Any]
     resumed.assert_same(rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("name", "arguments"), list(configurations(implementations=False)))
+@pytest.mark.parametrize(("name", "arguments"), sampled(implementations=False))
 def test_differentiable(name: str, arguments: dict[str, Any]) -> None:
     """Derivatives of a step, with respect to the parameter before and to the gradient."""
     if "differentiable" not in INFO[name].supported_impls:

@@ -18,17 +18,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.grids import grid
 from tests.optim import pairs
 
 every_optimizer = pytest.mark.parametrize("name", pairs.NAMES)
-every_implementation = pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        pytest.param(name, {flag: True} if flag else {}, id=f"{name}-{flag or 'default'}")
-        for name in pairs.NAMES
-        for flag in [None, *pairs.implementations(name)]
-    ],
-)
+IMPLEMENTATIONS = {
+    f"{name}-{flag or 'default'}": (name, {flag: True} if flag else {})
+    for name in pairs.NAMES
+    for flag in [None, *pairs.implementations(name)]
+}
+every_implementation = pytest.mark.parametrize(("name", "flags"), IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 
 
 def build(name: str, **flags: Any) -> Optimizer:
@@ -71,9 +70,7 @@ def test_groups_have_their_own_arguments(name: str) -> None:
     assert all(pair.ours.state[pair.ours.param_groups[-1]["params"][0]])
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
-@every_optimizer
+@grid(name=pairs.NAMES, dtype=[torch.float32, torch.float64], shape=[(), (1,), (1, 1)])
 def test_learning_rates_in_tensors(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """They may be changed in place, as schedulers do."""
     pair = pairs.pair(name, pairs.ARGUMENTS[name] | {"lr": torch.full(shape, 0.05)}, dtype)
@@ -132,8 +129,7 @@ def test_parameters_without_gradient_are_left_alone(name: str, flags: dict[str, 
     pair.assert_same()
 
 
-@every_implementation
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@grid(maximize={"minimize": False, "maximize": True}, name__flags=IMPLEMENTATIONS, cover=1)
 def test_gradients_are_not_written(name: str, flags: dict[str, Any], maximize: bool) -> None:
     if name == "Muon" and maximize:
         assert "maximize" not in inspect.signature(pairs.ours(name)).parameters
@@ -151,8 +147,7 @@ def test_gradients_are_not_written(name: str, flags: dict[str, Any], maximize: b
             assert torch.equal(gradient, before)
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=lambda dtype: str(dtype)[6:])
+@grid(dtype=[torch.float32, torch.complex64], name__flags=IMPLEMENTATIONS, cover=1)
 def test_autograd_sees_the_step(name: str, flags: dict[str, Any], dtype: torch.dtype) -> None:
     """Backward through a product computed before the step would use the values after it."""
     if dtype.is_complex and (name == "Muon" or flags.get("fused")):
@@ -185,8 +180,7 @@ LAYOUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@every_implementation
+@grid(layout=list(LAYOUTS), name__flags=IMPLEMENTATIONS, cover=1)
 def test_layouts_in_memory(name: str, flags: dict[str, Any], layout: str) -> None:
     """Elements that belong together meet, and nothing beside the parameter is written."""
     torch.manual_seed(0)
@@ -244,8 +238,7 @@ class Log(list[str]):
         return handles
 
 
-@every_implementation
-@pytest.mark.parametrize("derived", [False, True], ids=["itself", "derived"])
+@grid(derived={"itself": False, "derived": True}, name__flags=IMPLEMENTATIONS, cover=1)
 def test_hooks_run_once_and_in_order(name: str, flags: dict[str, Any], derived: bool) -> None:
     pairs.theirs(name)(pairs.parameters(name))  # which wraps the step of the class when it is first made
     kind = type("Derived", (pairs.ours(name),), {}) if derived else pairs.ours(name)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from tests.grids import folded
 from tests.optim import pairs
 
 
@@ -64,8 +65,8 @@ not_about_invariants = pytest.mark.filterwarnings("ignore:Sparse invariant check
 
 
 @not_about_invariants
-@pytest.mark.parametrize("question", QUESTIONABLE)
 @every_optimizer
+@folded(question=list(QUESTIONABLE))
 def test_same_answer(name: str, question: str) -> None:
     """The same error, at construction or in the first step; or none, and then the same result."""
     expected, answer = [
@@ -107,8 +108,8 @@ GROUPS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("group", GROUPS)
 @every_optimizer
+@folded(group=list(GROUPS))
 def test_same_refusal_of_a_group(name: str, group: str) -> None:
     answers = []
     for optimizer in pairs.pair(name):

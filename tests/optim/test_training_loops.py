@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import lr_scheduler
 
 from bagua_kernels import optim
+from tests.grids import grid
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
@@ -86,9 +87,7 @@ def close(name: str, actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4 if name == "Muon" else 2e-6)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
-@every_optimizer
+@grid(name=list(OPTIONS), unscale={"": False, "unscale": True}, bad=[float("inf"), float("nan")])
 def test_scaler_skips_a_bad_step_exactly(name: str, unscale: bool, bad: float) -> None:
     """The first step and a later one are bad; what follows is what torch does."""
     models, optimizers = pair(name)
@@ -180,9 +179,11 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "RMSprop", "Lion", "LARS"])
+@grid(
+    name=["SGD", "AdamW", "NAdam", "RMSprop", "Lion", "LARS"],
+    scheduler=list(SCHEDULERS),
+    tensor={"number": False, "tensor": True},
+)
 def test_schedulers(name: str, scheduler: str, tensor: bool) -> None:
     models = Net(), Net()
     histories = []
@@ -281,8 +282,7 @@ def test_compiled_steps(name: str) -> None:
 
 
 @torch_imports_its_past
-@pytest.mark.parametrize("by", ["hooks", "torch.distributed.optim"])
-@every_optimizer
+@grid(name=list(OPTIONS), by=["hooks", "torch.distributed.optim"], cover=1)
 def test_gradients_released_during_backward(name: str, by: str) -> None:
     """An optimizer for each parameter, stepped as soon as its gradient is there."""
     model, expected = Net(), Net()
@@ -349,8 +349,7 @@ def test_number_of_threads_does_not_change_a_bit(name: str, threads: Callable[[i
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["shard", "replicate"])
-@every_optimizer
+@grid(name=list(OPTIONS), placement={"shard": Shard(0), "replicate": Replicate()}, cover=1)
 def test_distributed_tensors(name: str, placement: Any, one_process: dist.DeviceMesh) -> None:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(9, 5, generator=generator) for _ in range(4)]

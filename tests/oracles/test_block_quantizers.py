@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import folded
 from tests.oracles import block_quantizers as bq
 from tests.oracles import minmax_uint8 as mm
 from tests.oracles.block_quantizers import F64, Spec
@@ -231,8 +232,7 @@ def test_any_bytes_decode(spec: Spec, data: st.DataObject, n: int) -> None:
     assert y.shape == (n,)
 
 
-@pytest.mark.parametrize("rounding_seed", [None, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@folded(rounding_seed=[None, 5], kind=KINDS)
 def test_agrees_with_the_older_oracle(kind: str, rounding_seed: int | None) -> None:
     spec = Spec("minmax", 64, stochastic=rounding_seed is not None)
     for scale in (1e-38, 1e-20, 1.0, 3e38):
@@ -246,7 +246,7 @@ def test_agrees_with_the_older_oracle(kind: str, rounding_seed: int | None) -> N
 
 
 @every
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@folded(bad=[np.inf, -np.inf, np.nan])
 def test_values_that_are_not_finite(spec: Spec, bad: float) -> None:
     """A block with one has the canonical NaN and no codes; its neighbours do not notice."""
     x = make("gaussian", 3 * spec.block, 1.0, 0)
@@ -266,7 +266,7 @@ def test_values_that_are_not_finite(spec: Spec, bad: float) -> None:
 
 
 @every
-@pytest.mark.parametrize("zero", [0.0, -0.0])
+@folded(zero=[0.0, -0.0])
 def test_zeros(spec: Spec, zero: float) -> None:
     """Zeros decode to zeros, positive ones but where a mean of negative zeros is -0."""
     y = recode(spec, np.full(spec.block + 5, zero, dtype=np.float32), seed=3)
@@ -276,9 +276,9 @@ def test_zeros(spec: Spec, zero: float) -> None:
 
 
 @nearest
-@pytest.mark.parametrize("n", [1, 5, 31, 32, 100, 256])
-@pytest.mark.parametrize(
-    "value", [1.0, 0.7, -3.3, FLOAT32_MAX, -FLOAT32_MAX, FLOAT32_TINIEST, -3 * FLOAT32_TINIEST, 1e-38]
+@folded(
+    n=[1, 5, 31, 32, 100, 256],
+    value=[1.0, 0.7, -3.3, FLOAT32_MAX, -FLOAT32_MAX, FLOAT32_TINIEST, -3 * FLOAT32_TINIEST, 1e-38],
 )
 def test_equal_values(spec: Spec, n: int, value: float) -> None:
     """Exact, but for the rounding of a mean."""
@@ -291,7 +291,7 @@ def test_equal_values(spec: Spec, n: int, value: float) -> None:
 
 
 @every
-@pytest.mark.parametrize("value", [1.5, -1.0, 1e-44, -1e38])
+@folded(value=[1.5, -1.0, 1e-44, -1e38])
 def test_one_hot(spec: Spec, value: float) -> None:
     """All others stay zero, except with one mean of magnitudes."""
     x = np.zeros(spec.block, dtype=np.float32)
@@ -434,7 +434,7 @@ def test_end_beside_the_float32_maximum() -> None:
 
 
 @every
-@pytest.mark.parametrize("exponent", [-100, -62, -60, -30, 1, 60, 122])
+@folded(exponent=[-100, -62, -60, -30, 1, 60, 122])
 def test_powers_of_two_do_not_change_codes(spec: Spec, exponent: int) -> None:
     x = make("gaussian", 1000, 1.0, 4)
     offset = bq.codes_offset(spec, x.size)

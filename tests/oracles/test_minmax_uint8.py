@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.grids import folded
 from tests.oracles import minmax_uint8 as mm
 from tests.oracles.vectors import (
     BLOCKS,
@@ -112,8 +113,7 @@ def test_agrees_with_mathematics_on_arbitrary_values(x: F32) -> None:
     check_against_mathematics(x, 32)
 
 
-@pytest.mark.parametrize("threshold", [2.0**126, 2.0**-60, 2.0**-126, 2.0**-149, FLOAT32_MAX])
-@pytest.mark.parametrize("towards", [-1.0, 0.0, 1.0])
+@folded(towards=[-1.0, 0.0, 1.0], threshold=[2.0**126, 2.0**-60, 2.0**-126, 2.0**-149, FLOAT32_MAX])
 def test_agrees_with_mathematics_at_the_changes_of_scale(threshold: float, towards: float) -> None:
     """The largest magnitude is at or beside a value where the power of two changes."""
     largest = np.float32(threshold) if towards == 0 else np.nextafter(np.float32(threshold), np.float32(towards))
@@ -202,8 +202,7 @@ def test_nonfinite_bytes(bad: float) -> None:
     assert not payload[24:].any()
 
 
-@pytest.mark.parametrize("seed", [None, 11])
-@pytest.mark.parametrize("exponent", [-90, -61, -60, -1, 1, 59, 124])
+@folded(exponent=[-90, -61, -60, -1, 1, 59, 124], seed=[None, 11])
 def test_powers_of_two_scale_through(exponent: int, seed: int | None) -> None:
     """C(k v) = k C(v), with the same codes, for powers of two."""
     z = np.random.default_rng(3).standard_normal(700)

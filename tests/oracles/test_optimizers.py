@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.grids import grid
 from tests.oracles import optimizers
 
 F64 = npt.NDArray[np.float64]
@@ -54,9 +55,11 @@ def test_sgd_agrees_with_torch(
             assert buf is None
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01, 0.5])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize(("beta1", "beta2", "eps"), [(0.9, 0.999, 1e-8), (0.5, 0.9, 1e-3), (0.0, 0.0, 1e-8)])
+@grid(
+    maximize=[False, True],
+    weight_decay=[0.0, 0.01, 0.5],
+    beta1__beta2__eps=[(0.9, 0.999, 1e-8), (0.5, 0.9, 1e-3), (0.0, 0.0, 1e-8)],
+)
 def test_adamw_agrees_with_torch(weight_decay: float, maximize: bool, beta1: float, beta2: float, eps: float) -> None:
     """Six steps in float64."""
     torch = pytest.importorskip("torch")

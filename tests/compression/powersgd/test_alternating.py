@@ -13,6 +13,7 @@ import torch
 
 from bagua_kernels.compression import AlternatingLowRank, PowerSGD
 from tests.compression.powersgd.test_powersgd import SHAPES, average, error, flat, gradients, matrix, residuals, same
+from tests.grids import grid
 from tests.oracles import powersgd as oracle
 
 Tensors = Sequence[torch.Tensor]
@@ -37,10 +38,9 @@ def exchange(states: Sequence[AlternatingLowRank], inputs: Sequence[Tensors]) ->
     return outs
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-5), (torch.float64, 1e-11)], ids=str)
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize("aligned", [True, False])
+@grid(
+    aligned=[True, False], rank=[1, 2, 3, 4], ranks=[1, 3], dtype__close=[(torch.float32, 3e-5), (torch.float64, 1e-11)]
+)
 def test_equals_the_oracle(aligned: bool, rank: int, ranks: int, dtype: torch.dtype, close: float) -> None:
     """Matrices of numbers of rows and columns that are whole blocks or not; written past the caches or not."""
     # The one of fewest rows lies first in memory, and shifts the others: that of 304 columns, of whole cache lines.
@@ -142,8 +142,7 @@ def test_scale_invariance(exponent: int) -> None:
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@grid(steps=[0, 1, 2, 3], bad=[math.inf, -math.inf, math.nan], cover=1)
 def test_not_finite_goes_through_and_is_forgotten(bad: float, steps: int) -> None:
     """Only its own matrix suffers, on all ranks, and one step later nothing is left of it."""
     shapes = [(20, 30), (20, 30), (30, 20)]
@@ -225,9 +224,7 @@ def test_matrices_of_several_dtypes_in_one_step() -> None:
         assert error(plain[1], out[1]) < 0.02 if step == 0 else out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (33, 5120), (7, 5000)], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@grid(rank=[1, 2, 3, 4], threads=[1, 3], shape=[(16, 40), (33, 1025), (33, 5120), (7, 5000)])
 def test_factors_are_the_products(rank: int, threads: int, shape: tuple[int, int]) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""
     before = torch.get_num_threads()

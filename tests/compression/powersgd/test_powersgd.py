@@ -25,6 +25,7 @@ from bagua_kernels.compression.powersgd.orthonormal import (
 from bagua_kernels.compression.powersgd.stacks import Stack
 from bagua_kernels.launchers import low_rank
 from bagua_kernels.launchers.low_rank.passes import Passes
+from tests.grids import grid
 from tests.oracles import powersgd as oracle
 
 SHAPES = [(20, 30), (5,), (8, 4, 3, 3), (20, 30), (), (20, 44), (0, 3), (6, 2, 5), (1, 7), (7, 1)]
@@ -90,10 +91,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-5), (torch.float64, 1e-11)], ids=str)
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@grid(
+    rank=[1, 2, 4],
+    ranks=[1, 3],
+    warm={"warm": True, "cold": False},
+    dtype__close=[(torch.float32, 3e-5), (torch.float64, 1e-11)],
+)
 def test_equals_the_oracle(rank: int, ranks: int, warm: bool, dtype: torch.dtype, close: float) -> None:
     shapes, names, seed = [(24, 40), (40, 24), (24, 40), (24, 5, 3)], ["a", "b", "c", "ü"], 2**63 + 5
     config = PowerSGD(rank, seed=seed, min_compression=0, warm_start=warm)
@@ -274,8 +277,7 @@ def test_release_hands_residuals_over_once(loaded: bool) -> None:
         state.release(tensors[1:])
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
+@grid(ranks=[2, 3, 4, 5, 7, 8], warm={"warm": True, "cold": False}, cover=1)
 def test_ranks_agree(ranks: int, warm: bool) -> None:
     """All outputs are equal bit for bit, and the mean of the residuals is the mean of the inputs less the output."""
     config = PowerSGD(2, seed=3, min_compression=1, warm_start=warm)
@@ -453,9 +455,11 @@ def test_golden_random_numbers() -> None:
     assert (drawn * 2.0**24).ravel().tolist() == GOLDEN
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (17, 4), (64, 16), (1000, 8)])
+@grid(
+    condition=[1.0, 1e2, 1e4, 1e6],
+    dtype=[torch.float32, torch.float64],
+    rows__columns=[(1, 1), (2, 2), (17, 4), (64, 16), (1000, 8)],
+)
 def test_orthonormal_to_rounding(rows: int, columns: int, condition: float, dtype: torch.dtype) -> None:
     u = torch.linalg.qr(matrix("gaussian", (3, rows, columns)).double())[0]
     v = torch.linalg.qr(matrix("gaussian", (3, columns, columns), 1).double())[0]
@@ -501,9 +505,7 @@ def test_norms_are_correctly_rounded() -> None:
     assert np.array_equal(norms(x).numpy(), np.sqrt(squares))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
-@pytest.mark.parametrize("rows", [1, 7, 64, 5000])
+@grid(rows=[1, 7, 64, 5000], scale=[1e-40, 1e-20, 1.0, 1e30], threads=[1, 2])
 def test_orthonormal_columns_have_the_bits_of_the_page(rows: int, scale: float, threads: int) -> None:
     p = matrix("heavy", (3, rows, 4)) * scale
     p[1, :, 2] = p[1, :, 0] * 3
@@ -520,9 +522,7 @@ def test_orthonormal_columns_have_the_bits_of_the_page(rows: int, scale: float, 
             assert torch.equal(m, torch.from_numpy(wanted))
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("shape", [(40, 30), (300, 208)], ids=str)
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@grid(rank=[1, 2, 3, 4, 5], shape=[(40, 30), (300, 208)], offset=[0, 1])
 def test_output_has_the_bits_of_the_page(rank: int, shape: tuple[int, int], offset: int) -> None:
     """Whatever the gradient was: all that counts are the averaged factors. Rows of whole cache lines bypass the caches."""
     p, q = matrix("heavy", (shape[0], rank)), matrix("heavy", (shape[1], rank), 1)
@@ -651,8 +651,7 @@ def placed(gap: int, *shape: int) -> torch.Tensor:
     return memory[begin : begin + math.prod(shape)].view(1, *shape)
 
 
-@pytest.mark.parametrize("columns", [5, 48, 150, 304])
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@grid(rank=[1, 2, 3, 4, 5], columns=[5, 48, 150, 304], cover=1)
 def test_passes_do_not_depend_on_where_memory_is(rank: int, columns: int) -> None:
     """Whether rows are written past the caches or not, and whether they end with a whole vector or not."""
     rows = 7
@@ -741,9 +740,7 @@ def test_lazily_negated_gradients_are_read_as_they_are() -> None:
     assert error(expected, out) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (33, 1025), (33, 5120), (7, 5000)], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@grid(rank=[1, 2, 3, 4], threads=[1, 3], shape=[(16, 40), (33, 1025), (33, 5120), (7, 5000)])
 def test_factors_are_the_products(rank: int, threads: int, shape: tuple[int, int]) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""
     x = matrix("heavy", shape)

@@ -19,6 +19,7 @@ from bagua_kernels.compression.sparse.topk import TopK
 from bagua_kernels.launchers.select import permuted
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS
 from tests.conftest import EMULATED, Target
+from tests.grids import grid
 from tests.oracles import sparse as oracle
 from tests.oracles.vectors import KINDS, make, raw_vectors, same_bits
 
@@ -49,9 +50,7 @@ def check(codec: Any, x: np.ndarray, target: Target) -> None:
     assert same_bits(decoded(codec, payload, x.size).cpu().numpy(), oracle.dense(x, index))
 
 
-@pytest.mark.parametrize("codec", [TopK(), TopK(0.3), ThresholdTopK(), ThresholdTopK(0.3)], ids=repr)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", lengths.values(), ids=lengths.keys())
+@grid(n=lengths, dtype=DTYPES, codec=[TopK(), TopK(0.3), ThresholdTopK(), ThresholdTopK(0.3)])
 def test_same_bytes_as_the_oracle(target: Target, n: int, dtype: torch.dtype, codec: Any) -> None:
     x = torch.from_numpy(make("heavy", n, 1e-2, 0)).to(dtype)
     index, plain = expected(codec, x.float().numpy())
@@ -62,8 +61,7 @@ def test_same_bytes_as_the_oracle(target: Target, n: int, dtype: torch.dtype, co
     assert torch.equal(out.float(), torch.from_numpy(oracle.dense(x.float().numpy(), index)))
 
 
-@pytest.mark.parametrize("codec", [TopK(0.05), ThresholdTopK(0.05)], ids=repr)
-@pytest.mark.parametrize("kind", KINDS)
+@grid(kind=KINDS, codec=[TopK(0.05), ThresholdTopK(0.05)], cover=1)
 def test_kinds(target: Target, kind: str, codec: Any) -> None:
     check(codec, make(kind, 300 if EMULATED else 20_001, 1.0, 5), target)
 
@@ -172,10 +170,11 @@ def test_randomk_is_unbiased(target: Target) -> None:
     assert errors.square().sum(1).mean() <= codec.bias.omega * x.double().square().sum()
 
 
-@pytest.mark.parametrize(
-    "codec", [TopK(0.02), ThresholdTopK(0.02), RandomK(0.02), TopK(0.02, "minmax_uint8")], ids=repr
+@grid(
+    kind=["gaussian", "heavy", "constant", "one_hot"],
+    codec=[TopK(0.02), ThresholdTopK(0.02), RandomK(0.02), TopK(0.02, "minmax_uint8")],
+    cover=1,
 )
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "constant", "one_hot"])
 def test_declared_contraction_holds(target: Target, codec: Any, kind: str) -> None:
     if EMULATED:
         pytest.skip("statistics are a matter of the bytes, which other tests compare")
@@ -190,8 +189,7 @@ def test_declared_contraction_holds(target: Target, codec: Any, kind: str) -> No
             assert np.mean(errors) <= (1 - codec.bias.delta) * float(x.double().square().sum()) * (1 + noise)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@grid(dtype=DTYPES, codec=CODECS, cover=1)
 def test_feedback_is_the_unfused_sequence(target: Target, dtype: torch.dtype, codec: Any) -> None:
     n = 65 if EMULATED else 70_001
     x = torch.from_numpy(make("heavy", n, 1.0, 0)).to(dtype).to(target.device)
@@ -218,17 +216,17 @@ def test_feedback_keeps_nothing_that_is_not_finite(target: Target, codec: Any, m
         assert (residual[x.isinf()] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "codec", [*CODECS, RandomK(0.05, unbiased=True), RandomK(0.05, values="absmax_int8")], ids=repr
+@grid(
+    side=["vector", "residual"],
+    bad=[float("inf"), float("-inf"), float("nan")],
+    codec=[*CODECS, RandomK(0.05, unbiased=True), RandomK(0.05, values="absmax_int8")],
 )
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("where", ["vector", "residual"])
-def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, bad: float, where: str) -> None:
+def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, bad: float, side: str) -> None:
     """At the element itself, whether the seed draws it or not; others' residuals stay, and its own is finite."""
     n = 60
     for place in range(0, n, 20 if EMULATED else 1):
         x, residual = (torch.from_numpy(make("gaussian", n, 1.0, i)).to(target.device) for i in (1, 2))
-        (x if where == "vector" else residual)[place] = bad
+        (x if side == "vector" else residual)[place] = bad
         total, before = residual + x, residual.clone()
         payloads = [codec.encode(total, seed=place)]
         if not codec.shared_seed or isinstance(codec.bias, Contractive):
@@ -237,7 +235,7 @@ def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, b
             others = torch.arange(n, device=target.device) != place
             if isinstance(codec, RandomK):
                 assert torch.equal(residual[others], before[others])
-                assert float(residual[place]) == (0 if where == "residual" else before[place])
+                assert float(residual[place]) == (0 if side == "residual" else before[place])
         for payload in payloads:
             good = codec.encode(torch.ones_like(x), seed=place)
             assert not decoded(codec, payload, n)[place].isfinite()

@@ -19,6 +19,7 @@ from bagua_kernels.algorithms import ByteGrad, GradientAllReduce
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.optim.fuse.optimizer import NotElementwiseError, fuse_optimizer
 from tests.algorithms import ranks
+from tests.grids import grid, one_of_each
 from tests.optim import pairs
 
 SHAPES = [(3,), (17, 5), (64,), (31,), (2, 3, 3, 3), (1,), (130, 7), (40,)]
@@ -101,8 +102,16 @@ def assert_same(plain: torch.optim.Optimizer, fused: torch.optim.Optimizer) -> N
                 assert value == other
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "options"), configurations(), ids=str)
+@grid(
+    name__options=one_of_each(
+        (pytest.param(*each) for each in configurations()),
+        lambda given: (given.values[0], *(key for key in ("foreach", "fused") if given.values[1].get(key))),
+        lambda given: (given.values[0], *sorted(given.values[1].keys() - {"foreach", "fused"})),
+        cover=1,
+    ),
+    dtype=[torch.float32, torch.float64],
+    cover=1,
+)
 def test_every_elementwise_optimizer_of_torch_is_fused_bit_for_bit(name, options, dtype):
     left, plain, right, fused = pair(lambda ps: getattr(torch.optim, name)(ps, **options), dtype=dtype)
     for step in range(8):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua_kernels import optim
+from tests.grids import grid
 from tests.optim.cases import SLACK
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,10 +105,11 @@ OTHERS: dict[str, Layout] = {
 LAYOUTS = PLANES | OTHERS
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(n, x) for n in OPTIONS for x in LAYOUTS if x in PLANES or n != "Muon"],
-    ids=lambda x: x.replace(" ", "_"),
+@grid(
+    name=list(OPTIONS),
+    layout=list(LAYOUTS),
+    where=lambda name, layout: layout in PLANES or name != "Muon",
+    cover=1,
 )
 def test_layouts(name: str, layout: str) -> None:
     shape, part, arranged = LAYOUTS[layout]
@@ -184,10 +186,10 @@ def test_parameters_that_overlap_themselves_are_refused(name: str) -> None:
         make(name, [parameter]).step()
 
 
-@pytest.mark.parametrize("overlap", ["partly", "twice"])
-@pytest.mark.parametrize(
-    ("name", "n"),
-    [(n, 60) for n in OPTIONS if n not in ("Muon", "LAMB", "LARS")] + [("SGD", 66_000), ("AdamW", 66_000)],
+@grid(
+    overlap=["partly", "twice"],
+    name__n=[(n, 60) for n in OPTIONS if n not in ("Muon", "LAMB", "LARS")] + [("SGD", 66_000), ("AdamW", 66_000)],
+    cover=1,
 )
 def test_parameters_that_share_memory(name: str, n: int, overlap: str) -> None:
     """Are updated one after the other, or refused before anything is written."""
@@ -275,11 +277,12 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
+@grid(
+    name=list(OPTIONS),
+    change=list(CHANGES),
     # Adagrad makes states in its constructor only.
-    [(n, c) for n in OPTIONS for c in CHANGES if (n, "forgotten" in c) != ("Adagrad", True)],
-    ids=lambda x: x.replace(" ", "_"),
+    where=lambda name, change: (name, "forgotten" in change) != ("Adagrad", True),
+    cover=1,
 )
 def test_changes_between_steps_are_noticed(name: str, change: str) -> None:
     """What a step does is what a fresh optimizer would do, given all that can be seen of this one."""
@@ -335,9 +338,7 @@ def test_dtypes_side_by_side(name: str) -> None:
         assert {s.dtype for k, s in optimizers[0].state[p].items() if k != "step"} == {p.dtype}
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("n", [65, 1000, 40_000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@grid(dtype=[torch.bfloat16, torch.float16], n=[65, 1000, 40_000], fused=[None, True])
 def test_sgd_in_half_precision(dtype: torch.dtype, n: int, fused: bool | None) -> None:
     """Which torch 2.13's fused kernel has wrong from one vector on."""
     ours = nn.Parameter(values((n,), 0, dtype))
