@@ -32,6 +32,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import from_spec as codec_from_spec
 from tests.algorithms.ranks import Odd, batch, fill, gradients, train
+from tests.grids import grid
 
 ALL: dict[str, object] = {"exact": (), "min_numel": 0}  # the models here are small
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
@@ -79,8 +80,7 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 every_mean = pytest.mark.parametrize("name", MEANS)
 
 
-@every_algorithm
-@pytest.mark.parametrize(("size", "bucket_bytes"), [(2, 1), (3, 500), (4, 10 << 20), (8, 10 << 20)])
+@grid(name=list(ALGORITHMS), size__bucket_bytes=[(2, 1), (3, 500), (4, 10 << 20), (8, 10 << 20)], cover=1)
 def test_all_ranks_end_bit_identical(name: str, size: int, bucket_bytes: int) -> None:
     def rank(communicator: Communicator) -> list[torch.Tensor]:
         return train(communicator, ALGORITHMS[name], bucket_bytes=bucket_bytes)[0]
@@ -90,8 +90,7 @@ def test_all_ranks_end_bit_identical(name: str, size: int, bucket_bytes: int) ->
         assert all(torch.equal(a, b) for a, b in zip(everyone[0], other, strict=True))
 
 
-@every_mean
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@grid(dtype=[torch.float32, torch.bfloat16, torch.float16], name=MEANS, cover=1)
 def test_gradients_are_the_mean(name: str, dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         plain = Odd().to(dtype)
@@ -191,8 +190,7 @@ def test_no_sync_accumulates_and_then_averages_the_sum(name: str) -> None:
             assert (mean - local.mean(0)).abs().max() <= ERROR[name] * 2 * local.abs().max()
 
 
-@every_mean
-@pytest.mark.parametrize("set_to_none", [True, False])
+@grid(set_to_none=[True, False], name=MEANS, cover=1)
 def test_accumulation_without_no_sync(name: str, set_to_none: bool) -> None:
     """Gradients that live in the bucket may be accumulated into, zeroed in place or dropped."""
 
@@ -235,8 +233,7 @@ class Branches(nn.Module):
         return self.left(x) if left else self.right(x)
 
 
-@every_mean
-@pytest.mark.parametrize("bucket_bytes", [1, 10 << 20])
+@grid(bucket_bytes=[1, 10 << 20], name=MEANS, cover=1)
 def test_unused_parameters(name: str, bucket_bytes: int) -> None:
     """Used by one rank: the mean with zeros for the others, everywhere. Used by none: no gradient."""
 
@@ -257,8 +254,7 @@ def test_unused_parameters(name: str, bucket_bytes: int) -> None:
             assert (ours[key] - expected).abs().max() <= ERROR[name] * 2 * expected.abs().max()
 
 
-@every_algorithm
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@grid(bad=[float("nan"), float("inf"), float("-inf")], name=list(ALGORITHMS), cover=1)
 def test_non_finite_gradients_arrive_everywhere(name: str, bad: float) -> None:
     def rank(communicator: Communicator) -> list[torch.Tensor | None]:
         algorithm = ALGORITHMS[name](Odd(), communicator=communicator)

@@ -28,6 +28,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Cast, Sign
 from bagua_kernels.compression import TopK as TopKCodec
 from tests.algorithms.ranks import Odd, batch, fill, gradients, loss_of
+from tests.grids import grid
 
 
 class Reversed(nn.Module):
@@ -105,8 +106,7 @@ def test_order_is_followed_once() -> None:
     assert [order[0] for order in first] == ["b"] * 7
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@grid(kind=[nn.Embedding, nn.EmbeddingBag], size=[1, 2, 3], cover=1)
 def test_sparse_gradients_are_averaged_row_by_row(size: int, kind: type) -> None:
     """Rows that one rank, all, or none touched; and, in the last step, no gradient on rank 0."""
 

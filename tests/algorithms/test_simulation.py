@@ -31,6 +31,7 @@ from bagua_kernels.algorithms import (
     TopK,
 )
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.grids import grid, one_of_each
 from tests.oracles import algorithms as oracle
 from tests.oracles.algorithms import Drawn, Largest, Named, Shapes, Ternary, Whole, block
 from tests.oracles.block_quantizers import Spec
@@ -293,10 +294,11 @@ POWERSGD_ROWS = {
 
 ROWS = {**WITHOUT_MEMORY, **WITH_MEMORY, **DGC_ROWS, **POWERSGD_ROWS}
 REMEMBERING = {name: row for name, row in ROWS.items() if row.remembers}
-every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+every_kind = pytest.mark.parametrize(
+    "row",
+    one_of_each([pytest.param(row, id=name) for name, row in ROWS.items()], lambda given: given.values[0].make),
+)
 remembering = pytest.mark.parametrize("row", REMEMBERING.values(), ids=REMEMBERING.keys())
-PAIRS = ["1 odd", "2 full", "2 odd", "3 odd", "4 full"]
-both_shapes = pytest.mark.parametrize("shapes", [FULL, ODD], ids=["full", "odd"])
 
 
 def check(row: Row, shapes: Shapes, ranks: int) -> None:
@@ -322,8 +324,11 @@ def check(row: Row, shapes: Shapes, ranks: int) -> None:
 # ------------------------------------------------------------------------------------------------------ 1. equality
 
 
-@every_row
-@pytest.mark.parametrize(("ranks", "shapes"), [(1, ODD), (2, FULL), (2, ODD), (3, ODD), (4, FULL)], ids=PAIRS)
+@grid(
+    row=ROWS,
+    ranks__shapes={"1 odd": (1, ODD), "2 full": (2, FULL), "2 odd": (2, ODD), "3 odd": (3, ODD), "4 full": (4, FULL)},
+    cover=1,
+)
 def test_against_the_simulation(row: Row, shapes: Shapes, ranks: int) -> None:
     check(row, shapes, ranks)
 
@@ -368,8 +373,11 @@ def check_conserved(shapes: Shapes, inputs: Sequence[Any], means: Sequence[Any],
         assert np.linalg.norm(lost) <= 1e-5 * size, name
 
 
-@pytest.mark.parametrize("row", [*REMEMBERING.values(), *POWERSGD_ROWS.values()], ids=[*REMEMBERING, *POWERSGD_ROWS])
-@pytest.mark.parametrize(("ranks", "shapes"), [(2, FULL), (3, ODD), (4, FULL)], ids=["2 full", "3 odd", "4 full"])
+@grid(
+    row={**REMEMBERING, **POWERSGD_ROWS},
+    ranks__shapes={"2 full": (2, FULL), "3 odd": (3, ODD), "4 full": (4, FULL)},
+    cover=1,
+)
 def test_nothing_is_lost(row: Row, shapes: Shapes, ranks: int) -> None:
     data = draw(shapes, ranks, 7, seed=1)
     means, states = train(row.make, shapes, data)
@@ -386,9 +394,7 @@ def velocities(inputs: Sequence[Any], momentum: float, nesterov: bool = False) -
     return applied
 
 
-@both_shapes
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@grid(ranks=[2, 3], nesterov=[False, True], shapes={"full": FULL, "odd": ODD})
 def test_dgc_loses_no_momentum_without_masking(ranks: int, nesterov: bool, shapes: Shapes) -> None:
     """All velocities that ever were are applied or remembered; the velocity is that of dense SGD."""
     data = draw(shapes, ranks, 7, seed=2)
@@ -448,8 +454,7 @@ def low_rank(ranks: int, kept: int) -> list[Everyone]:
     return steps
 
 
-@pytest.mark.parametrize(("kept", "rank"), [(1, 1), (2, 2), (1, 2), (2, 4)])
-@pytest.mark.parametrize("warm_start", [False, True])
+@grid(warm_start=[False, True], kept__rank=[(1, 1), (2, 2), (1, 2), (2, 4)], cover=1)
 def test_powersgd_of_the_matrix_rank_is_exact(kept: int, rank: int, warm_start: bool) -> None:
     data = low_rank(3, kept)
     means, _ = train(PowerSGD, {"m": (13, 11)}, data, rank=rank, min_compression=0, warm_start=warm_start)
@@ -520,8 +525,11 @@ def in_order(everyone: Everyone, name: str) -> np.ndarray:
     return oracle.total([g[name] for g in everyone]) / np.float32(len(everyone))
 
 
-@pytest.mark.parametrize("wrap", [ByteGrad, SignSGD, QSGD, NaturalCompression, FP8AllReduce, DoubleSqueeze, TopK, DGC])
-@pytest.mark.parametrize("exact", ["1d", ("bias", "sc*"), ["*a*"]], ids=str)
+@grid(
+    exact=["1d", ("bias", "sc*"), ["*a*"]],
+    wrap=[ByteGrad, SignSGD, QSGD, NaturalCompression, FP8AllReduce, DoubleSqueeze, TopK, DGC],
+    cover=1,
+)
 def test_exact_parameters_are_exact(wrap: Wrap, exact: Any) -> None:
     data = draw(ODD, 3, 1 if wrap is DGC else 2)
     means, states = train(wrap, ODD, data, exact=exact)
@@ -635,7 +643,7 @@ def test_float64_modules(wrap: Wrap) -> None:
 # -------------------------------------------------------------------------------------- 4. determinism and resuming
 
 
-@every_row
+@every_kind
 def test_twice_the_same(row: Row) -> None:
     data = draw(ODD, 3, 4)
     first, second = (train(row.make, ODD, data) for _ in range(2))
@@ -687,13 +695,12 @@ def check_resume(wrap: Wrap, shapes: Shapes, data: list[Everyone], done: int, na
     run_ranks(len(data[0]), rank)
 
 
-@every_row
-@both_shapes
+@grid(shapes={"full": FULL, "odd": ODD}, row=ROWS, cover=1)
 def test_resuming_goes_on_bit_for_bit(row: Row, shapes: Shapes) -> None:
     check_resume(row.make, shapes, draw(shapes, 2 if shapes is FULL else 3, 6), 3)
 
 
-@every_row
+@every_kind
 def test_resuming_before_the_first_step(row: Row) -> None:
     check_resume(row.make, FULL, draw(FULL, 2, 3), 0)
 
@@ -704,9 +711,11 @@ def test_resuming_with_gradients_in_another_order(name: str) -> None:
     check_resume(ROWS[name].make, FULL, draw(FULL, 3, 7), 3, names=["scale", "first", "bias", "second"])
 
 
-@pytest.mark.parametrize("row", [*REMEMBERING.values(), *DGC_ROWS.values(), *POWERSGD_ROWS.values()],
-                         ids=[*REMEMBERING, *DGC_ROWS, *POWERSGD_ROWS])  # fmt: skip
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
+@grid(
+    row={**REMEMBERING, **DGC_ROWS, **POWERSGD_ROWS},
+    before__after=[(3, 2), (2, 4)],
+    cover=1,
+)
 def test_another_number_of_ranks_keeps_the_mean(row: Row, before: int, after: int) -> None:
     """Every rank begins with the mean of what all ranks remembered; what all knew stays as it is."""
     old = train(row.make, ODD, draw(ODD, before)).states

@@ -22,15 +22,15 @@ from bagua_kernels.algorithms.adam.qadam import QAdam
 from bagua_kernels.algorithms.registry import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill
+from tests.grids import grid
 from tests.oracles import minmax_uint8
 
 Kind = Callable[..., MomentumAllReduce]
 OneBit = partial(OneBitAdam, exact=(), min_numel=0)  # the models here are small
 KINDS: dict[str, Kind] = {"qadam": QAdam, "onebit_adam": OneBit}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-every_correction = pytest.mark.parametrize(
-    "corrected", [{}, *({"v_correction": one} for one in ("none", "frozen"))], ids=["default", "none", "frozen"]
-)
+CORRECTIONS = {"default": {}, "none": {"v_correction": "none"}, "frozen": {"v_correction": "frozen"}}
+every_correction = pytest.mark.parametrize("corrected", CORRECTIONS.values(), ids=CORRECTIONS.keys())
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 # With v's usual decay, five steps would leave next to nothing of it without correction, and steps grow by `limit`.
 BETAS = (0.9, 0.9)
@@ -170,10 +170,12 @@ def assert_close(ours: torch.Tensor, expected: F64, what: object) -> None:
     assert error.max() < 0.02, what
 
 
-@both
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@every_correction
+@grid(
+    corrected=CORRECTIONS,
+    decay=[0.0, 0.1],
+    size=[2, 3, 4],
+    kind=KINDS,
+)
 def test_both_phases_are_those_of_the_paper(kind: Kind, size: int, decay: float, corrected: dict[str, str]) -> None:
     """Every step, so that none is lost at the freeze either; and with the bits of rank 0 on all ranks."""
     shapes, steps, freeze = {"w": (32, 40), "bias": (70,), "other": (256, 3)}, 14, 5
@@ -192,8 +194,7 @@ def test_both_phases_are_those_of_the_paper(kind: Kind, size: int, decay: float,
             assert all(torch.equal(ranks[step][name], everyone[0][step][name]) for ranks in everyone)
 
 
-@both
-@pytest.mark.parametrize("size", [2, 3, 4])
+@grid(size=[2, 3, 4], kind=KINDS, cover=1)
 def test_before_the_freeze_it_is_adam_on_mean_gradients(kind: Kind, size: int) -> None:
     def rank(communicator: Communicator) -> dict[str, torch.Tensor]:
         model = kind(Odd(communicator.rank), communicator=communicator, lr=0.01, freeze_step=6)
@@ -315,9 +316,11 @@ def test_frozen_v_keeps_its_bits(corrected: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------- the freeze
 
 
-@both
-@pytest.mark.parametrize("size", [1, 2, 3])
-@every_correction
+@grid(
+    corrected=CORRECTIONS,
+    size=[1, 2, 3],
+    kind=KINDS,
+)
 def test_effective_learning_rate(kind: Kind, size: int, corrected: dict[str, str]) -> None:
     """A constant gradient, of one magnitude, which codecs keep: Adam moves every element by the learning rate.
 
@@ -593,9 +596,7 @@ def test_parameters_without_gradient(kind: Kind) -> None:
         assert all(torch.equal(value, other[name]) for other in everyone)
 
 
-@both
-@pytest.mark.parametrize("bucket_bytes", [1, 10 << 20])
-@pytest.mark.parametrize("scaled", [False, True])
+@grid(scaled=[False, True], bucket_bytes=[1, 10 << 20], kind=KINDS)
 def test_nothing_is_lost_of_a_parameter_that_no_rank_used(kind: Kind, bucket_bytes: int, scaled: bool) -> None:
     """Adam skips it, so that what its payloads moved is still to come."""
     shapes, freeze, steps, ranks = {"a": (16, 32), "b": (13, 31), "c": (16, 32)}, 3, 12, 2
@@ -712,10 +713,12 @@ def test_pieces_and_memory_formats_change_nothing(kind: Kind, monkeypatch: pytes
 # --------------------------------------------------------------------------------------------- resuming
 
 
-@both
-@pytest.mark.parametrize("at", [2, 9])
-@pytest.mark.parametrize("bucket_bytes", [1, 1000, 10 << 20])
-@every_correction
+@grid(
+    corrected=CORRECTIONS,
+    bucket_bytes=[1, 1000, 10 << 20],
+    at=[2, 9],
+    kind=KINDS,
+)
 def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: int, corrected: dict[str, Any]) -> None:
     """Checkpoints before and after the freeze, in other objects; and buckets are laid out anew after the first pass.
 
