@@ -18,14 +18,15 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 # make test
-WORKERS        ?= 2
-PYTEST         := $(PYTHON) -m pytest --durations=20 --durations-min=2
-EMULATED_TESTS := tests/compression tests/docs tests/launchers
-# Tests that start processes of their own fill the machine.
-RANK_TESTS     := tests/algorithms/test_checkpoint.py tests/algorithms/test_processes.py tests/bench tests/comm tests/examples
-# All tests, or those that `make test` leaves out.
+WORKERS         ?= 2
+# Tests that start processes mostly wait for them.
+PROCESS_WORKERS ?= 3
+PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --durations-min=2
+EMULATED_TESTS  := tests/compression tests/docs tests/launchers
 test-all:  TIER := --all
-test-rest: TIER := --all -m "slow or beyond"
+# What `make test` leaves out of `make test-all`.
+test-rest: TIER := --all
+test-rest: REST := and (slow or beyond)
 
 .PHONY: help train test test-all test-rest lint format bench gpu-check wheel clean
 
@@ -49,10 +50,10 @@ train: $(INSTALLED)
 
 # Kernels for GPUs run in Triton's interpreter and Numba's simulator.
 test test-all test-rest: $(INSTALLED)
-	$(PYTEST) $(TIER) $(RANK_TESTS)
-	$(PYTEST) $(TIER) tests $(RANK_TESTS:%=--ignore=%) -n $(WORKERS)
-	TRITON_INTERPRET=1 $(PYTEST) $(TIER) $(EMULATED_TESTS) -n $(WORKERS)
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(TIER) $(EMULATED_TESTS) -n $(WORKERS)
+	$(PYTEST) tests $(TIER) -n $(PROCESS_WORKERS) -m "processes $(REST)"
+	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

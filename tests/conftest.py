@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Numba reads it when it is imported. Processes that tests start inherit it.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".kernel_cache"))
@@ -15,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from bagua_kernels import knobs
+from bagua_kernels.comm import run_ranks
 from bagua_kernels.jit import op
 from tests import grids
 
@@ -27,6 +30,12 @@ PROFILE = settings(
 settings.register_profile("native", PROFILE, max_examples=100)
 settings.register_profile("emulated", PROFILE, max_examples=3)
 settings.load_profile("emulated" if EMULATED else "native")
+
+# What a test uses that starts processes; it gets the marker `processes`.
+STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen"}
+
+# Ranks that are threads may be compiling kernels, on a machine that has other things to do.
+run_ranks.__kwdefaults__["timeout"] = 100.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the items of the tier: by default none that is slow, and in an emulated run a sample of those about kernels."""
+    for item in items:
+        if starts_processes(getattr(item, "function", None), set()):
+            item.add_marker(pytest.mark.processes)
     kept = list(items)
     if EMULATED:
         # Everything else has been tested without.
@@ -82,6 +94,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+def starts_processes(function: Any, seen: set[Any]) -> bool:
+    """True if a function names what starts processes, or names a function of its file that does.
+
+    Args:
+        function: it; other objects are none.
+        seen: the code of functions that have been looked at, which grows.
+    """
+    function = inspect.unwrap(function) if callable(function) else None
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return False
+    seen.add(code)
+    parts, names = [code], set()
+    for part in parts:
+        parts.extend(constant for constant in part.co_consts if isinstance(constant, type(code)))
+        names.update(part.co_names)
+    others = [function.__globals__.get(name) for name in sorted(names)]
+    return not names.isdisjoint(STARTERS) or any(
+        starts_processes(other, seen) for other in others if getattr(other, "__module__", None) == function.__module__
+    )
 
 
 def emulated_sample(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -33,8 +33,8 @@ def grid(
             is enough where axes have nothing to do with each other.
         indirect: the parameters that are passed to the fixture of their name, as for `pytest.mark.parametrize`.
         axes: the values of each parameter; a mapping gives their names in test ids, too. An axis called `a__b` sets the
-            parameters `a` and `b` by tuples: `grid(a__b=[(1, 2), (3, 4)], c=[5, 6])`. Values that `one_of_each` has marked as
-            beyond its sample are not in this one, either.
+            parameters `a` and `b` by tuples: `grid(a__b=[(1, 2), (3, 4)], c=[5, 6])`. Items with a value that has the mark `slow`
+            or `beyond` (see `one_of_each`) keep it, and are not in the sample.
     """
     named = [_named(axis) for axis in axes.values()]
     rows = [
@@ -42,9 +42,7 @@ def grid(
         for row in itertools.product(*(range(len(axis)) for axis in named))
         if where is None or where(**_arguments(axes, named, row))
     ]
-    default = set(
-        covering([row for row in rows if not any(a[place].beyond for a, place in zip(named, row, strict=True))], cover)
-    )
+    default = set(covering([row for row in rows if not _left_out(named, row)], cover))
     cases = [
         pytest.param(
             *_arguments(axes, named, row).values(),
@@ -151,11 +149,6 @@ class _Value(NamedTuple):
     value: Any
     marks: tuple[Any, ...] = ()
 
-    @property
-    def beyond(self) -> bool:
-        """True if it is outside the sample that `one_of_each` took."""
-        return any(mark.name == "beyond" for mark in self.marks)
-
 
 def _named(axis: Axis) -> list[_Value]:
     if isinstance(axis, Mapping):
@@ -181,11 +174,17 @@ def name_of(value: Any) -> str:
     return str(getattr(value, "__name__", value)).removeprefix("torch.")
 
 
+def _left_out(named: Sequence[list[_Value]], row: tuple[int, ...]) -> bool:
+    """True if a value of the row has a mark that keeps it out of the default tier."""
+    return any(
+        mark.name in ("slow", "beyond") for axis, place in zip(named, row, strict=True) for mark in axis[place].marks
+    )
+
+
 def _marks(named: Sequence[list[_Value]], row: tuple[int, ...], default: bool) -> list[Any]:
-    marks = [
-        mark for axis, place in zip(named, row, strict=True) for mark in axis[place].marks if mark.name != "beyond"
-    ]
-    return marks if default else [*marks, pytest.mark.beyond]
+    """Returns the marks of an item: those of its values, and `beyond` if only that keeps it out of the default tier."""
+    marks = [mark for axis, place in zip(named, row, strict=True) for mark in axis[place].marks]
+    return marks if default or _left_out(named, row) else [*marks, pytest.mark.beyond]
 
 
 def _parameters(axes: Iterable[str]) -> list[str]:

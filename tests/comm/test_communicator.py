@@ -21,10 +21,10 @@ from tests.comm.contract import (
     same,
     values,
 )
+from tests.grids import grid
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+@grid(case=CASES, size=[1, 2, 3, 4, 7], cover=1)
 def test_threads(case: Callable[[Communicator], None], size: int) -> None:
     """The contract holds for ranks that are threads."""
     run_ranks(size, case)
@@ -40,8 +40,11 @@ def test_many_threads(case: Callable[[Communicator], None]) -> None:
 PROCESSES = [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("sockets", ["0", "2"])
-@pytest.mark.parametrize("size", [pytest.param(n, marks=[] if n in (2, 3) else pytest.mark.slow) for n in PROCESSES])
+@grid(
+    size=[pytest.param(n, marks=[] if n in (2, 3) else pytest.mark.slow) for n in PROCESSES],
+    sockets=["0", "2"],
+    cover=1,
+)
 def test_processes(size: int, sockets: str) -> None:
     """The contract holds for processes over Gloo alone, and with sockets of their own beside it."""
     for rank, result in enumerate(run_processes(battery, size, timeout=110, env={"BAGUA_KERNELS_SOCKETS": sockets})):

@@ -26,6 +26,7 @@ from bagua_kernels.comm.topology import (
     Torus,
     neighbour_average,
 )
+from tests.grids import folded
 
 
 def drifting(size: int) -> GivenMatrix:
@@ -104,7 +105,7 @@ def test_static_exponential_has_its_closed_form(size: int) -> None:
 
 
 @sound
-@sizes
+@folded(size=range(1, 18))
 def test_matrices_are_stochastic_and_connected(name: str, size: int) -> None:
     topology = SOUND[name](size)
     for step in range(2 * topology.window + 1):
@@ -121,7 +122,7 @@ def test_matrices_are_stochastic_and_connected(name: str, size: int) -> None:
 
 
 @sound
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
+@folded(size=[1, 2, 5, 12])
 def test_neighbours_and_weights_are_those_of_the_matrix(name: str, size: int) -> None:
     topology = SOUND[name](size)
     for step in range(3):
@@ -255,7 +256,7 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str
 
 
 @sound
-@pytest.mark.parametrize("size", [1, 5, 8])
+@folded(size=[1, 5, 8])
 def test_check_accepts_what_is_sound(name: str, size: int) -> None:
     topology, needs = SOUND[name](size), "doubly" if name in DIRECTED else "symmetric"
     assert raised(size, lambda communicator: topology.check(communicator, needs)) == ""
@@ -327,7 +328,7 @@ def gossip(topology: Topology, x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [*SOUND, "drifting"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@folded(size=[1, 2, 3, 5, 8])
 def test_gossip_is_the_matrix_product(name: str, size: int) -> None:
     topology = SOUND.get(name, drifting)(size)
     x = torch.from_numpy(np.random.default_rng(size).standard_normal((size, 3, 67)))

@@ -12,6 +12,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import FIRST_PASS, SECOND_PASS, CompressedAllReduce, Layout, all_reduce_for
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Codec, MinMaxUInt8, RandomK, Sign, TopK, fold_seed
 from tests.comm.compressed import simulation
+from tests.grids import grid
 from tests.oracles import minmax_uint8 as oracle
 from tests.oracles.vectors import make, same_bits
 
@@ -33,9 +34,7 @@ def expected(inputs: list[np.ndarray], pieces: int, stochastic: bool) -> np.ndar
     return out
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("n", LENGTHS)
+@grid(n=LENGTHS, ranks=[2, 3, 4, 7, 8], stochastic=[False, True])
 def test_against_the_oracle(n: int, ranks: int, stochastic: bool) -> None:
     inputs = [make("heavy", n, 1e-3, rank) for rank in range(ranks)]
     flags = [np.arange(5, dtype=np.float32) * rank for rank in range(ranks)]
@@ -59,8 +58,7 @@ def test_against_the_oracle(n: int, ranks: int, stochastic: bool) -> None:
         assert np.array_equal(exact, np.sum(flags, axis=0, dtype=np.float32) / np.float32(ranks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", [MinMaxUInt8(64, True), Sign(), RandomK(0.3), TopK(0.3)], ids=repr)
+@grid(codec=[MinMaxUInt8(64, True), Sign(), RandomK(0.3), TopK(0.3)], dtype=[torch.float16, torch.bfloat16], cover=1)
 def test_other_codecs_and_dtypes(codec: Codec, dtype: torch.dtype) -> None:
     n, ranks, pieces = 1500, 3, 2
     inputs = [torch.from_numpy(make("gaussian", n, 1.0, r)).to(dtype) for r in range(ranks)]

@@ -11,6 +11,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import all_reduce_for
 from bagua_kernels.compression import Codec, from_spec
 from tests.algorithms.test_simulation import Given, draw, follow
+from tests.grids import grid
 from tests.oracles.vectors import make, same_bits
 
 TWO_PASSES, ONE_PASS, SUMMED = "sign", "topk", "randomk"
@@ -34,9 +35,7 @@ def average(
     return part
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [TWO_PASSES, ONE_PASS, "minmax_uint8", "natural"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@grid(ranks=[2, 3, 5], spec=[TWO_PASSES, ONE_PASS, "minmax_uint8", "natural"], dtype=DTYPES)
 def test_the_mean_is_added_up_in_the_order_of_ranks(ranks: int, spec: str, dtype: torch.dtype) -> None:
     for n, exact, pieces in ((1, 1, 1), (700, 9, 2), (3001, 1000, 3), (64, 20_001, 1)):
         total = np.zeros(exact, np.float32)
@@ -55,9 +54,7 @@ def sent(communicator: Communicator, codec: Codec, n: int, exact: int, dtype: to
     return communicator.bytes_sent - before
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [TWO_PASSES, ONE_PASS, SUMMED])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@grid(ranks=[2, 3, 4, 8], spec=[TWO_PASSES, ONE_PASS, SUMMED], dtype=DTYPES)
 def test_bytes_of_the_exact_part(ranks: int, spec: str, dtype: torch.dtype) -> None:
     """Each element twice but for its owner's, and chunks filled up to 16 bytes; sparse payloads save no message for little."""
     codec, n = from_spec(spec), 5000

@@ -9,6 +9,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import CompressedAllGather, CompressedAllReduce, CompressedReduceScatter
 from bagua_kernels.compression import AbsMaxInt8, Codec, MinMaxUInt8, RandomK, Sign
 from tests.comm.compressed import simulation
+from tests.grids import grid
 from tests.oracles.vectors import make
 
 SEED = 5
@@ -19,9 +20,7 @@ def vectors(n: int, ranks: int) -> list[torch.Tensor]:
     return [torch.from_numpy(make("heavy", n, 1.0, rank)) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("average", [True, False])
+@grid(average=[True, False], ranks=[1, 2, 3, 8], codec=CODECS)
 def test_reduce_scatter(codec: Codec, ranks: int, average: bool) -> None:
     for n, pieces in ((0, 1), (1, 1), (63, 2), (65, 1), (1009, 3)):
         inputs = vectors(n, ranks)
@@ -44,8 +43,7 @@ def test_reduce_scatter(codec: Codec, ranks: int, average: bool) -> None:
         assert torch.equal(torch.cat(run_ranks(ranks, rank, n, pieces, inputs)), expected)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@grid(ranks=[1, 2, 3, 8], codec=CODECS, cover=1)
 def test_all_gather(codec: Codec, ranks: int) -> None:
     for n, pieces in ((0, 1), (1, 1), (63, 2), (65, 1), (1009, 3)):
         (x,) = vectors(n, 1)

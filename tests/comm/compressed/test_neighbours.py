@@ -9,6 +9,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import NeighbourExchange
 from bagua_kernels.compression import Codec, Identity, MinMaxUInt8, TopK
 from tests.comm.compressed import simulation
+from tests.grids import grid
 from tests.oracles.vectors import make
 
 SEED = 3
@@ -24,9 +25,7 @@ def arrived(codec: Codec, n: int, rank: int, dtype: torch.dtype, like: torch.dty
     return codec.decode(payload, torch.empty(n, dtype=like))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", [MinMaxUInt8(64, True), TopK(0.1), Identity()], ids=repr)
-@pytest.mark.parametrize("ranks", [2, 3, 7])
+@grid(ranks=[2, 3, 7], codec=[MinMaxUInt8(64, True), TopK(0.1), Identity()], dtype=[torch.float32, torch.bfloat16])
 def test_ring(codec: Codec, ranks: int, dtype: torch.dtype) -> None:
     """Each tells the next rank and the one after that, and so hears from the two before."""
     for n in (0, 1, 65, 500):

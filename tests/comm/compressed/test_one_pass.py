@@ -22,6 +22,7 @@ from bagua_kernels.compression import (
 )
 from bagua_kernels.compression.codec import names
 from tests.comm.compressed import simulation
+from tests.grids import grid
 from tests.oracles.vectors import make, same_bits
 
 SEED = 17
@@ -54,8 +55,7 @@ def spec_of(name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", names())
+@grid(name=names(), dtype=[torch.float32, torch.bfloat16], cover=1)
 def test_every_codec(name: str, dtype: torch.dtype) -> None:
     """On all ranks the same bits, and where the codec is no linear one those of the simulation."""
     codec, inputs = from_spec(spec_of(name)), vectors(3001, 3, dtype)
@@ -67,8 +67,7 @@ def test_every_codec(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[0], simulation.two_passes(codec, inputs, 2, SEED))
 
 
-@pytest.mark.parametrize("codec", [TopK(0.1), ThresholdTopK(0.1), TopK(0.2, "absmax_int8:block=32")], ids=repr)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+@grid(ranks=[1, 2, 3, 4, 7, 8], codec=[TopK(0.1), ThresholdTopK(0.1), TopK(0.2, "absmax_int8:block=32")], cover=1)
 def test_sparse(codec: Codec, ranks: int) -> None:
     for n, pieces in LENGTHS[:: 1 if ranks < 4 else 4]:
         inputs = vectors(n, ranks)

@@ -10,6 +10,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import CompressedAllReduce, LinearAllReduce, SparseAllReduce
 from bagua_kernels.compression import QSGD, AbsMaxInt4, Cast, MinMaxUInt8, TopK
 from bagua_kernels.compression.block import BlockCodec
+from tests.grids import grid
 
 # The first and the last are cut by pieces, the second is smaller than a block.
 SHAPES = [(70, 41), (5,), (64,), (33, 3), (90, 90)]
@@ -20,10 +21,12 @@ def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("codec", [MinMaxUInt8(block=64), AbsMaxInt4(block=128), QSGD(block=64)], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pieces", [1, 4])
-@pytest.mark.parametrize("size", [2, 3])
+@grid(
+    size=[2, 3],
+    pieces=[1, 4],
+    dtype=[torch.float32, torch.bfloat16],
+    codec=[MinMaxUInt8(block=64), AbsMaxInt4(block=128), QSGD(block=64)],
+)
 def test_lent_tensors_have_the_bytes_of_a_filled_bucket(
     codec: BlockCodec, dtype: torch.dtype, pieces: int, size: int
 ) -> None:

@@ -20,6 +20,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.testing import Processes, process_command
 from bagua_kernels.errors import CommunicationError
+from tests.grids import grid
 
 RANKS, VICTIM, TIMEOUT, BEAT, N = 3, 1, 4.0, 0.1, 300_000
 BUSY = 1.0  # seconds more for a machine that has other things to do
@@ -96,9 +97,9 @@ def check_survivor(
     assert raised["at"] - broken < limit, raised
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize(
-    "operation", [op if op in ("all_reduce",) else pytest.param(op, marks=pytest.mark.slow) for op in OPERATIONS]
+@grid(
+    operation=[op if op in ("all_reduce",) else pytest.param(op, marks=pytest.mark.slow) for op in OPERATIONS],
+    fault={"killed": signal.SIGKILL, "stopped": signal.SIGSTOP},
 )
 def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
     with Processes(repeat, RANKS, args=[operation], env=ENVIRONMENT) as processes:
@@ -135,8 +136,7 @@ def in_lab(operation: str) -> Iterator[tuple[object, list[subprocess.Popen[str]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [VICTIM, 0])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@grid(operation=OPERATIONS, victim=[VICTIM, 0])
 def test_unplugged(operation: str, victim: int) -> None:
     """The unplugged rank raises too, though it cannot know whether it is itself that was cut off."""
     with in_lab(operation) as (lab, processes, paths):

@@ -18,6 +18,7 @@ from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce
 from bagua_kernels.comm.hierarchical.nodes import Nodes, Place
 from bagua_kernels.compression import Codec, MinMaxUInt8, from_spec
 from bagua_kernels.errors import CommunicationError
+from tests.grids import grid
 
 LAYOUTS = [
     [[0], [1]],
@@ -32,8 +33,6 @@ LAYOUTS = [
 SIZES = [0, 1, 5, 257, 10_007]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 VARIABLES = ("BAGUA_KERNELS_NODE", "GROUP_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE")
-
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 @functools.cache
@@ -75,9 +74,7 @@ def tolerance(values: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float64
     return np.asarray((len(values) + 1) * torch.finfo(values[0].dtype).eps / 2 * magnitudes)
 
 
-@pytest.mark.parametrize("pieces", [None, 3])
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
-@layouts
+@grid(layout=LAYOUTS, dtype=[*FLOATS, torch.int64], pieces=[None, 3])
 def test_sum(layout: list[list[int]], dtype: torch.dtype, pieces: int | None) -> None:
     for n in SIZES:
         values = inputs(ranks_of(layout), n, dtype)
@@ -87,8 +84,7 @@ def test_sum(layout: list[list[int]], dtype: torch.dtype, pieces: int | None) ->
         assert np.all(difference <= (tolerance(values) if dtype.is_floating_point else 0))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@layouts
+@grid(layout=LAYOUTS, dtype=FLOATS, cover=1)
 def test_mean_is_that_of_ranks_and_not_of_nodes(layout: list[list[int]], dtype: torch.dtype) -> None:
     for n in SIZES:
         values = inputs(ranks_of(layout), n, dtype)
@@ -97,26 +93,24 @@ def test_mean_is_that_of_ranks_and_not_of_nodes(layout: list[list[int]], dtype: 
         assert np.all(np.abs(result.double().numpy() - expected) <= tolerance(values) / len(values) * 2)
 
 
-@pytest.mark.parametrize("codec", [None, MinMaxUInt8(64)], ids=str)
-@layouts
+@grid(layout=LAYOUTS, codec=[None, MinMaxUInt8(64)], cover=1)
 def test_mean_of_large_half_precision_values_does_not_overflow(layout: list[list[int]], codec: Codec | None) -> None:
     values = [torch.full((300,), 60_000.0, dtype=torch.float16)] * ranks_of(layout)
     result = reduced(layout, values, op=ReduceOp.AVG, codec=codec)
     assert torch.all((result.double() - 60_000).abs() <= 6 * 32)
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [
+@grid(
+    layout=LAYOUTS,
+    op__dtype=[
         (ReduceOp.MIN, torch.float32),
         (ReduceOp.MAX, torch.bfloat16),
         (ReduceOp.PRODUCT, torch.int64),
         (ReduceOp.BXOR, torch.int32),
         (ReduceOp.SUM, torch.bool),
     ],
-    ids=str,
+    cover=1,
 )
-@layouts
 def test_other_reductions_are_those_of_one_tier(layout: list[list[int]], op: ReduceOp, dtype: torch.dtype) -> None:
     values = inputs(ranks_of(layout), 257, dtype)
 
@@ -128,9 +122,7 @@ def test_other_reductions_are_those_of_one_tier(layout: list[list[int]], op: Red
     assert torch.equal(reduced(layout, values, op=op), run_ranks(len(values), flat)[0])
 
 
-@pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.SUM], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@layouts
+@grid(layout=LAYOUTS, dtype=[torch.float32, torch.float16, torch.bfloat16], op=[ReduceOp.AVG, ReduceOp.SUM])
 def test_compressed_is_within_the_codecs_error(layout: list[list[int]], dtype: torch.dtype, op: ReduceOp) -> None:
     ranks, nodes = ranks_of(layout), len(layout)
     for n in SIZES:
@@ -167,8 +159,7 @@ def test_stochastic_rounding_follows_the_seed() -> None:
     assert not torch.equal(first, reduce(seed=2))
 
 
-@pytest.mark.parametrize("n", [12_000, 10_007])
-@layouts
+@grid(layout=LAYOUTS, n=[12_000, 10_007], cover=1)
 def test_every_rank_carries_its_share_between_nodes(layout: list[list[int]], n: int) -> None:
     def rank(communicator: Communicator) -> tuple[int, int]:
         all_reduce = HierarchicalAllReduce(communicator, n, torch.float32, nodes=Nodes.given(layout))

@@ -19,6 +19,7 @@ from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning.measure import borders, tune
 from tests.comm import contract
 from tests.comm.contract import check, oracle, values
+from tests.grids import grid
 
 
 def test_way_at_the_borders() -> None:
@@ -193,9 +194,7 @@ class Modelled:
         return delays * self.delay + factor * nbytes / self.rate
 
 
-@pytest.mark.parametrize("size", [2, 4, 16])
-@pytest.mark.parametrize("delay", [20e-6, 1e-3, 25e-3])
-@pytest.mark.parametrize("rate", [10e6, 1e9])
+@grid(rate=[10e6, 1e9], delay=[20e-6, 1e-3, 25e-3], size=[2, 4, 16])
 def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where times are what the ways cost, no size takes much longer than by its best way."""
     model, chance = Modelled(size, delay, rate), random.Random(size)

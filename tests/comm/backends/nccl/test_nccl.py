@@ -25,6 +25,7 @@ from tests.comm.backends.nccl.fake_cuda import MisuseError
 from tests.comm.backends.nccl.fake_nccl import World, run_ranks
 from tests.comm.contract import late_neighbour
 from tests.comm.test_communicator import CASES
+from tests.grids import grid
 
 CPU = torch.device("cpu")
 
@@ -35,8 +36,7 @@ def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_watchdog, "_PATIENT", 0.1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+@grid(case=CASES, size=[1, 2, 3, 4], cover=1)
 def test_contract(case: Callable[[Communicator], None], size: int) -> None:
     run_ranks(size, case)
 

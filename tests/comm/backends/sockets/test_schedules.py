@@ -18,6 +18,7 @@ from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from tests.comm.contract import bits, check, oracle, same, values
+from tests.grids import grid
 
 WAYS = {
     "exchange": schedules.exchange,
@@ -124,8 +125,7 @@ def test_ways_in_which_one_rank_reduces_do_so_in_rank_order(way: str) -> None:
             assert all(same(result, expected) for result in world.all_reduce(way, parts, op))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("way", WAYS)
+@grid(way=list(WAYS), size=[2, 3, 5, 8], cover=1)
 def test_special_values_have_the_same_bits_on_all_ranks(way: str, size: int) -> None:
     """NaNs that differ in their payload and sign, infinities of both signs, zeros of both signs."""
     patterns = torch.tensor(
@@ -151,8 +151,7 @@ def test_special_values_have_the_same_bits_on_all_ranks(way: str, size: int) -> 
                 assert len(set(map(bits, results))) == 1
 
 
-@pytest.mark.parametrize("size", [2, 3, 16])
-@pytest.mark.parametrize("way", WAYS)
+@grid(way=list(WAYS), size=[2, 3, 16], cover=1)
 def test_average_of_large_halves(way: str, size: int) -> None:
     """float16 divides before it sums."""
     with ranks(size) as world:
@@ -236,8 +235,7 @@ def test_frugal_ways_send_no_more_than_they_must(way: str, size: int) -> None:
         assert world.sent == [2 * (size - 1) * 240 * 4 // size] * size
 
 
-@pytest.mark.parametrize("window", [1, 2, 7])
-@pytest.mark.parametrize("way", WAYS)
+@grid(way=list(WAYS), window=[1, 2, 7], cover=1)
 def test_pieces_and_operations_under_way_at_once(way: str, window: int) -> None:
     """Many pieces of many tensors do not mix, whatever the window."""
     with ranks(3) as world:

@@ -20,6 +20,7 @@ from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES, check, oracle, same, values
+from tests.grids import grid
 
 BASE = Tuning(
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), ((EVER, "base"),))
@@ -33,8 +34,7 @@ def nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
+@grid(case=CASES, size=[1, 2, 3, 4], cover=1)
 def test_contract(case: Callable[[Communicator], None], size: int) -> None:
     """All of it holds, with small pieces and several sockets."""
     if case is contract.case_millions:
