@@ -38,6 +38,7 @@ def test_one_file_is_measured_and_shown_as_a_table(tmp_path: Path) -> None:
     assert all(one["stats"]["rounds"] == 2 for one in measured)
 
 
+@pytest.mark.slow
 def test_benchmarks_stay_off_where_that_is_asked_for() -> None:
     assert "GB/s" not in run("bench/bench_elementwise.py", *SMALL, "--benchmark-disable")
 

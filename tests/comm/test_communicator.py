@@ -72,7 +72,7 @@ def late() -> None:
     print("FINE", flush=True)
 
 
-@pytest.mark.parametrize(("size", "sockets"), [(2, "0"), (3, "0"), (3, "2")])
+@pytest.mark.parametrize(("size", "sockets"), [(2, "0"), pytest.param(3, "0", marks=pytest.mark.slow), (3, "2")])
 def test_late_neighbour_between_processes(size: int, sockets: str) -> None:
     """Gloo closes its connections when a wait for a message runs out of time: nothing of it may show."""
     for result in run_processes(late, size, timeout=90, env={"BAGUA_KERNELS_SOCKETS": sockets}):

@@ -63,6 +63,7 @@ def test_two_ranks_learn_with_both_algorithms(mnist: Path, tmp_path: Path) -> No
     assert height > 600
 
 
+@pytest.mark.slow
 def test_one_rank_sends_nothing(mnist: Path, tmp_path: Path) -> None:
     result = run("--nproc", "1", "--epochs", "1", "--output", tmp_path)
     assert result.returncode == 0, result.stderr

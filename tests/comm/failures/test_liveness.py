@@ -269,7 +269,9 @@ def survivors(
         return [told(processes, rank) for rank in range(size) if rank != culprit]
 
 
-@pytest.mark.parametrize("culprit", [1, 0], ids=["peer", "host_of_the_store"])
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(1, id="peer", marks=pytest.mark.slow), pytest.param(0, id="host_of_the_store")]
+)
 def test_killed_rank_is_named(culprit: int) -> None:
     """Long before the timeout, also by the rank that is no neighbour of it in Gloo's ring."""
     for error in survivors(4, culprit, lambda p: p.send_signal(culprit, signal.SIGKILL), 30):
@@ -279,7 +281,9 @@ def test_killed_rank_is_named(culprit: int) -> None:
         assert error["seconds"] < 10, error
 
 
-@pytest.mark.parametrize("culprit", [1, 0], ids=["peer", "host_of_the_store"])
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(1, id="peer"), pytest.param(0, id="host_of_the_store", marks=pytest.mark.slow)]
+)
 def test_stopped_rank_is_named(culprit: int) -> None:
     """A rank that only stalls keeps its connections; the timeout ends the wait, and the silence gives it away."""
     for error in survivors(3, culprit, lambda p: p.send_signal(culprit, signal.SIGSTOP), 3):
