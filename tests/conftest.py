@@ -85,15 +85,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if EMULATED:
         # Everything else has been tested without.
         kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-        sample = {id(item) for item in emulated_sample(kept)}
+        sample = {id(item) for item in emulated_sample([item for item in kept if not left_out(item)])}
         for item in kept:
             if id(item) not in sample:
                 item.add_marker(pytest.mark.beyond)
     if not config.getoption("--all"):
-        left_out = {"slow", "beyond"}
-        kept = [item for item in kept if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        kept = [item for item in kept if not left_out(item)]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+
+
+def left_out(item: pytest.Item) -> bool:
+    """True if the item is in no default run."""
+    return any(mark.name in ("slow", "beyond") for mark in item.iter_markers())
 
 
 def starts_processes(function: Any, seen: set[Any]) -> bool:

@@ -121,7 +121,7 @@ def one_of_each(cases: Iterable[Any], *keys: Callable[[Any], Any], cover: int = 
     """Returns the cases of a list, those outside a sample marked so that they run with `--all` only.
 
     Args:
-        cases: the parameters of a test, or of several as `pytest.param`.
+        cases: values of a parameter, or of several as tuples or `pytest.param`.
         keys: each returns a property of a case, which can be hashed; the sample has every combination of `cover` of them.
         cover: as for `grid`.
     """
@@ -139,7 +139,7 @@ def one_of_each(cases: Iterable[Any], *keys: Callable[[Any], Any], cover: int = 
 def _beyond(case: Any) -> Any:
     if isinstance(case, ParameterSet):
         return pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.beyond])
-    return pytest.param(case, marks=pytest.mark.beyond)
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.beyond)
 
 
 class _Value(NamedTuple):
