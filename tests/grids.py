@@ -65,10 +65,10 @@ def folded(**axes: Axis) -> Callable[[Callable[..., None]], Callable[..., None]]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def loop(**fixtures: Any) -> None:
+        def loop(*itself: Any, **fixtures: Any) -> None:
             for row in rows:
                 try:
-                    test(**fixtures, **_arguments(axes, named, row))
+                    test(*itself, **fixtures, **_arguments(axes, named, row))
                 except Exception as error:
                     names = (axis[place].name for axis, place in zip(named, row, strict=True))
                     error.add_note(
