@@ -296,7 +296,7 @@ ROWS = {**WITHOUT_MEMORY, **WITH_MEMORY, **DGC_ROWS, **POWERSGD_ROWS}
 REMEMBERING = {name: row for name, row in ROWS.items() if row.remembers}
 every_kind = pytest.mark.parametrize(
     "row",
-    one_of_each([pytest.param(row, id=name) for name, row in ROWS.items()], lambda given: given.values[0].make),
+    one_of_each([pytest.param(row, id=name) for name, row in ROWS.items()], lambda given: given.values[0].wrap),
 )
 remembering = pytest.mark.parametrize("row", REMEMBERING.values(), ids=REMEMBERING.keys())
 
