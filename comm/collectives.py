@@ -13,10 +13,10 @@ from bagua_kernels.errors import CommunicationError
 
 
 class Collectives(abc.ABC):
-    """The operations on tensors of a `Communicator`, which says what holds of all of them.
+    """The operations on tensors of a `Communicator`; see there for rules that all of them follow.
 
-    A backend implements the methods with a leading underscore; it gets arguments that have been checked, detached from
-    autograd, not empty, and more than one rank.
+    A backend implements the methods with a leading underscore. Their arguments have been checked and detached from
+    autograd; they are not empty, and there is more than one rank.
     """
 
     rank: int
@@ -148,8 +148,8 @@ class Collectives(abc.ABC):
 
         Args:
             outputs: for each rank to hear from, the tensor that receives what it sends to this rank.
-            inputs: for each rank to tell, the tensor for it; the same tensor may go to several.
-            tag: tells exchanges under way at the same time apart.
+            inputs: the tensor for each destination; several ranks may get the same tensor.
+            tag: identifies an exchange among those under way.
         """
         self._check_usable()
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):

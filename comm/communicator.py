@@ -20,8 +20,8 @@ class Communicator(Collectives):
 
     Every operation on tensors starts at once and returns a `Work`, whose `wait` finishes it. Ranks in arguments are
     ranks of this communicator. Tensors are dense, contiguous and on `device`; they are taken as flat, whatever their
-    shape. All ranks start the same operations with the same sizes in the same order; two threads that start some at
-    the same time need a communicator each (`duplicate`), while any thread may wait for what another one started. An
+    shape. All ranks start the same operations with the same sizes in the same order. Two threads that start operations at
+    the same time need a communicator each (`duplicate`). Any thread may wait for an operation that another one started. An
     operation on no elements communicates nothing. With one rank every operation is the identity. Reductions take
     float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 and bool; operations that only move data
     take every dtype.
@@ -130,7 +130,7 @@ class Communicator(Collectives):
         Any thread may call it.
 
         Args:
-            reason: what the errors say, here and on the other ranks.
+            reason: text of the errors, here and on the other ranks.
         """
 
     @abc.abstractmethod

@@ -48,12 +48,12 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
 
     Gloo takes the network interface that the hostname resolves to, or that GLOO_SOCKET_IFNAME names. Where
     MASTER_ADDR is a loopback address and GLOO_SOCKET_IFNAME is not set, loopback is used instead: for torch's default
-    group by setting that variable while the group is made (there is no other way) and restoring it, for this
-    package's own without.
+    group by setting that variable while the group is made, because there is no other way. This package's own sockets need
+    no variable.
 
     Ranks on CPUs are joined by sockets of their own beside Gloo's (`StripedCommunicator`), unless
-    `BAGUA_KERNELS_SOCKETS` is 0. On GPUs NCCL is driven through torch, or through CuPy (`NcclCommunicator`) where
-    `BAGUA_KERNELS_NCCL` says cupy. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
+    `BAGUA_KERNELS_SOCKETS` is 0. On GPUs NCCL is driven through torch, or through CuPy (`NcclCommunicator`) if
+    `BAGUA_KERNELS_NCCL=cupy`. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
 
     Args:
         timeout: seconds after which an operation that does not finish raises an error, and within which all ranks

@@ -29,14 +29,15 @@ class CompressedAllReduce(AllReduce):
     reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, and the exact part twice,
     whatever the number of ranks.
 
-    Buffers are made once. With b bytes a payload of the vector they take about 3 b in one piece and 6 b / k in k, so 0.75 b in
-    the 8 pieces of a long vector; for a float32 vector of n elements and a byte each that is 3 n and 0.75 n bytes. The worker
-    residual takes 4 n bytes more, that of P owners 4 n / P, and with it the mean of a piece 4 n / (k P).
+    Buffers are made once. For a payload of b bytes they take about 3 b with one piece and 6 b / k with k pieces. With the
+    8 pieces of a long vector this is 0.75 b. A float32 vector of n elements with one byte each takes 3 n and 0.75 n bytes. The
+    worker residual takes 4 n more bytes. The residual of P owners takes 4 n / P, and the mean of a piece beside it 4 n /
+    (k P).
 
-    With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds what this
-    rank's earlier payloads lacked; step 3 adds to the mean what earlier payloads of this chunk's mean lacked, which takes
-    another pass in float32. All that came out, plus the mean of the worker residuals, plus the owners' residuals, is then the
-    sum of the means of all that went in. What is not finite comes out as such on all ranks and is not kept.
+    With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds the
+    error of this rank's earlier payloads. Step 3 adds the error of earlier payloads of this chunk's mean to the mean, in
+    another pass in float32. The sum of all outputs, the mean of the worker residuals and the owners' residuals is then the
+    sum of the means of all inputs. What is not finite comes out as such on all ranks and is not kept.
     """
 
     def __init__(

@@ -104,10 +104,10 @@ def measure_plain_below(
     2. At 2**12, 2**13, … elements both are timed, five times in turns, each from a barrier on. What counts is the median, of
        the slowest rank.
     3. That ends once compression has won at two sizes running, at `largest`, or before a size that would exceed the budget.
-    4. Undecided by then, and not yet at 2**18 elements, both are timed there too, three times, whatever the budget: on a slow
-       link one short vector takes all of it, and says nothing about bytes.
-    5. What an element more costs with and without compression, from the first to the last size, then tells where the lines
-       cross: maybe beyond all sizes that were tried.
+    4. If there is no result before 2**18 elements, both are timed three times at that size, with any budget. On a slow
+       link one short vector uses up the budget, and its time does not depend on bytes.
+    5. The cost per further element with and without compression, from the first to the last size, then gives the size
+       where the lines cross: maybe beyond all sizes that were tried.
 
     The result is kept: asked again with the same communicator and arguments, nothing is measured.
 
@@ -121,8 +121,8 @@ def measure_plain_below(
         largest: number of elements that is tried at most; bounds the memory, too.
 
     Returns:
-        The size from which on compression wins, the same on all ranks; `sys.maxsize` if it never does, so that everything is
-        sent plainly; 0 with one rank.
+        The smallest size at which compression is faster, the same on all ranks. `sys.maxsize` if it never is, so that
+        nothing is compressed. 0 with one rank.
 
     Raises:
         TypeError, ValueError: as `all_reduce_for`.

@@ -73,12 +73,12 @@ class AllReduce(abc.ABC):
         Args:
             x: shape (n,), contiguous, on the communicator's device.
             exact: shape (exact,), contiguous; may be left out if that is 0.
-            seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
+            seed: identifies this message, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
                 where the codec draws no random numbers, or `plain`.
-            source: gives the elements of any part that begins and ends at multiples of the codec's block, where they are not in
-                `x`: contiguous vectors, each to be filled up to such a multiple. Only where `reads_pieces`.
-            deliver: called instead of writing to `x`, for each part of the mean as soon as it is here: with the part's
-                elements, and its payload, to be read at once. Only where `delivers`.
+            source: returns the elements of any part that begins and ends at multiples of the codec's block, if they are
+                not in `x`. They are contiguous vectors, each to be padded to such a multiple. Only where `reads_pieces`.
+            deliver: called instead of writing to `x`, as soon as a part of the mean has arrived. Its arguments are the
+                part's elements and its payload, which must be read at once. Only where `delivers`.
 
         Raises:
             TypeError: a dtype is another than that given at construction.

@@ -76,7 +76,7 @@ class CompressedReduceScatter:
             x: shape (n,), contiguous, on the communicator's device; left as it is.
             out: shape (elements of `shard`,), contiguous, float32, float16 or bfloat16, not a part of `x` other than the shard
                 itself; made in float32 if None.
-            seed: tells this message from all others, equal on all ranks; may be left out where the codec draws no random
+            seed: identifies this message, equal on all ranks; may be left out where the codec draws no random
                 numbers.
 
         Returns:
@@ -176,7 +176,7 @@ class CompressedAllGather:
             shard: this rank's chunk, shape (elements of `self.shard`,), contiguous, on the communicator's device.
             out: shape (n,), contiguous, float32, float16 or bfloat16; made in the dtype of `shard` if None. `shard` may be its
                 place in `out`, and is then replaced by what everyone decodes.
-            seed: tells this message from all others, equal on all ranks; may be left out where the codec draws no random
+            seed: identifies this message, equal on all ranks; may be left out where the codec draws no random
                 numbers.
 
         Returns:

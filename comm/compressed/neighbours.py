@@ -32,7 +32,7 @@ class NeighbourExchange:
             communicator: the ranks among which the neighbours are.
             n: elements of the vector.
             dtype: of the vector, float32, float16 or bfloat16.
-            tag: tells exchanges under way at the same time apart.
+            tag: identifies an exchange among those under way.
 
         Raises:
             TypeError: `codec` is not a codec, or the dtype cannot be encoded.
@@ -53,8 +53,8 @@ class NeighbourExchange:
         Args:
             x: shape (n,), contiguous, on the communicator's device; left as it is.
             peers_in: the ranks to hear from, each of which names this rank in its `peers_out`.
-            peers_out: the ranks to tell.
-            seed: tells this message from all others, equal on all ranks. The sender's rank is folded in, unless the ranks of
+            peers_out: the destinations.
+            seed: identifies this message, equal on all ranks. The sender's rank is folded in, unless the ranks of
                 the codec share seeds (`RandomK`). May be left out where the codec draws no random numbers.
 
         Returns:

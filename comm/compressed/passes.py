@@ -31,7 +31,7 @@ class Slots:
     def __init__(self, rows: int, sizes: Sequence[int], device: torch.device) -> None:
         self._rows = rows
         self._sizes = sizes
-        # Zeros, so that bytes which only fill a row up are no secrets of whoever used the memory before.
+        # Zeros, so that padding contains no secrets from an earlier use of the memory.
         self._memory = [
             torch.zeros(rows * max(sizes[first::2], default=0), dtype=torch.uint8, device=device)
             for first in range(min(2, len(sizes)))
@@ -242,7 +242,7 @@ class Gather(Pass):
 
 
 class Messages:
-    """All-gathers of one row of bytes a rank, of which the first may carry more behind it.
+    """All-gathers of one row of bytes per rank; the first rows may have more bytes at their end.
 
     Args:
         communicator: the ranks.

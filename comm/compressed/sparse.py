@@ -25,12 +25,12 @@ class SparseAllReduce(AllReduce):
        than means do, an all-to-all brings it to its owners meanwhile, and their means go with the payloads.
     3. Everyone decodes the same bytes and adds them up in float32, in the order of the ranks (`Codec.decode_sum`).
 
-    A rank sends its payload to every other, so that the bytes grow with the number of ranks; the mean is not encoded again,
-    since the elements of many ranks' choices are more than fit in one payload. The size of a payload depends on `n` alone, also
+    A rank sends its payload to every other, so that the bytes grow with the number of ranks. The mean is not encoded
+    again, because the chosen elements of many ranks do not fit in one payload. The size of a payload depends on `n` alone, also
     for codecs that choose how many elements they keep, so that messages need no lengths.
 
-    By default the vector is one piece: the largest elements of a piece are not the largest of the whole. With more pieces,
-    of each of which the codec keeps its part, the next is encoded and the last added up while one is on its way.
+    By default the vector is one piece: the largest elements of a piece are not the largest of the whole. With more pieces
+    the codec chooses elements in each. While one piece is under way, the next is encoded and the last one added up.
     """
 
     def __init__(

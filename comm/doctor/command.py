@@ -1,4 +1,4 @@
-"""Says what is wrong with the ranks of a job and the network between them, and what to set.
+"""Finds faults of a job's ranks and of the network between them, with the settings to change.
 
 torchrun --nproc-per-node 2 -m bagua_kernels.comm.doctor [--json FILE] [--quick] [--size BYTES] [--timeout SECONDS]
 """
@@ -69,7 +69,7 @@ def _examine(launch: Launch, facts: RankFacts, options: argparse.Namespace) -> i
         launch.master_port,
         is_master=rank == 0 and facts.network.variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,  # it would not say who is missing
+        wait_for_workers=False,  # it would not name the missing ranks
         multi_tenant=True,
     )
     store.set(f"{_ROOT}/facts/{rank}", facts.to_json())

@@ -21,7 +21,7 @@ class RankFacts:
         rank: its number.
         local_rank: its number on its host.
         host: the hostname.
-        boot: tells hosts of the same name apart.
+        boot: distinguishes hosts of the same name.
         pid: of its process.
         versions: by package; empty where it is not installed.
         cuda: the version that torch was built for; empty for a CPU build.
@@ -72,7 +72,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """An all-reduce of one size in bytes a rank: the median time of the slowest rank, and bytes a second.
+    """An all-reduce of one size in bytes per rank: the median time of the slowest rank, and bytes per second.
 
     The algorithm's bandwidth is size over seconds; the bus bandwidth, 2(n-1)/n times that, is what a link carries.
     """
@@ -98,7 +98,7 @@ class Measurements:
     Attributes:
         size: bytes of a message of which the bandwidth was measured.
         latency: seconds one way (half of a round trip), by rank and rank; 0 on the diagonal.
-        bandwidth: bytes a second from rank to rank; 0 on the diagonal.
+        bandwidth: bytes per second from rank to rank; 0 on the diagonal.
         all_reduce: by size, ascending.
         barrier: seconds.
         matmul: seconds of a fixed matrix product, by rank, all at once.

@@ -65,7 +65,7 @@ def collect(rank: int = 0, local_rank: int = 0) -> RankFacts:
 def _sockets() -> str:
     try:
         return own_address()
-    except ValueError:  # GLOO_SOCKET_IFNAME is wrong, which the facts of the network say
+    except ValueError:  # GLOO_SOCKET_IFNAME is wrong, which the facts of the network show
         return ""
 
 
@@ -85,8 +85,8 @@ def estimate_clock(samples: Sequence[tuple[float, float, float, float]]) -> Cloc
     """Estimates how far another clock is ahead, as NTP does, from the exchange that was on its way for the least time.
 
     Args:
-        samples: for each exchange the time when it was sent (own clock), when it was received there and when the
-            answer was sent (other clock), and when that arrived (own clock).
+        samples: four times of each exchange: request sent (own clock), request received and answer sent (other clock),
+            answer received (own clock).
     """
     sent, received, answered, arrived = min(samples, key=lambda one: (one[3] - one[0]) - (one[2] - one[1]))
     underway = (arrived - sent) - (answered - received)
@@ -126,7 +126,7 @@ def measure(communicator: Communicator, size: int, quick: bool = False) -> Measu
     barrier = _slowest(communicator, _median(10, lambda: _finish(communicator, communicator.barrier())))
     matmul, copy = _work(communicator, 5 if quick else 15)
     clocks = _clocks(communicator, 10 if quick else 30)
-    # Threads, which have no session, tell of a lost rank by themselves.
+    # Threads, which have no session, detect a lost rank by themselves.
     session = getattr(communicator, "session", None)
     watched = session is None or session.liveness is not None
     row = [(latency[communicator.rank, r], bandwidth[communicator.rank, r], matmul, copy) for r in range(count)]
@@ -156,7 +156,7 @@ def _ping_pong(communicator: Communicator, other: int, first: bool, repeats: int
 
 
 def _stream(communicator: Communicator, other: int, sends: bool, size: int, budget: float, latency: float) -> float:
-    """Returns bytes a second from the one that sends to the other, whose answer ends each message; 0 to the other."""
+    """Returns bytes per second on the sender, whose messages each end with an answer of the other; returns 0 on the other."""
     message = torch.zeros(size, dtype=torch.uint8, device=communicator.device)
     control = torch.zeros(1, dtype=torch.int64, device=communicator.device)
 
@@ -164,7 +164,7 @@ def _stream(communicator: Communicator, other: int, sends: bool, size: int, budg
         _finish(communicator, communicator.send(message, other) if sends else communicator.recv(message, other))
         _finish(communicator, communicator.recv(control, other) if sends else communicator.send(control, other))
 
-    # The first message opens the connection's window and tells how many more there is time for.
+    # The first message opens the connection's window; its time gives the number of further messages.
     seconds = _median(1, transfer, warm_up=1)
     if sends:
         repeats = _repeats(seconds, budget)

@@ -149,7 +149,7 @@ def _micro(seconds: float) -> str:
 
 
 def _mega(rate: float) -> str:
-    """Returns bytes a second as megabits a second."""
+    """Returns bytes per second as megabits per second."""
     return f"{rate * 8e-6:.1f}" if rate < 12.5e6 else f"{rate * 8e-6:.0f}"
 
 

@@ -15,9 +15,9 @@ class Diagnosis:
     """Who was at fault.
 
     Attributes:
-        kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the
-            operation), "mismatch" (called something else), "link" (the connection between two ranks broke, both are
-            alive), "stalled" (nothing comes through it) or "unknown".
+        kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the operation),
+            "mismatch" (called another operation). "link": the connection between two ranks broke, both are alive.
+            "stalled": nothing comes through it. Else "unknown".
         ranks: the ranks at fault, as numbers of the world.
         text: how it showed.
         communicator: the name of the communicator whose operation failed.

@@ -1,4 +1,4 @@
-"""The error that says what happened to an operation, and who is at fault."""
+"""The error of a failed operation, with its cause and the ranks at fault."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Failure:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Returns True if a transport's error tells of a timeout."""
+    """Returns True if a transport's error is about a timeout."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 

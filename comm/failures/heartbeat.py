@@ -15,7 +15,7 @@ Doing = tuple[int, str, bool]  # number and name of a communicator's last operat
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life, which every rank gives again and again.
+    """A message that every rank writes again and again while it is alive.
 
     Attributes:
         beat: its number.

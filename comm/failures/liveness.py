@@ -1,15 +1,15 @@
 """Names the rank at fault when a communication fails.
 
-A transport knows at best the address of a socket that closed. So every rank has a background thread that writes a
-heartbeat into a small key-value store of its own: a counter, its process, and for each communicator the last
-operation that it entered. A rank whose operation failed watches these signs for a moment. A counter that stands still
+A transport knows at best the address of a socket that closed. Therefore every rank has a background thread that writes a
+heartbeat into its own small key-value store. A heartbeat has a counter, the process, and the last operation in each
+communicator. A rank whose operation failed watches these signs for a moment. A counter that stands still
 belongs to a lost rank; if all go on, a rank that has not entered the operation is late. The diagnosis goes into the store
 as a report before the error is raised, and the first report wins: the ranks that raise and leave next are not taken for
 the culprit by the others.
 
 While an operation is under way, silence alone counts for nothing, so that a rank whose interpreter pauses for a few
 seconds is safe. Only what leaves no doubt is acted on: a farewell, or a process that the operating system of the same
-host no longer knows. Connections do not tell that where a forked child holds copies of them.
+host no longer knows. Connections do not show this if a forked child holds copies of them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Liveness:
         return None if seen is None else seen.heartbeat.waits.get(communicator)
 
     def closed(self, communicator: str) -> None:
-        """Notes that this rank uses a communicator no more, and tells the others soon."""
+        """Records that this rank no longer uses a communicator; the next heartbeat sends it to the others."""
         number, _, _ = self._progress.get(communicator, (-1, "", True))
         self._progress[communicator] = (number, "closed", True)
         self._closed.append(communicator)
@@ -128,7 +128,7 @@ class Liveness:
         self._wake.set()
 
     def gave_up(self, communicator: str, reason: str) -> None:
-        """Tells the others soon that this rank will use a communicator no more, though its connections stay."""
+        """Records that this rank stops using a communicator whose connections stay; the next heartbeat sends it."""
         text = f"rank {self.rank} gave up: {reason}"
         self._outgoing.append(Diagnosis("closed", (self.rank,), text, communicator, self.rank))
         self._wake.set()
@@ -193,7 +193,7 @@ class Liveness:
         return self.report(diagnosis, members)
 
     def report(self, diagnosis: Diagnosis, members: Sequence[int]) -> Diagnosis:
-        """Tells the other ranks what this rank has found out; returns what was reported before, if anything was.
+        """Reports a diagnosis to the other ranks; returns an earlier report, if there is one.
 
         Args:
             diagnosis: on a failure.
@@ -224,7 +224,7 @@ class Liveness:
         return diagnose(case, view)
 
     def stop(self, reason: str) -> None:
-        """Says goodbye to the other ranks and ends the background thread; bounded by some seconds."""
+        """Sends a last message to the other ranks and ends the background thread; takes at most some seconds."""
         if self._left:
             return
         self._left = reason

@@ -1,8 +1,8 @@
 """The store of the heartbeats: texts by key, for ranks that know the job's secret.
 
-It runs in a small process of its own beside rank 0, which imports neither torch nor the rest of this package. Signs of
-life therefore arrive while rank 0's interpreter is busy or the process is stopped, they cost its training no time, and
-strangers take none of its memory or file descriptors.
+It runs in a small process of its own beside rank 0, which imports neither torch nor the rest of this package. Heartbeats
+therefore arrive while rank 0's interpreter is busy or its process is stopped. They cost its training no time. Strangers
+use none of its memory or file descriptors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bagua_kernels.comm.joining.hello import receive
 from bagua_kernels.comm.joining.secret import Secret
 
 LENGTH = 4  # bytes of the number before each message, which is JSON
-LONGEST = 8 << 20  # bytes of a request: signs of life take hundreds
+LONGEST = 8 << 20  # bytes of a request: heartbeats take hundreds
 _UNREAD = 64 << 20  # bytes of answers that a rank may leave unread
 _GLANCE = 0.25  # seconds between two looks at whether rank 0's process lives
 

@@ -158,8 +158,8 @@ def connect(
 ) -> Liveness | None:
     """Opens the store on rank 0, connects every rank to it and starts the heartbeats; collective.
 
-    Torch's own store will not do: it may live in a launcher, or be busy with a blocking call of another thread, its
-    address is private, and every stranger may write into it.
+    Torch's own store does not work here. It may be in a launcher's process, or busy with a blocking call of another
+    thread. Its address is private, and every stranger may write into it.
 
     Args:
         rank: this rank.

@@ -1,4 +1,4 @@
-"""Errors by which a transport says at which other rank an operation went wrong."""
+"""Errors of a transport that name the other rank at which an operation failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for operations: the timeout, and the error that says what happened and who is at fault."""
+"""Waiting for operations: the timeout, and the error with the cause and the ranks at fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Session:
         timeout: seconds.
         rank: this rank in the communicator.
         members: the communicator's ranks as numbers of the world, in order.
-        liveness: tells who is at fault; None for errors without names.
+        liveness: finds the ranks at fault; None for errors without names.
         abandon: called once when an operation has failed.
         leaving: True while `close` waits for the other ranks.
         failed: the error of the first operation that has failed; None while none has.

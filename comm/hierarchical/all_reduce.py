@@ -31,10 +31,10 @@ class HierarchicalAllReduce:
     """Reduces vectors of one size over all ranks of all nodes (after BAGUA, VLDB 2022; here each rank is a leader).
 
     The vector is cut into S shards, S being the ranks of the largest node. On a node of L ranks, local rank s mod L owns
-    shard s, so that each rank and each network card carries a part, on small nodes too. Then:
+    shard s. Each rank and each network card thus sends a part, on small nodes too. Then:
 
     1. Inside each node, each shard is reduced, in full precision, onto its owner.
-    2. The owners of a shard, one a node, all-reduce it: as it is, or with a codec compressed.
+    2. The owners of a shard, one per node, all-reduce it, compressed if there is a codec.
     3. Inside each node, the owners hand their shards to all.
 
     A long vector goes in pieces, so that step 2 of one runs beside steps 1 and 3 of others. Each of N nodes sends
@@ -154,13 +154,13 @@ class HierarchicalAllReduce:
 
         Args:
             x: shape (n,), contiguous, of the dtype given before, on the communicator's device.
-            seed: tells this message from all others, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
+            seed: identifies this message, equal on all ranks: `fold_seed(seed, step, bucket)`. May be left out
                 without a codec that draws random numbers.
 
         Raises:
             TypeError, ValueError: if `x` is not as described, or a seed is lacking.
-            CommunicationError: a rank was lost or did not take part in time. It numbers ranks in the communicator that
-                failed; a note says who they are.
+            CommunicationError: a rank was lost or did not take part in time. Its rank numbers are those in the
+                communicator that failed; a note lists the ranks.
         """
         drive(self.steps(x, seed=seed))
 

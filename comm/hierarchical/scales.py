@@ -15,8 +15,8 @@ from bagua_kernels.compression import Codec
 class Scales:
     """By what values are scaled, and when.
 
-    Of W ranks on N nodes, a compressed step 2 leaves the mean over nodes of weight * sum x / before: that is sum x / W for
-    weight = before N / W, and sum x / N for weight = 1.
+    With W ranks on N nodes, a compressed step 2 returns the mean over nodes of weight * sum x / before. This is sum x / W
+    for weight = before N / W, and sum x / N for weight = 1.
 
     Attributes:
         before: divides the vector before step 1, where sums of a half-precision mean might overflow.

@@ -16,8 +16,8 @@ class Process:
     """A process that another one on the same host can look up.
 
     Attributes:
-        table: a name of the process table that `pid` is a number of: the running kernel and its namespace; empty where
-            the operating system has no /proc.
+        table: the name of the process table of `pid`: the running kernel and its namespace. Empty if the operating system
+            has no /proc.
         pid: the number of the process.
         started: the time at which it started, in ticks since the host started; a later process of the same number has
             another one.

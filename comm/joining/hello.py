@@ -1,8 +1,8 @@
 """How a process of the job calls another one: both prove that they know the job's secret before anything else is read.
 
-The caller opens with a nonce, its rank and the number of the connection, signed; the listener (`gate`) answers with a
-nonce of its own and a signature of both; the caller signs both in its turn. Each signature covers the role, both ranks
-and the number, so that none can be reflected or used elsewhere, and both nonces, so that none can be replayed.
+The caller opens with a nonce, its rank and the number of the connection, signed. The listener (`gate`) answers with its
+own nonce and a signature of both. The caller then signs both. Each signature covers the role, both ranks and the number,
+so that it can be neither reflected nor used elsewhere. It covers both nonces, so that it cannot be replayed.
 """
 
 from __future__ import annotations

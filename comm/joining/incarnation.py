@@ -48,9 +48,9 @@ def agree(store: Store, rank: int, size: int, timeout: float) -> Incarnation:
     1. Every rank writes its process and a number of its own, drawn at random, under its rank.
     2. Rank 0 publishes the list of these with a fresh name, again whenever one changes.
     3. A rank that finds its own entry in the list confirms the name, with the seconds that it has left.
-    4. Once all have confirmed, rank 0 says go. A dead rank's entry is never confirmed for a fresh name.
+    4. After all have confirmed, rank 0 writes that they may start. A dead rank's entry is never confirmed for a fresh name.
 
-    A rank whose time is over says who is missing, so that the others need not find out for themselves.
+    A rank whose time is over writes the missing ranks to the store, so that the others need not wait for them, too.
 
     Args:
         store: shared by all ranks.

@@ -273,7 +273,7 @@ def _unpack(pointer: int | None) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # not Linux, or a device that does not say
+    except OSError:  # not Linux, or a device without the file
         return ""
 
 

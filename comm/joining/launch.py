@@ -1,4 +1,4 @@
-"""What a launcher tells a process through its environment, and what Gloo reads there."""
+"""Variables that a launcher sets for a process, and those that Gloo reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher such as torchrun tells a process through its environment.
+    """Values that a launcher such as torchrun passes to a process in its environment.
 
     Attributes:
         rank: RANK, the number of this process.
@@ -32,7 +32,7 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """Returns what the environment says, or None where no launcher has set anything.
+        """Returns the values of the environment, or None if no launcher has set any.
 
         Raises:
             ValueError: if some of the variables are missing, or hold no sensible number.

@@ -1,7 +1,8 @@
 """Signatures of Python objects that travel as pickles.
 
-Pickle runs code when it is read, and a backend such as Gloo cannot tell a rank from a stranger. So every object travels
-with a signature by the job's secret, which is checked before a byte of the object is read, or memory taken for it.
+Pickle runs code when it is read, and a backend such as Gloo cannot distinguish a rank from a stranger. Therefore every
+object is sent with a signature by the job's secret. It is checked before the object is read and before memory is allocated
+for it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ HEADER = _LENGTH.size + _DIGEST + Secret.NBYTES  # length of the object, its dig
 class Seal:
     """Signs the objects of one communicator, and checks signatures.
 
-    A signature holds for one operation, by its name and number, one source and one destination, so that an object which
-    was sent before, or elsewhere, is not taken for another.
+    A signature is valid for one operation (name and number), one source and one destination. An object that was sent
+    before, or elsewhere, is therefore not accepted as another.
 
     Args:
         secret: of the communicator alone, the same on its ranks.

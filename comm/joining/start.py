@@ -70,7 +70,7 @@ def open_store(address: str, port: int, rank: int, timeout: float, launcher: boo
 
 
 class Start:
-    """What the ranks that start together tell one another through the store at MASTER_ADDR.
+    """Messages between ranks that start together, through the store at MASTER_ADDR.
 
     Args:
         store: that store.
@@ -116,7 +116,7 @@ class Start:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Turns errors of the transport that come out of the block into this package's, and tells the other ranks.
+        """Turns the transport's errors in the block into this package's, and reports them to the other ranks.
 
         Raises:
             RankLostError: if a rank has died or does not answer; it is named.
@@ -136,7 +136,7 @@ class Start:
             self._store.close()
 
     def _failure(self, error: RuntimeError) -> CommunicationError:
-        """Finds out who is at fault: ranks that failed for the same cause say so within the grace."""
+        """Finds out who is at fault: ranks that failed for the same cause report it within the grace."""
         said = f" [cause: {_line(error)}]"
         self._tell([], str(error))
         until = max(self._over, time.monotonic() + self._grace) - self._grace / 3
@@ -165,7 +165,7 @@ class Start:
         """Waits for words of the other ranks.
 
         Returns:
-            Who is at fault and how it showed, if one says so; the ranks that say nothing; those whose processes have ended.
+            The rank at fault and its symptom, if a rank has reported it; the silent ranks; the ranks whose processes have ended.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
         silent = others

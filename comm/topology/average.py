@@ -12,8 +12,8 @@ from bagua_kernels.comm.topology.base import Topology
 def neighbour_average(communicator: Communicator, topology: Topology, x: torch.Tensor, step: int = 0) -> None:
     """Replaces `x` by sum_j W[i, j] x_j: one gossip step, in which every rank takes part with the same step; blocks.
 
-    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32; equal weights
-    1/n divide the sum by n. Holds one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
+    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32. If all weights are
+    1/n, the sum is divided by n. Holds one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
 
     Args:
         communicator: of `topology.size` ranks, all with the same topology, see `Topology.check`.

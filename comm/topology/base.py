@@ -100,7 +100,7 @@ class Topology(abc.ABC):
         """Returns the SHA-256 of the topology's text and of the matrices of its window, in hexadecimal."""
         state = hashlib.sha256(repr(self).encode())
         for w in self._matrices():
-            # Places and values of the weights say as much as the matrix, of which most is zeros.
+            # Positions and values of the weights are equivalent to the matrix, which is mostly zeros.
             state.update(np.flatnonzero(w).astype("<i8").tobytes())
             state.update(w[w != 0].astype("<f8").tobytes())
         return state.hexdigest()
@@ -113,8 +113,8 @@ class Topology(abc.ABC):
             needs: what sums to 1: "rows", "columns" (push-sum), "doubly" both, "symmetric" both with W equal to W^T.
 
         Raises:
-            ValueError: on every rank alike, if ranks hold different topologies, the size is not the communicator's,
-                weights are not as needed, or repeating the steps never mixes all ranks.
+            ValueError: on every rank, if topologies differ between ranks, the size is not the communicator's, weights are
+                invalid, or repeated steps never mix all ranks.
         """
         found = communicator.all_gather_object((self.digest(), self._faults(communicator.size, needs)))
         different = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]

@@ -30,8 +30,8 @@ class ShiftOne(Topology):
     """The two halves of the ranks pair up, shifted by one in every step; 1/2 each (BAGUA, `shift_one`).
 
     In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2, so that every rank meets all of the other half in P/2
-    steps. With an odd number of ranks the second half lacks its last: whoever would meet it idles, and in (P + 1)/2
-    steps each rank of the first half does so once.
+    steps. With an odd number of ranks the second half lacks its last: its partner idles, and in (P + 1)/2 steps each rank
+    of the first half does so once.
     """
 
     @property
@@ -49,8 +49,8 @@ class ShiftOne(Topology):
 class RandomMatching(Topology):
     """All ranks pair up at random, anew in every step; 1/2 each; with an odd number one idles.
 
-    Ranks are sorted by the SHA-256 of seed, step and rank, and neighbours in that order pair up: the same everywhere,
-    whatever the version of any random generator.
+    Ranks are sorted by the SHA-256 of seed, step and rank, and neighbours in that order pair up. The result does not
+    depend on the version of a random generator.
     """
 
     seed: int
@@ -67,8 +67,8 @@ class RandomMatching(Topology):
     def rho(self) -> float:
         """Returns the square root of the second eigenvalue of E[W^T W], the expectation over all matchings.
 
-        So in every step the expected |X - 1 xbar|_F^2 shrinks by at least rho^2 (Boyd et al., "Randomized Gossip
-        Algorithms", 2006): (P - 2)/(2 (P - 1)) for an even number of ranks, 1/2 for an odd one above 1.
+        In every step the expected |X - 1 xbar|_F^2 therefore shrinks by at least rho^2 (Boyd et al., "Randomized Gossip
+        Algorithms", 2006). rho^2 is (P - 2)/(2 (P - 1)) for an even number of ranks, and 1/2 for an odd one above 1.
         """
         # W is a projection, W^T W = W, so that E[W] is all it takes: 1/2 times the chance of a link where there is one.
         return math.sqrt(0.5 if self.size % 2 else (self.size - 2) / (2 * (self.size - 1))) if self.size > 1 else 0.0

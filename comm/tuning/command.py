@@ -59,7 +59,7 @@ def parse(words: Sequence[str]) -> Command:
     """Takes a command of torchrun apart.
 
     Raises:
-        CommandError: it is none; the message says what to do instead.
+        CommandError: it is not such a command; the message contains the remedy.
     """
     count, legacy = _launcher(words)
     rest = list(words[count:])

@@ -1,9 +1,10 @@
 """`python -m bagua_kernels.comm.tune -- torchrun …`: finds the transport's variables that suit the hosts, then starts.
 
-1. The command is taken apart by torch's own parser, and run with `tune_probe` in place of the user's script: once as it
-   is, then with each candidate set of variables, as long as the budget lasts.
-2. The candidates vary one thing after another: what was best in one step is kept in the next. Those that are more than
-   3 % faster than the defaults are run once more, in reversed order, and the best that is so both times is chosen.
+1. torch's own parser reads the command. It is run with the probe instead of the user's script: once unchanged, then with
+   each candidate set of variables, until the budget is spent.
+2. The candidates vary one thing after another: what was best in one step is kept in the next. Candidates that are more
+   than 3 % faster than the defaults are run once more, in reversed order. The best one that is faster both times is
+   chosen.
 3. On Gloo, one more job runs `bagua_kernels.comm.tune`.
 4. The process is replaced by the user's command with the chosen variables.
 

@@ -23,8 +23,8 @@ _SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
 _GROWTH = 4  # from one of these to the next, about
 _AT_LEAST = 4 << 20  # bytes up to which is measured whatever it takes: beyond, what was best there is used
 _ROUNDS, _FEWEST = 7, 4
-# Training sends a bucket now and then. Right after another call, our thread and its code are warm, and a way looks
-# better than it is; so there is a pause, unless links are so long that delays decide and not processors.
+# Training sends a bucket now and then. Right after another call, our thread and its code are warm, and a way appears
+# faster than it is. Therefore there is a pause, unless links are so long that delays matter more than processors.
 _PAUSE, _LONG, _IN_A_ROW = 2e-3, 2e-3, 2  # seconds, seconds, calls
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
@@ -45,11 +45,11 @@ def tune(
 ) -> Tuning:
     """Measures every way of each collective at growing sizes, and follows the best from now on; collective.
 
-    1. For each size, every way takes turns with the others, after a pause, or small messages on long links a few times
-       in a row; a way's time is the median over rounds of the slowest rank's time, its processor time the mean over
-       ranks of their medians. All ranks learn all times, so that all decide alike.
-    2. The best way is the fastest one; of all-reduces and broadcasts, of those that take at most 1.25 times as long as
-       the fastest, the one with the least sum of seconds and twice the seconds of processor time.
+    1. For each size, the ways take turns, after a pause, or a few times in a row for small messages on long links. A way's
+       time is the median over rounds of the slowest rank's time. Its processor time is the mean over ranks of their
+       medians. All ranks learn all times, so that all decide alike.
+    2. The best way is the fastest one. For all-reduce and broadcast, the ways that take at most 1.25 times as long as the
+       fastest are compared. The best one then has the least sum of seconds and twice the processor seconds.
     3. Between two sizes whose best ways differ, the border is their geometric mean.
     4. Sizes grow to 4 MB at least, then until the budget is used up; what was best at the last one is used beyond.
     5. At the last size, more than one socket between two ranks is tried, if the communicator has them.
@@ -130,7 +130,7 @@ def _sizes(
         rows.append((nbytes, costs))
         times = {way: cost.seconds for way, cost in costs.items()}
         best = min(times.values())
-        # Gloo stays in, as what none of the others may be slower than, and small sizes say nothing about large ones.
+        # Gloo is always measured, because no chosen way may be slower, and small sizes do not predict large ones.
         left = [
             way
             for way in left

@@ -1,7 +1,7 @@
 """What each rank of a probing job runs: it times torch.distributed's all-reduce, or runs this package's `tune`.
 
-The launcher `bagua_kernels.comm.tune` starts it in place of the user's script, with the variables of one candidate set,
-and reads the JSON that local rank 0 of each host writes. All hosts write the same, so that all launchers decide alike.
+The launcher `bagua_kernels.comm.tune` starts it instead of the user's script, with the variables of one candidate set. It
+reads the JSON that local rank 0 of each host writes. All hosts write the same, so that all launchers decide alike.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def measure(cases: Sequence[Case], seconds: float, device: torch.device) -> tupl
     done: list[Case] = []
     found: list[float] = []
     for number, case in enumerate(cases):
-        # The first one opens connections, the second one tells how long a round takes.
+        # The first one opens connections, the second one measures the time of a round.
         cost = [_slowest(gather, [_round(case, memory)])[0] for _ in range(2)][-1]
         left, rounds = seconds - _slowest(gather, [time.perf_counter() - started])[0], case.rounds
         if not rounds:

@@ -24,8 +24,8 @@ _LONGEST_RUN = 600.0  # seconds: a rank that computes for ever must not hold a t
 class LocalCommunicator(Communicator):
     """One rank of a `LocalWorld`; made by `LocalWorld.communicator` or `run_ranks`.
 
-    Inputs are copied when an operation starts and outputs are written in `wait`, on the waiting thread: an algorithm
-    that forgets to wait sees no result. Reductions run in rank order, in the tensor's dtype, once for all ranks.
+    Inputs are copied when an operation starts and outputs are written in `wait`, on the waiting thread. An algorithm that
+    does not wait gets no result. Reductions run in rank order, in the tensor's dtype, once for all ranks.
     `send` is buffered. Ranks that call different operations, or the same with different arguments, all get a
     `CommunicationError`. `bytes_sent` counts what the ring algorithms of a network would send.
     """

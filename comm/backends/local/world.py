@@ -63,12 +63,12 @@ class LocalWorld:
         self._groups: dict[object, LocalGroup] = {}
 
     def group(self, key: object, ranks: tuple[int, ...]) -> LocalGroup:
-        """Returns the group of that key, made by whoever asks first."""
+        """Returns the group of that key, made by the first thread that calls this."""
         with self.changed:
             return self._groups.setdefault(key, LocalGroup(ranks))
 
     def lose(self, rank: int, reason: str) -> None:
-        """Marks a rank as lost: whoever waits for it raises `RankLostError`."""
+        """Marks a rank as lost: ranks that wait for it raise `RankLostError`."""
         with self.changed:
             self.lost.setdefault(rank, reason)
             self.changed.notify_all()

@@ -50,7 +50,7 @@ class Runtime:
     Attributes:
         nccl: the module `cupy.cuda.nccl`, or what behaves like it.
         cuda: the module `torch.cuda`, or what behaves like its streams, events and devices.
-        record_stream: tells the allocator that a stream uses a tensor's memory.
+        record_stream: marks a tensor's memory as used by a stream, for the allocator.
         ignore_captures: lets the calling thread query events while another thread captures a graph.
         open_stream: makes a stream of high priority on a device, which nothing else uses.
     """
@@ -84,7 +84,7 @@ class Runtime:
             limit: seconds to wait for it.
 
         Returns:
-            Whether it returned in time; if not, the thread is left to itself.
+            True if it returned in time; if not, the thread goes on alone.
         """
         raised: list[Exception] = []
 
@@ -215,11 +215,11 @@ class Endpoint:
             native.allGather(*pointers, input.nbytes, self._nccl.NCCL_UINT8, self.stream.cuda_stream)
 
     def exchange(self, outputs: Mapping[int, list[torch.Tensor]], inputs: Mapping[int, list[torch.Tensor]]) -> None:
-        """Receives and sends all at once; what two ranks say to one another pairs up in list order.
+        """Receives and sends all at once; the messages between two ranks are paired in list order.
 
         Args:
             outputs: for each rank to hear from, this rank itself perhaps among them, what receives it.
-            inputs: for each rank to tell, what to send; empty tensors are left out on both sides.
+            inputs: the tensor for each destination; empty tensors are left out on both sides.
         """
         kind, stream = self._nccl.NCCL_UINT8, self.stream.cuda_stream
         with self._native() as native:
@@ -236,7 +236,7 @@ class Endpoint:
                 self._nccl.groupEnd()
 
     def check(self) -> None:
-        """Raises `RuntimeError` if an operation under way has failed; says nothing while another thread issues one."""
+        """Raises `RuntimeError` if an operation under way has failed, but not while another thread starts one."""
         if self._handle is None or not self._lock.acquire(blocking=False):
             return
         try:
@@ -288,7 +288,7 @@ def _nameless_statuses() -> Iterator[None]:
 
 def _module() -> Any:
     with warnings.catch_warnings():
-        # CuPy warns where it lacks NCCL; `unavailable` says the same.
+        # CuPy warns if it lacks NCCL; `unavailable` returns the same reason.
         warnings.simplefilter("ignore")
         from cupy.cuda import nccl
 

@@ -20,7 +20,7 @@ _Finish = Callable[[], None] | None
 
 
 class NcclCollectives(Communicator):
-    """What a communicator over NCCL puts on its stream; `NcclCommunicator` says what holds of it.
+    """The operations that a communicator over NCCL puts on its stream; see `NcclCommunicator`.
 
     Attributes:
         session: shared by all operations.

@@ -37,29 +37,30 @@ _log = logging.getLogger(__name__)
 class NcclCommunicator(NcclCollectives):
     """The ranks of a torch process group, one GPU each, over NCCL without torch's process group in between.
 
-    Operations run on a CUDA stream of high priority that belongs to this communicator. An operation waits there for
-    what the current stream held when it was called, and `Work.wait` makes the current stream wait for the operation;
-    the host waits for neither, nor does anything copy a tensor, except where a reduction says so. A thread watches the
-    operations: when the GPU has spent the timeout on one, or NCCL or another rank reports a failure, it aborts NCCL's
-    communicator, so that the GPU runs on (with outputs that mean nothing), and later calls raise the error.
+    Operations run on a CUDA stream of high priority that belongs to this communicator. An operation waits there for the
+    work that the current stream had at the call. `Work.wait` makes the current stream wait for the operation. The host
+    waits for neither. Tensors are not copied, except in some reductions. A thread watches the
+    operations: when an operation takes longer than the timeout, or NCCL or another rank reports a failure, it aborts
+    NCCL's communicator. The GPU then continues with undefined outputs, and later calls raise the error.
 
-    All ranks must issue their operations in one order. `send` and `recv` are issued when one of them is waited for or
-    another operation is called; those of one tag are issued as one group, so that ranks which all send first do not
-    block one another. Within a tag, what one rank sends to another is received in order; the ranks concerned must wait
-    for several tags in the same order.
+    All ranks must issue their operations in one order. `send` and `recv` start when one of them is waited for or another
+    operation is called. Those of one tag start as one group, so that ranks which all send first do not block each other.
+    Within a tag, what one rank sends to another is received in order; the ranks concerned must wait for several tags in the
+    same order.
 
-    Operations can be captured in a CUDA graph, `wait` included, which must come before the capture ends; call them once
-    before, for NCCL connects ranks when they first speak. Operations called before the capture must be waited for
+    Operations can be captured in a CUDA graph, including `wait`, which must come before the capture ends. Call them once
+    before, because NCCL connects ranks at their first message. Operations called before the capture must be waited for
     before it. Replays are not watched. A communicator that is forgotten stays open until the process ends: close it.
 
-    AVG divides halves before and other floats after the sum, as `ReduceOp` says. Reductions that NCCL lacks (of int16,
-    and bitwise ones, hence all of bool) move the inputs and reduce them in rank order where the result is needed.
+    AVG divides half-precision floats before the sum and other floats after it; see `ReduceOp`. NCCL has no reductions of
+    int16 and no bitwise ones, hence none of bool. Ranks that need the result receive the inputs and reduce them in rank
+    order.
 
-    `bytes_sent` counts what NCCL's ring algorithms send, for n ranks and b bytes a rank: all_reduce 2(n-1)/n b;
-    all_gather (n-1) b; reduce_scatter (n-1)/n b of the input; all_to_all what goes to others; reduce (n-1)/n b, and b/n
-    more except at the destination; gather b except at the destination; scatter (n-1)/n b at the source; broadcast b
-    except at the end of the chain. Of the reductions that NCCL lacks, all_reduce sends (n-1) b and reduce b except at
-    the destination.
+    `bytes_sent` counts the bytes of NCCL's ring algorithms, for n ranks and b bytes per rank. all_reduce: 2(n-1)/n b.
+    all_gather: (n-1) b. reduce_scatter: (n-1)/n b of the input. all_to_all: the bytes for other ranks. reduce: (n-1)/n b,
+    and b/n more except at the destination. gather: b except at the destination. scatter: (n-1)/n b at the source.
+    broadcast: b except at the end of the chain. Of the reductions that NCCL lacks, all_reduce sends (n-1) b and reduce b
+    except at the destination.
 
     Args:
         group: a torch process group of any backend, through which the ranks find one another; None for the default
@@ -256,7 +257,7 @@ class NcclCommunicator(NcclCollectives):
 
 
 _order = itertools.count()
-# Garbage is collected on one rank and not on another, and on any thread: what is open stays, and can say goodbye.
+# Garbage is collected on one rank and not on another, and on any thread: open communicators stay, and can be closed in order.
 _made: dict[int, NcclCommunicator] = {}
 
 

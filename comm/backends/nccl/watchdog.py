@@ -18,8 +18,8 @@ _LINGER = 2.0  # seconds that a watch stays when nothing is under way
 class Watchdog:
     """A thread that looks after the operations under way, for the host does not wait for them.
 
-    It ends the session, which aborts the communicator, when the oldest operation takes longer than the timeout, when
-    NCCL reports an error, or when another rank has reported one. It lives while operations are under way and a few
+    It ends the session, which aborts the communicator, in three cases: the oldest operation takes longer than the timeout,
+    NCCL reports an error, or another rank has reported one. It lives while operations are under way and a few
     seconds longer, and holds no tensor.
 
     Args:

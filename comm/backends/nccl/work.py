@@ -52,7 +52,7 @@ class NcclWork(Pending):
         session: of the communicator.
         ticket: the operation.
         current_stream: returns the stream that is to wait.
-        record_stream: tells the allocator that a stream uses a tensor's memory.
+        record_stream: marks a tensor's memory as used by a stream, for the allocator.
         tensors: kept from being freed until then; within a CUDA graph nothing else keeps them.
         finish: completes the outputs, on that stream.
         issue: issues the operation if that has not been done.

@@ -42,7 +42,7 @@ class Channel:
         self.out: deque[MessagePart] = deque()
         self.queued = 0
         self.writing = False
-        self.torn = False  # whether bytes may have gone of which there is no note
+        self.torn = False  # True if bytes may have been sent that were not counted
         self.staging = memoryview(bytearray(STAGING))
         self.begin = self.end = 0
         self.arrival: Arrival | None = None
@@ -66,7 +66,7 @@ class Channel:
             done: told each message that it has taken all of.
 
         Returns:
-            Whether something is left.
+            True if bytes are left.
         """
         self.torn = True
         while self.out:

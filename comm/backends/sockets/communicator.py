@@ -33,18 +33,17 @@ _MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those
 class StripedCommunicator(Communicator):
     """The ranks of another communicator, joined by one or more sockets of their own for each pair.
 
-    Gloo's all-reduce is a ring: on n ranks a message waits for 4 (n - 1) one-way delays, its reduce-scatter sends
-    twice what it has to, and each pair has one socket. Here small tensors take 1 delay, medium ones 2, a
-    reduce-scatter sends each part once, and large messages may be cut over several sockets (which is what BAGUA-Net
-    did for NCCL). Which way is taken for which size says `tuning`, which `tune` measures; where the communicator
-    beneath is faster, it is used.
+    Gloo's all-reduce is a ring: on n ranks a message waits for 4 (n - 1) one-way delays. Its reduce-scatter sends twice
+    the necessary bytes, and each pair has one socket. Here small tensors take 1 delay and medium ones 2, and a
+    reduce-scatter sends each part once. Large messages may be split over several sockets, as BAGUA-Net did for NCCL. `tuning`
+    contains the way for each size; `tune` measures it. The communicator beneath is used where it is faster.
 
     Results are reduced in rank order where one rank reduces, and have the same bits on all ranks in any case.
     `bytes_sent` counts what goes into the sockets, without headers.
 
     Args:
         base: a communicator on the CPU, which this one owns from now on: Gloo, or ranks as threads.
-        stripes: sockets between two ranks; how many of them are used says `tuning`.
+        stripes: sockets between two ranks; `tuning` contains the number of them that is used.
         tuning: equal on all ranks.
         host: the address to listen on; by default that of the interface which Gloo would use.
 

@@ -22,8 +22,8 @@ from bagua_kernels.comm.failures.forked import FORKED
 from bagua_kernels.comm.failures.peer import PeerError
 
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
-# Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link segments would
-# wake it one by one, and each time it takes the interpreter from whoever computes.
+# Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link each segment
+# would wake it, and each time it would take the interpreter from a computing thread.
 _GATHER = 1 << 17
 
 
@@ -55,7 +55,7 @@ class Loop:
         os.set_blocking(self._woken, False)
         # A signal handler may call `stop` while its own thread is in `submit`.
         self._lock = threading.RLock()
-        # Held by whoever touches channels, transfers and lanes. It knows its owner, but is not taken twice.
+        # Held by a thread that reads or writes channels, transfers and lanes. It knows its owner, but is not taken twice.
         self._moving: Any = threading.RLock()
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -164,8 +164,8 @@ class Loop:
                 self._start(operation)
                 self._advance()
         except BaseException as error:
-            # Raised by a signal's handler between what went to the kernel and the note of it, say: the stream of bytes cannot
-            # be continued.
+            # For example raised by a signal's handler before sent bytes were counted: the stream of bytes cannot be
+            # continued.
             with self._lock:
                 self._stopping = self._stopping or f"{operation.name} was interrupted: {error!r}"
                 self._nudge()

@@ -33,7 +33,7 @@ def connect(
 ) -> dict[int, list[socket.socket]]:
     """Connects the ranks; collective.
 
-    Each rank listens and tells all where; a rank connects to those before it and is connected to by those after it.
+    Each rank listens and sends its address to all. A rank connects to those before it, and those after it connect to it.
     Both ends of a connection prove that they know the secret before anything else is read from it.
 
     Args:
@@ -52,7 +52,7 @@ def connect(
     Raises:
         CommunicationError: if a connection could not be made; on all ranks, naming the ranks concerned.
     """
-    # Whoever fails waits for the others to tell them, and their wait has to end before its own does.
+    # A rank that fails waits for the others to send them its error, and their wait has to end before its own does.
     deadline = time.monotonic() + 0.8 * timeout
     found: dict[tuple[int, int], socket.socket] = {}
     problem, token = "", secrets.token_hex(16)
@@ -141,7 +141,7 @@ def _connect_all(
 
 
 def _told(error: Exception) -> str:
-    """Returns what to tell the other ranks of an error."""
+    """Returns the part of an error that other ranks need."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"its process or host is out of file descriptors ({_LIMIT} is {limit} there)"

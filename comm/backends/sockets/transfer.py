@@ -109,7 +109,7 @@ class Operation:
     Args:
         name: for errors.
         number: the same on all ranks, and no other operation's.
-        code: tells calls that do not fit together apart; see `signature`.
+        code: detects calls that differ between ranks; see `signature`.
         lanes: the steps of each lane, which are started in this order, `window` at a time.
         window: how many lanes may be under way at once.
         brief: True if its first steps take no longer than handing them to another thread.
@@ -206,7 +206,7 @@ def mismatch(theirs: int, ours: int) -> tuple[str, str]:
 
 
 def wrong_size(theirs: int, ours: int, name: str) -> tuple[str, str]:
-    """Returns what to say of a message that is not as long as expected, for each of the two ranks."""
+    """Returns the descriptions of a message of unexpected length, for each of the two ranks."""
     return f"sent {theirs} bytes", f"expected {ours} in its {name}"
 
 

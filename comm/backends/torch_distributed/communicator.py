@@ -43,20 +43,20 @@ _MOVABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.int32, 
 class TorchCommunicator(Communicator):
     """The ranks of a torch process group.
 
-    Over Gloo and NCCL it opens connections of its own, with its own timeout, so that its operations never mix with
-    those that others issue on the group; the group serves to find one another. Over any other backend it uses the
+    Over Gloo and NCCL it opens its own connections with its own timeout. Its operations thus never mix with other
+    operations on the group. Ranks use the group only to find each other. Over any other backend it uses the
     group itself, and cannot be split. Making one is collective over the group.
 
     All ranks must issue their operations in one order, also when several are under way; a future's callback has no such
     order on Gloo. The result of a reduction is in the order of the backend's algorithm; all ranks get the same bits.
-    On CUDA `wait` makes the current stream wait and does not block the host, so torch's watchdog acts on a lost rank,
-    not this class; tags are ignored there, and sends to one rank must be received in their order.
+    On CUDA `wait` makes the current stream wait and does not block the host. Therefore torch's watchdog handles a lost
+    rank, not this class. Tags are ignored there, and sends to one rank must be received in their order.
 
-    `bytes_sent` counts, for n ranks and b bytes a rank: all_reduce 2(n-1)/n b; all_gather (n-1) b; reduce_scatter
-    (n-1)/n b of the input; all_to_all what goes to others; reduce (n-1)/n b, and b/n more except at the destination;
-    gather b except at the destination; scatter (n-1)/n b at the source; broadcast b for each rank that this rank
-    passes it on to (Gloo's binomial tree; a chain on NCCL). Reductions that the backend lacks (of int16, and bitwise
-    ones on NCCL) gather everything: (n-1) b.
+    `bytes_sent` counts as follows, for n ranks and b bytes per rank. all_reduce: 2(n-1)/n b. all_gather: (n-1) b.
+    reduce_scatter: (n-1)/n b of the input. all_to_all: the bytes for other ranks. reduce: (n-1)/n b, and b/n more except
+    at the destination. gather: b except at the destination. scatter: (n-1)/n b at the source. broadcast: b for each rank
+    that this rank forwards it to (Gloo's binomial tree; a chain on NCCL). Reductions that the backend lacks (of int16, and
+    bitwise ones on NCCL) gather everything: (n-1) b.
 
     Args:
         group: a torch process group; None for the default group.
@@ -64,8 +64,7 @@ class TorchCommunicator(Communicator):
             `BAGUA_KERNELS_TIMEOUT`.
         watch: True if the ranks send heartbeats, so that an error names the rank at fault: a thread and a connection to rank 0.
         device: where tensors will be; by default the current CUDA device if the group serves one, else the CPU.
-        host: the address whose network interface Gloo uses; by default `GLOO_SOCKET_IFNAME`, or what the hostname
-            says.
+        host: the address whose network interface Gloo uses; by default that of `GLOO_SOCKET_IFNAME`, or of the hostname.
 
     Raises:
         ValueError: if torch.distributed is not initialised, or the group serves no tensors on `device`.
@@ -131,7 +130,7 @@ class TorchCommunicator(Communicator):
         if limit is not None:
             self.session.timeout = min(limit, self.session.timeout)
         if self.size > 1:
-            # Whoever closes its connections while others are still in an operation makes them fail.
+            # A rank that closes its connections while others are still in an operation makes them fail.
             self.session.leaving = True
             self.barrier().wait()
         self.session.close()
@@ -152,9 +151,8 @@ class TorchCommunicator(Communicator):
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`.
 
-        Gloo's threads may still hold tensors a moment after
-        an operation; freeing the connections waits for them, and one that let go of a tensor after the interpreter had
-        ended would end the process with an abort.
+        Gloo's threads may still hold tensors a moment after an operation. Freeing the connections waits for them. A thread
+        that released a tensor after the end of the interpreter would end the process with an abort.
         """
         for communicator in list(_open):
             if communicator.session.liveness is self.session.liveness and not communicator.session.ended:

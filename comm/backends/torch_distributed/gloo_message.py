@@ -1,8 +1,8 @@
 """Messages between two ranks over Gloo, waited for on threads of their own.
 
-Torch completes a send or receive of Gloo only inside its `wait`, and a `wait` that runs out of time closes the
-connections to all ranks. So a thread calls `wait` once, without a limit, as soon as the message has been started; callers
-wait for that thread, as long and as often as they like.
+Torch completes a send or receive of Gloo only inside its `wait`. A `wait` that times out closes the connections to all
+ranks. Therefore a thread calls `wait` once, without a limit, as soon as the message has been started. Callers wait for
+that thread, with any timeout and any number of times.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class TorchGroup:
     def child(self, key: str, ranks: tuple[int, ...]) -> TorchGroup:
         """Connects some of the ranks.
 
-        torch's `new_group` will not do: either all processes of the job must call it, or it names the group by how many
-        groups this process is in, which differs between members.
+        torch's `new_group` does not work here. Either all processes of the job must call it, or the group's name contains
+        this process's number of groups, which differs between members.
 
         Args:
             key: a name that no other group of the job ever had.

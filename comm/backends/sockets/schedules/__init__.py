@@ -1,6 +1,6 @@
 """The steps of each collective, as the lanes of one rank: what it sends to whom, and what it does with what arrives.
 
-With n ranks, b bytes a rank and a one-way delay of d, on links of B bytes a second:
+With n ranks, b bytes per rank and a one-way delay of d, on links of B bytes per second:
 
 name        delays           bytes a rank sends
 exchange    1                (n-1) b
@@ -9,8 +9,8 @@ direct      2                2 (n-1)/n b
 halving     2 log2 n         2 (n-1)/n b
 ring        2 (n-1)          2 (n-1)/n b
 
-`doubling` and `halving` are recursive doubling and recursive halving with doubling (Thakur, Rabenseifner and Gropp,
-Optimization of Collective Communication Operations in MPICH, 2005, section 4.4), where a number of ranks that is no
+`doubling` and `halving` are recursive doubling and recursive halving with doubling. The source is Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, section 4.4. There a number of ranks that is no
 power of two costs another two delays. Results have the same bits on all ranks: every element is either reduced by one
 rank, or by all in one order.
 """

@@ -39,8 +39,8 @@ def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Tran
         pieces = chunks(x.numel(), ranks.size)
         own = x[pieces[ranks.rank]]
         got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
-        # A reduced chunk can only come from a rank that has received all of this rank's, so it overwrites nothing
-        # that is still to be sent.
+        # A reduced chunk can only come from a rank that has received all of this rank's chunks. It overwrites nothing that
+        # is still to be sent.
         results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
         sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
         yield got

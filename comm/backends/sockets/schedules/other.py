@@ -98,8 +98,8 @@ def star(
     Args:
         ranks: this rank and the others.
         centre: the rank in the middle.
-        outputs: at the centre if inward, one a rank; else the one of this rank.
-        inputs: at the centre if outward, one a rank; else the one of this rank.
+        outputs: at the centre if inward: one per rank; else the one of this rank.
+        inputs: at the centre if outward: one per rank; else the one of this rank.
         inward: True if the centre receives.
     """
 
