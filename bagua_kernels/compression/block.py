@@ -21,7 +21,7 @@ class BlockCodec(ABC):
     A subclass is a frozen dataclass with a field `block`, a `rule`, a `bias` and, if it rounds at random, `stochastic`. It then
     works on every device, with the same bytes. `docs/codecs.md` shows how to write one.
 
-    The payload of n elements has `4 * rule.words` bytes a block and `rule.bits` bits an element; `docs/wire-format.md` fixes it.
+    The payload of n elements has `4 * rule.words` bytes per block and `rule.bits` bits per element; see `docs/wire-format.md`.
     """
 
     block: int
@@ -88,8 +88,8 @@ class BlockCodec(ABC):
         """Encodes many tensors straight into one payload, with no flat copy of them in between.
 
         Args:
-            pieces: contiguous tensors of any shape, of one dtype and device. The payload is that of the vector in which each
-                of them is filled up to a multiple of the block, as a bucket lays them out, with `counts` that say so.
+            pieces: contiguous tensors of any shape, of one dtype and device. The payload is that of a vector in which each
+                tensor is padded to a multiple of the block, with `counts` for the padding.
             seed: of stochastic rounding.
             out: shape (payload_size(length of that vector),), uint8; made if None.
 

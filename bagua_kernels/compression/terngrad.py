@@ -34,7 +34,7 @@ class TernGrad(BlockCodec):
 
     Attributes:
         block: elements a block, a power of two from 32 to 4096. The paper takes a layer; smaller blocks have less variance.
-        shared: whether scales come from outside. Codes then take 8 bits instead of 2, for sums over up to 127 ranks.
+        shared: True if scales are arguments of `encode`. Codes then take 8 bits instead of 2, for sums over up to 127 ranks.
     """
 
     block: int = 512
@@ -54,7 +54,7 @@ class TernGrad(BlockCodec):
 
     @property
     def linear(self) -> bool:
-        """Whether payloads may be added by the network, in the part that `summable` gives."""
+        """True if the network may add payloads, in the part that `summable` returns."""
         return self.shared
 
     def scales(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,9 +59,9 @@ def compile_template(
     Args:
         template: a function of arrays and scalars whose free names `bindings` supplies.
         bindings: rules (compiled here), numbers, or functions that are compiled already.
-        parallel: whether its `numba.prange` loops run on several threads.
+        parallel: True if its `numba.prange` loops run on several threads.
         literal: the type of the rules' float literals, float32 or float64.
-        nogil: whether other Python threads may run meanwhile.
+        nogil: True if other Python threads may run meanwhile.
         fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
         inlined: True if it becomes part of the templates that call it, because a call would cost as much as its work. It is a
             helper then.
@@ -141,7 +141,7 @@ def runs_alone(elements: int) -> bool:
 
 
 def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
-    """Calls a parallel kernel on as many threads as `torch.get_num_threads()` says."""
+    """Calls a parallel kernel on `torch.get_num_threads()` threads."""
     with _launch_lock():
         numba.set_num_threads(_threads())
         kernel(*arguments)

@@ -53,7 +53,7 @@ if not SIMULATED:
 class _ExplicitProducts(ast.NodeTransformer):
     """Turns `a * b` into `tl.multiply(a, b)`.
 
-    Numba-CUDA has no switch against contracting a product and a sum into one operation with one rounding, but a product
+    Numba-CUDA contracts a product and a sum into one operation with one rounding, and has no switch against it. A product
     from libdevice's `fmul_rn` is never contracted.
     """
 

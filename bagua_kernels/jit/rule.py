@@ -1,8 +1,8 @@
 """Rebuilds plain Python functions for a compiler: the same code object with other globals.
 
-Two kinds of function are rebuilt. A *rule* (`bagua_kernels.rules`) sees only `tl` and other rules. A *template* is the body
-of a launcher, written in a backend's own language, whose free names (the rules it applies, the block size, …) are bound
-to values when a kernel is made. Both keep their file and line numbers, so tracebacks and debuggers show the real source.
+Two kinds of function are rebuilt. A *rule* (`bagua_kernels.rules`) sees only `tl` and other rules. A *template* is the
+body of a launcher, written in a backend's own language. Its free names (its rules, the block size, …) are bound to values
+when a kernel is made. Both keep their file and line numbers, so tracebacks and debuggers show the real source.
 """
 
 from __future__ import annotations

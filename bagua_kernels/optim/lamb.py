@@ -24,14 +24,14 @@ UPDATE = Update(STEP, ("exp_avg", "exp_avg_sq"), ("step",))
 
 
 class LAMB(Fused, Optimizer):
-    """LAMB: Adam whose step in each tensor is as long as the tensor's norm says (You et al., ICLR 2020, algorithm 2).
+    """LAMB: Adam whose step in each tensor is proportional to the tensor's norm (You et al., ICLR 2020, algorithm 2).
 
     1. Update the moments as Adam does, and correct their bias.
     2. `r = exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * parameter`, with corrected moments.
     3. The trust ratio is ‖parameter‖ / ‖r‖, of each tensor; 1 where one of them is 0.
     4. Move the parameter by `-lr * trust ratio * r`.
 
-    Two passes, since the norm of the second step must be known before the fourth: 40 bytes an element.
+    Two passes, since the norm of the second step must be known before the fourth: 40 bytes per element.
 
     Args:
         params: parameters, or groups of them, as in `torch.optim`.
@@ -39,7 +39,7 @@ class LAMB(Fused, Optimizer):
         betas: decays of the moments.
         eps: added to the root of the second moment.
         weight_decay: part of what the trust ratio scales.
-        maximize: whether to ascend.
+        maximize: True to ascend.
         extras: see `bagua_kernels.optim.Extras`.
 
     Raises:

@@ -34,7 +34,7 @@ class LARS(Fused, Optimizer):
     2. `d = trust ratio * (gradient + weight_decay * parameter)`.
     3. SGD with momentum on `d`, as `torch.optim.SGD` does it.
 
-    Two passes, of which the first only reads: 28 bytes an element.
+    Two passes, of which the first only reads: 28 bytes per element.
 
     Args:
         params: parameters, or groups of them, as in `torch.optim`. Biases and norms are better left to a group without
@@ -45,8 +45,8 @@ class LARS(Fused, Optimizer):
         trust_coefficient: how far a step goes, relative to the tensor's norm.
         eps: added to the denominator of the trust ratio.
         dampening: part of the gradient that does not enter the buffer.
-        nesterov: whether to look one momentum step ahead.
-        maximize: whether to ascend.
+        nesterov: True to look one momentum step ahead.
+        maximize: True to ascend.
         extras: see `bagua_kernels.optim.Extras`.
 
     Raises:

@@ -30,7 +30,7 @@ class Lion(Fused, Optimizer):
         lr: size of each step; a third to a tenth of AdamW's.
         betas: of the direction, and of the momentum.
         weight_decay: decoupled; three to ten times AdamW's.
-        maximize: whether to ascend.
+        maximize: True to ascend.
         extras: see `bagua_kernels.optim.Extras`.
 
     Raises:

@@ -69,9 +69,9 @@ def rule_optimizer(
 
     Args:
         name: of the class.
-        rule: a plain function in the vocabulary of `bagua_kernels.jit.vocabulary`: (parameter, gradient, one value of each
-            state, then scalars) -> the new parameter and states, a tuple if there are states. A scalar is an option of the group,
-            "step" (the number of the step, from 1), or a result of `derive`, by its name.
+        rule: a plain function in the vocabulary of `bagua_kernels.jit.vocabulary`. Its arguments are parameter, gradient,
+            one value of each state, then scalars. It returns the new parameter and states, a tuple if there are states. A
+            scalar is an option of the group, "step" (the number of the step, from 1), or a result of `derive`, by its name.
         state: names of the states, in the rule's order, with what every element is at first.
         defaults: the options of a group and their defaults; `maximize` is added.
         derive: computes further scalars once a step instead of once an element, such as corrections of a bias, in float64:

@@ -1,7 +1,7 @@
 """Optimizer updates of one element. Scalars that all elements share are finished on the host and passed in.
 
-Every update rounds where `torch.optim` rounds: `add(alpha=)`, `addcmul` and `lerp` of PyTorch round a product and its sum
-once, `addcdiv` multiplies, divides and adds with a rounding each.
+Every update rounds at the same places as `torch.optim`. PyTorch's `add(alpha=)`, `addcmul` and `lerp` round a product and
+its sum once. `addcdiv` multiplies, divides and adds with a rounding each.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def adam(p, g, m, v, weight_decay, decay, rate1, beta2, rate2, eps, step_size, r
     """Adam (Kingma and Ba, ICLR 2015) and AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2).
 
     `weight_decay` is that of the L2 penalty; `decay` that of decoupled weight decay, 1 - lr * weight_decay; one of them is
-    neutral. `rate1` is 1 - beta1, `rate2` 1 - beta2, `step_size` lr / (1 - beta1^t) and `root_bias2` sqrt(1 - beta2^t): taken in
-    float64 on the host, since 1 - 0.999 has lost four digits in float32. Returns (parameter, first moment, second moment).
+    neutral. `rate1` is 1 - beta1, `rate2` 1 - beta2, `step_size` lr / (1 - beta1^t) and `root_bias2` sqrt(1 - beta2^t).
+    They are computed in float64 on the host, because 1 - 0.999 loses four digits in float32. Returns (parameter, first
+    moment, second moment).
     """
     g = decayed(p, g, weight_decay)
     p = p * decay

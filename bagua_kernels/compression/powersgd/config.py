@@ -27,8 +27,8 @@ class PowerSGD:
         min_compression: a matrix is compressed if its factors are at least this many times smaller than itself. 0
             compresses every matrix.
         warm_start: begin each step with the right factors of the last (paper, section 3), instead of with new random ones.
-        alternate: make only one of the factors anew in each step, in turn, as the library of the paper's authors does: half
-            of the messages, their bytes and the passes over matrices, of an iteration that takes two steps.
+        alternate: True: compute only one of the factors per step, in turn, like the library of the paper's authors. That
+            halves messages, bytes and passes over matrices, and an iteration takes two steps.
 
     Raises:
         ValueError: an attribute is out of its range, or steps that alternate begin with random factors.
@@ -67,7 +67,7 @@ class PowerSGD:
 
         Args:
             shapes: of the tensors, in the same order on all ranks.
-            names: of the tensors, all different and equal on all ranks; they tell random numbers and saved states apart.
+            names: of the tensors, all different, and equal on all ranks; random numbers and saved states depend on them.
                 "0", "1", … if None.
             dtype: of residuals, factors and arithmetic, float32 or float64.
             device: of the tensors.

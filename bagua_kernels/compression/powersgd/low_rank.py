@@ -94,8 +94,8 @@ class AlternatingLowRank(LowRankState):
     def factor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Adds the residuals and returns the factor whose turn it is, of all compressed matrices.
 
-        In steps of an even number it is P = M Q, of Q that was made in the step before and is made orthonormal now, in the others
-        Q = M^T P, with the sides exchanged.
+        In even steps it is P = M Q, with the Q of the step before, which becomes orthonormal now. In odd steps it is Q =
+        M^T P, with the sides exchanged.
 
         Args:
             tensors: as for `LowRank.left`, with its errors.

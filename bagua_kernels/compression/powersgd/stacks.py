@@ -34,8 +34,8 @@ class Matrix(NamedTuple):
 class Stack(NamedTuple):
     """Matrices of equal lengths, and views of their share of the buffers, of shapes (matrices, length, length).
 
-    The residual is `before` less the product of the factors that were the last to be given out, so that no pass over the matrix
-    is needed to take that off.
+    The residual is `before` minus the product of the last factors. No pass over the matrix is therefore needed to subtract
+    it.
     """
 
     matrices: list[Matrix]

@@ -45,8 +45,8 @@ class LowRankState:
     Nothing is kept before `finish`, so a step that broke off is repeated from its first call.
 
     Attributes:
-        dense: indices of the tensors that are not compressed, because they are empty, have fewer than two dimensions or
-            would save too little; the caller sends them as they are.
+        dense: indices of the tensors that are not compressed: they are empty, have fewer than two dimensions or would save
+            too little. The caller sends them uncompressed.
         step: number of finished steps.
         left_size, right_size: elements of the factors.
     """
@@ -97,7 +97,7 @@ class LowRankState:
 
     @property
     def updates(self) -> bool:
-        """Whether there is `finish_with_updates`: for float32 on the CPU."""
+        """True if `finish_with_updates` works: for float32 on the CPU."""
         return self._stacks.passes is not None
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class LowRankState:
         self._end_step(dict(zip(chosen, found, strict=True)), None)
 
     def _end_step(self, kept: Mapping[int, Sequence[bool]], out: list[list[torch.Tensor]] | None) -> None:
-        """Keeps what passes have not, which tell of which matrices of a stack they have, and writes the output of that."""
+        """Ends a step: writes the output and keeps the factors of the stacks that passes have not finished (`kept`)."""
         for place, s in enumerate(self._stacks.each):
             if place in kept:
                 self._stacks.leave(place, kept[place])

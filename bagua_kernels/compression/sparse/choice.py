@@ -25,7 +25,7 @@ LARGEST_SAMPLE = 65_536
 
 @functools.lru_cache(maxsize=64)
 def sampled_runs(n: int, size: int) -> torch.Tensor:
-    """Which runs of 32 elements make a sample: one from each of equal strata, where a hash of its number says."""
+    """Which runs of 32 elements make a sample: one from each of equal strata, at a place that is a hash of its number."""
     runs = n // RUN
     number = np.arange(size // RUN, dtype=np.int64)
     first = number * runs // number.size

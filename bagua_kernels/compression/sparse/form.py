@@ -33,7 +33,7 @@ class SparseForm:
     Attributes:
         n: number of elements.
         capacity: number of entries that there is room for.
-        indexed: whether the positions are in the payload.
+        indexed: True if the positions are in the payload.
         value_bytes: bytes of the encoded values.
     """
 

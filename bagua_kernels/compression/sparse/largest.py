@@ -15,7 +15,7 @@ from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, INFINITE, plac
 
 
 class Largest(SparseCodec):
-    """A codec of the elements of largest magnitude; subclasses say how many, and how exactly."""
+    """A codec of the elements of largest magnitude; subclasses choose their number, exactly or approximately."""
 
     block = 1
     linear = False
@@ -26,7 +26,7 @@ class Largest(SparseCodec):
 
     @property
     def stochastic(self) -> bool:
-        """Whether the codec of the values needs a seed."""
+        """True if the codec of the values needs a seed."""
         return bool(self.values.stochastic)
 
     def _kept(self, n: int) -> tuple[int, int, int]:

@@ -22,9 +22,9 @@ class RandomK(SparseCodec):
     """k = min(n, max(1, floor(ratio n))) elements without replacement, chosen by the seed alone.
 
     Sparsified SGD with memory (Stich, Cordonnier, Jaggi, NeurIPS 2018); scaled by n/k, gradient sparsification with equal
-    probabilities (Wangni et al., NeurIPS 2018). All ranks should use one seed: their payloads then hold the same elements,
-    and may be summed by the network; `reduce` with that seed loses nothing but rounding, though it scales unbiased values once
-    more. See `docs/wire-format-sparse.md`.
+    probabilities (Wangni et al., NeurIPS 2018). All ranks should use one seed. Their payloads then hold the same elements,
+    and the network may add them. `reduce` with that seed loses only rounding, but it scales unbiased values once more. See
+    `docs/wire-format-sparse.md`.
 
     A vector with inf or NaN at any place, drawn or not, decodes to NaN throughout, so that ranks see it whatever the seed draws.
 
@@ -65,7 +65,7 @@ class RandomK(SparseCodec):
 
     @property
     def linear(self) -> bool:
-        """Whether the numbers that `summable` shows are the values themselves."""
+        """True if the numbers of `summable` are the values themselves."""
         return isinstance(self._codec, Elements)
 
     def summable(self, payload: torch.Tensor) -> torch.Tensor:

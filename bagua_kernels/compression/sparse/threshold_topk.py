@@ -19,7 +19,7 @@ class ThresholdTopK(Largest):
     """About k = min(n, max(1, floor(ratio n))) elements of largest magnitude: all that reach a threshold, in one pass.
 
     Deep Gradient Compression (Lin et al., ICLR 2018, section 3 and appendix): the threshold is an order statistic of a
-    sample. It is lowered until it leaves 0.8 k elements or more; if it leaves more than 1.3 k, the exact k largest of them
+    sample. It is lowered until 0.8 k elements or more are above it. If more than 1.3 k are, the exact k largest of them
     are taken. See `docs/wire-format-sparse.md`.
 
     Attributes:

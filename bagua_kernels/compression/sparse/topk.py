@@ -18,8 +18,8 @@ from bagua_kernels.compression.sparse.largest import Largest
 class TopK(Largest):
     """The k elements of largest magnitude, k = min(n, max(1, floor(ratio n))); of equal ones those of lowest index.
 
-    Sparsified SGD with memory (Stich, Cordonnier, Jaggi, NeurIPS 2018). The result is exact; a sample only tells which
-    elements need not be looked at twice. See `docs/wire-format-sparse.md`.
+    Sparsified SGD with memory (Stich, Cordonnier, Jaggi, NeurIPS 2018). The result is exact; a sample only finds elements
+    that need not be read twice. See `docs/wire-format-sparse.md`.
 
     Attributes:
         ratio: kept part of the elements, above 0 and at most 1.
@@ -38,8 +38,8 @@ class TopK(Largest):
     def bias(self) -> Contractive:
         """Keeps k of n elements, no smaller than the rest, so |C(v) - v|^2 <= (1 - k/n) |v|^2.
 
-        For any n, k/n >= ratio / 2: floor(y) > y / 2 where y = ratio n >= 1, and where y < 1 one element of fewer than
-        1 / ratio is kept. All are kept at a ratio of 1. A codec of the values that keeps the part delta' of their norm
+        For any n, k/n >= ratio / 2: floor(y) > y / 2 if y = ratio n >= 1. If y < 1, one element of fewer than 1 / ratio is
+        kept. All are kept at a ratio of 1. A codec of the values that keeps the part delta' of their norm
         keeps delta' k/n of the whole.
         """
         exact = 1.0 if self.ratio == 1 else self.ratio / 2

@@ -41,7 +41,7 @@ def encode(
         payload: shape (size,), uint8, on the same device; overwritten.
         block: elements a block, a power of two from 32 to 4096.
         seed: 64-bit seed of stochastic rounding; None rounds to nearest.
-        given: whether the payload's scales are there already and are to be used.
+        given: True if the payload already contains scales that are to be used.
         counts: shape (blocks,), int32, on the same device: how many elements at the beginning of each block are its own. The
             others only fill the block up: they are not read, and their codes are 0. None stands for all of them.
 
@@ -165,8 +165,8 @@ def decode_apply(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: a number of arrays, a shape, size, device, alignment or block does not fit, the rule writes the gradient, or
-            the arrays go beyond the payloads' end.
+        ValueError: a number of arrays, a shape, size, device, alignment or block is wrong, the rule writes the gradient,
+            or arrays are longer than the payloads.
     """
     if len(arrays) != update.arrays - 1 or not arrays:
         raise ValueError(

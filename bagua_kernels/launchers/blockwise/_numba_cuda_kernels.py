@@ -2,7 +2,7 @@
 
 The extremes of a block are found by atomic minima and maxima of integers in shared memory: exact in any order, fast in
 hardware, and known to the simulator, which has no warp shuffles. A lane packs the codes of the elements of its own bytes,
-which lie a stride apart, so that lanes still read neighbours and no ballot is needed. Only rules do float arithmetic.
+which are a stride apart. Lanes thus read neighbours, and no ballot is needed. Only rules do float arithmetic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Block quantizers in Triton: a program takes a tile of ROWS blocks, a row a block.
 
-Tiles have the shape [ROWS, FIELDS, STRIDE]: element (r, f, s) is number `f * STRIDE + s` of its block, and its code lies in field
-f of byte s of the block's bytes, so that packing is a sum over the middle axis. Per-row values have the shape [ROWS].
+Tiles have the shape [ROWS, FIELDS, STRIDE]: element (r, f, s) is number `f * STRIDE + s` of its block. Its code is in
+field f of byte s of the block's bytes, so that packing is a sum over the middle axis. Per-row values have the shape [ROWS].
 """
 
 from __future__ import annotations

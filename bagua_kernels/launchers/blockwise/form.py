@@ -17,7 +17,7 @@ class BlockForm:
     Attributes:
         n: number of elements.
         block: elements a block.
-        words: 32-bit scales a block.
+        words: 32-bit scales per block.
         bits: bits a code: 8, 4, 2 or 1.
     """
 

@@ -1,7 +1,7 @@
 """The passes of PowerSGD over whole matrices, and the work on its right factors, on the CPU.
 
-As tensor operations the former are ten passes for rank 1 and more for each further column, and memory decides how long that
-takes; the latter are many operations on few numbers. Here each is one compiled call for all matrices of a state, which finds
+As tensor operations the former are ten passes for rank 1 and more for each further column, limited by memory. The latter
+are many operations on few numbers. Here each is one compiled call for all matrices of a state, which finds
 them by a table. What all ranks compute alike has the bits of `docs/powersgd.md`.
 """
 
@@ -122,7 +122,7 @@ def approximate_some(rank, place, begin, end):
 
 
 def keep_all(table, places, small, kept):
-    """Keeps the factors of the matrices that are small, and of those that are finite what `kept` says for later steps."""
+    """Stores the factors of the small matrices, and for the finite ones those that `kept` selects for later steps."""
     for at in range(places.size):
         if small[places[at]]:
             keep_factors(table[places[at]])

@@ -72,7 +72,7 @@ def make_row(total, before, before_left, before_right, gradient, start, reach, s
         gradient: what M is renewed by, these columns of the row.
         start: the first column.
         reach: elements to ask for ahead.
-        streamed: whether to write past the caches.
+        streamed: True to write past the caches.
         spoilt: a vector of 0, or NaN where an element of M has been too large.
         other: the factor that is used.
         sums: what is added to.
@@ -153,7 +153,7 @@ def approximate_row(rank, left, right, out, streamed, spoilt):
         left: the row of P.
         right: all of Q, of shape (rank, columns).
         out: the row.
-        streamed: whether to write past the caches.
+        streamed: True to write past the caches.
         spoilt: a vector of 0, or NaN where an element has been too large.
 
     Returns:

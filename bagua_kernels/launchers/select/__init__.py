@@ -131,8 +131,8 @@ def _found(flags: torch.Tensor) -> int:
 def permuted(n: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
     """The first `count` indices of a permutation of 0 … n-1 that the seed chooses.
 
-    A Feistel network permutes the least power of four that is not below n; what falls outside 0 … n-1 is permuted again
-    until it does not (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
+    A Feistel network permutes the least power of four that is not below n. A number outside 0 … n-1 is permuted again
+    until it is inside. (Cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.)
 
     Returns:
         shape (count,), int64, all different.

@@ -1,7 +1,7 @@
 """Selection on the CPU: a task takes a chunk of 65,536 elements.
 
-One pass over memory: each task compacts its chunk into scratch memory of its own, of which only what is used is ever
-touched; the entries are then copied together. 64 elements are compared with the threshold at once, and only the bits that
+One pass over memory: each task compacts its chunk into its own scratch memory, and touches only the used part. The entries
+are then copied together. 64 elements are compared with the threshold at once, and only the bits that
 this leaves are looked at one by one.
 """
 

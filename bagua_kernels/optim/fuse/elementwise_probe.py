@@ -26,7 +26,7 @@ _STEPS = 12
 
 
 class NotElementwiseError(ValueError):
-    """An optimizer cannot be fused, because a flat tensor would be stepped differently from its parts; the message says how."""
+    """An optimizer cannot be fused: a step on a flat tensor would differ from steps on its parts, as the message shows."""
 
 
 def raw_step(base: type[Optimizer]) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ def movable_ids(params: list[torch.Tensor], owned: set[int]) -> set[int]:
         with_padding[storage] += padded(p) * p.element_size()
         # Half precision on a CPU rounds differently at the end of a tensor and between threads, see docs/fuse-optimizer.md.
         half = p.dtype in (torch.float16, torch.bfloat16) and p.device.type != "cpu"
-        # One element is a scalar's shape: nothing tells a moment from a counter there.
+        # One element is a scalar's shape: a moment and a counter cannot be distinguished there.
         if (half or p.dtype in (torch.float32, torch.float64)) and p.numel() > 1 and dense_strides(p) == p.stride():
             movable[id(p)] = p
     # A storage that our parameters do not fill, unless it is a layout's or a copy of one, has other owners: they would lose them.

@@ -32,7 +32,7 @@ class FlatStep:
         self._note(state)
 
     def holds(self, params: list[torch.Tensor], ready: list[bool], state: defaultdict[Any, Any]) -> bool:
-        """Whether nothing has changed since the last step that this plan relies on."""
+        """True if nothing that this plan relies on has changed since the last step."""
         return (
             ready == self._ready
             and identical(params, self._params)
@@ -50,7 +50,7 @@ class FlatStep:
         if elsewhere:
             torch._foreach_copy_([view for _, view in elsewhere], sources)
         for i, view in elsewhere:
-            # A view is part of somebody's buffer, such as a bucket, who expects to find it again.
+            # A view is part of another object's buffer, such as a bucket, which uses it again.
             if not grads[i]._is_view():
                 params[i].grad = view
 

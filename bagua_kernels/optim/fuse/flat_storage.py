@@ -30,7 +30,7 @@ class FlatStorage:
             p.data = view  # One by one, so that each parameter's old storage is free for what comes next.
 
     def holds(self, params: list[torch.Tensor]) -> bool:
-        """Whether these are the storage's parameters and still lie in it."""
+        """True if these are the storage's parameters and are still in it."""
         return identical(params, self.params) and all(map(torch.Tensor.is_set_to, params, self.views))
 
     def state(self, key: Any, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -55,5 +55,5 @@ def move_out(p: torch.Tensor, state: defaultdict[Any, Any]) -> None:
 
 
 def identical(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
+    """True if two sequences contain the same objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))

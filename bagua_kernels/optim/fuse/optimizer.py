@@ -67,9 +67,10 @@ def fused_class(base: Any) -> type[Optimizer]:
 class FusedStep:
     """What fused optimizers have in front of the optimizer's own class in their method resolution order.
 
-    During a step, each group's `params` are runs, flat tensors that cover neighbouring parameters with a gradient and equal step
-    counts, and the parameters that cannot be fused; `state` is that of the runs. All of it is put back afterwards, so everything
-    that the optimizer writes elsewhere, in its groups and attributes, is written to the right place.
+    During a step, each group's `params` are runs and the parameters that cannot be fused. A run is a flat tensor over
+    neighbouring parameters with a gradient and equal step counts. `state` is that of the runs. All of it is put back
+    afterwards, so everything that the optimizer writes elsewhere, in its groups and attributes, is written to the right
+    place.
     """
 
     _fuses = True

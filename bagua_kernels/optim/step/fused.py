@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Fused(States):
     """A mixin before an optimizer class: its constructor, states and checkpoints stay, its `step` becomes one pass.
 
-    A subclass says which rule updates a group (`_update`) and what its scalars are (`_advance`), see `States`.
+    A subclass defines the rule of a group (`_update`) and its scalars (`_advance`), see `States`.
 
     Attributes beside those of `torch.optim`: `clip_grad_norm_`, and the constructor's `extras`, see
     `bagua_kernels.optim.Extras`. Gradients are only read, also under `torch.amp.GradScaler`.
@@ -103,7 +103,7 @@ class Fused(States):
                 self._unmake()
 
     def _run(self, launches: Launches, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
-        """Runs all launches, unless a gradient is known to be infinite; tells whether it did."""
+        """Runs all launches, unless a gradient is known to be infinite; returns True if it did."""
         on_host = any(not launch.on_device for launch in launches.each)
         if found_inf is not None and on_host and found_inf.item():
             return False
@@ -229,7 +229,7 @@ class Fused(States):
 
         Args:
             max_norm: of all gradients together, the Euclidean one.
-            error_if_nonfinite: whether to raise if the norm is inf or NaN.
+            error_if_nonfinite: True to raise an error if the norm is inf or NaN.
 
         Returns:
             The norm, shape (), float64.

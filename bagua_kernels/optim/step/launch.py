@@ -118,7 +118,7 @@ class Launch:
 
     @property
     def on_device(self) -> bool:
-        """Whether the counters are on a GPU, where the host must not wait for them."""
+        """True if the counters are on a GPU, where the host must not wait for them."""
         return any(flat.is_cuda for flat in self.counters.values())
 
     def column(self, scalar: str) -> int:
@@ -251,7 +251,7 @@ def memory_format(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, .
 
 
 def fits(tensor: Tensor, known: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> bool:
-    """Whether a tensor has a memory format, but for strides that do not matter."""
+    """True if a tensor has a memory format, except for strides that do not matter."""
     dtype, shape, strides = known
     if tensor.dtype != dtype or tensor.shape != shape:
         return False
@@ -271,7 +271,7 @@ def joined(values: Sequence[Any]) -> Tensor | None:
 
 
 def _joins(views: Sequence[Tensor], whole: Tensor) -> bool:
-    """Whether the views of dtype and shape of an element are all elements of a vector, in order.
+    """True if the views of dtype and shape of an element are all elements of a vector, in order.
 
     Addresses tell this, since the vector is alive: nothing else can be in its memory.
     """

@@ -80,7 +80,7 @@ class Launches:
                 position += 1
 
     def matches(self, optimizer: States) -> bool:
-        """Whether the launches are still right; if so, they have this step's gradients."""
+        """True if the launches are still right; they then have this step's gradients."""
         groups = optimizer.param_groups
         return (
             identical(groups, self._groups)
@@ -104,7 +104,7 @@ class Launches:
 
 
 def identical(some: Collection[Any], others: Collection[Any]) -> bool:
-    """Whether both have the very same objects in the same order."""
+    """True if both have the very same objects in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

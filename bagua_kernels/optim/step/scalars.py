@@ -43,7 +43,7 @@ class Scalars:
         seed: of stochastic rounding.
         grad_scale: what the gradients were multiplied by.
         clipping: what to multiply them by.
-        found_inf: whether the step is to be skipped, where the host does not know.
+        found_inf: True if the step is to be skipped, where the host does not know.
     """
 
     advance: Advance

@@ -21,13 +21,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's memory holds its elements, which it need not for a subclass with operations of its own."""
+    """True if a tensor's memory contains its elements. A subclass with its own operations may keep them elsewhere."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return dispatch is torch.Tensor.__torch_dispatch__ and tensor.layout == torch.strided
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a rank has only a part of the tensor, or of a sum that it is."""
+    """True if a rank has only a part of the tensor, or of a sum that it is."""
     return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
 
 

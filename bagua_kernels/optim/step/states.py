@@ -20,7 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class States(Optimizer):
-    """What an optimizer's subclass says of its groups, and the states that follow from it."""
+    """Definitions of a subclass about its groups, and the states that follow from them."""
 
     # True if a step needs no more of the gradients than where they lie.
     _by_address = True
@@ -43,7 +43,7 @@ class States(Optimizer):
         raise NotImplementedError
 
     def _prepare(self, group: Group) -> set[int]:
-        """Makes missing states of a group's parameters that have a gradient, and tells which were missing, by `id`."""
+        """Makes missing states of a group's parameters that have a gradient, and returns the `id`s of those that were missing."""
         update = self._update(group)
         wanted = [name for name in (*update.states, *update.counters) if not name.startswith("_")]
         active = [p for p in group["params"] if p.grad is not None]

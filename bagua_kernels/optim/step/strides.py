@@ -17,7 +17,7 @@ def steps(tensor: Tensor, strides: Sequence[int] | None = None) -> tuple[int, ..
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
+    """True if the elements fill one stretch of memory, in any order of dimensions."""
     return tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
 
 
@@ -31,7 +31,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may share memory, as in an expanded tensor."""
+    """True if two elements may share memory, as in an expanded tensor."""
     if is_dense(tensor):
         return False
     reach = 0

@@ -37,8 +37,8 @@ class Update:
     Attributes:
         rule: its arrays are the parameter, the gradient and the states.
         states: names of the states of the parameter's shape, in the rule's order.
-        counters: names of the states of one number. Those that begin with an underscore are not in the optimizer's state: they
-            are 1 for a parameter whose states were made for this step, else 0.
+        counters: names of the states of one number. Those that begin with an underscore are not in the optimizer's state.
+            They are 1 for a parameter whose states were made for this step, else 0.
     """
 
     rule: ElementwiseRule

@@ -24,8 +24,8 @@ class Fields:
         storage: of the storage's address in a tensor.
         autograd: of the address of what autograd keeps of a tensor, in the tensor.
         gradient: of the gradient's address in that.
-        first: the first of all words that say how a tensor lies in its storage.
-        last: the last of them, which says what kind of tensor it is.
+        first: the first of all words that describe a tensor's position in its storage.
+        last: the last of them, which contains the kind of the tensor.
         offset: of the tensor's beginning in its storage, in elements.
         data: of the memory's address in a storage.
         undefined: what stands for the address of a gradient where there is none.
@@ -73,7 +73,7 @@ def find_fields() -> Fields:
 
     Raises:
         LookupError: one is not where it can be told from others.
-        AttributeError: PyTorch does not tell the values to look for.
+        AttributeError: PyTorch does not expose the values to look for.
     """
     base = torch.zeros(20_000, dtype=F32)
     tensor = base[1237 : 1237 + 7 * 11 * 13].view(7, 11, 13)

@@ -60,7 +60,7 @@ class Watch:
             missing: shape (params,), bool: where there is none.
 
         Returns:
-            Whether nothing else has changed; if not, only some are found.
+            True if nothing else has changed; if False, only some are found.
         """
         found = self._seen, self._item, addresses, missing
         return bool(self._look(self._objects, self._own, self._params, self._gradients, self._undefined, *found))
