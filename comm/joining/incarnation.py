@@ -17,8 +17,8 @@ _FAREWELL = 1.0  # seconds that rank 0 stays after it has given up, for it may h
 _ROOT = "bagua_kernels/attempt"
 
 
-class Store(Protocol):
-    """What is used of a store."""
+class TextStore(Protocol):
+    """The methods of a `BoundedStore` that a start calls."""
 
     def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
     def get(self, key: str, /) -> str: ...  # noqa: D102
@@ -40,7 +40,7 @@ class Incarnation:
     processes: tuple[Process, ...]
 
 
-def agree(store: Store, rank: int, size: int, timeout: float) -> Incarnation:
+def agree(store: TextStore, rank: int, size: int, timeout: float) -> Incarnation:
     """Makes a fresh name out of a store that may still hold what dead ranks of an earlier start have written.
 
     torchrun's count of restarts will not do: with several hosts each counts its own.
@@ -65,7 +65,7 @@ def agree(store: Store, rank: int, size: int, timeout: float) -> Incarnation:
 
 
 class _Agreement:
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: TextStore, rank: int, size: int, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size

@@ -155,7 +155,7 @@ def test_command_line_runs_ranks() -> None:
     command = [
         sys.executable,
         "-m",
-        "bench.netlab.lab",
+        "bench.netlab",
         "run",
         "-n",
         "2",

@@ -263,6 +263,8 @@ def test_brief_operation_that_does_not_get_through_its_first_steps(how: str) -> 
         waiting, work = receiving(0, torch.zeros(1, dtype=torch.uint8)), operation(1, [steps], brief=True)
         loop.submit(waiting)
         until(lambda: waiting in loop._running)
+        with loop._moving:  # until its thread has nothing in hand: it would else take the first steps itself
+            pass
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt) if how == "interrupted" else contextlib.nullcontext():
             loop.submit(work)
