@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.engine.member import Counters
+from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.buffers import Buffers
 from bagua_kernels.algorithms.wrapping.claims import Claim, taken
@@ -46,8 +46,8 @@ class Algorithm(WrappedModule, abc.ABC):
         registered: all algorithms that `from_spec` knows, by name.
         may_differ: names of this class's own constructor arguments that need not be equal on all ranks. Those of its bases
             count too.
-        broadcast_buffers: whether a forward pass in training begins with rank 0's buffers, or their means.
-        average_buffers: whether with their means.
+        broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
+        average_buffers: True if it begins with their means.
     """
 
     name: ClassVar[str]
@@ -78,13 +78,13 @@ class Algorithm(WrappedModule, abc.ABC):
             optimizer: if given, its state is set to rank 0's.
             communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
                 algorithm talks on a duplicate of its own, so its messages never meet the caller's.
-            broadcast_buffers: whether each forward pass in training mode begins with rank 0's buffers on all ranks.
-            average_buffers: whether it begins with the means over all ranks instead, of buffers of floating point.
+            broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
+            average_buffers: True to begin it with the means over all ranks instead, of buffers of floating point.
 
         Raises:
             TypeError: a trainable parameter is complex, or `optimizer` has no `load_state_dict`.
-            ValueError: the modules or any options differ between ranks, or a parameter is on another device than the
-                communicator; another algorithm or `DistributedDataParallel` exchanges gradients of the module already.
+            ValueError: the modules or any options differ between ranks. A parameter is on another device than the
+                communicator. Another algorithm or `DistributedDataParallel` exchanges gradients of the module already.
         """
         super().__init__()
         if optimizer is not None and not hasattr(optimizer, "load_state_dict"):
@@ -249,23 +249,23 @@ class Algorithm(WrappedModule, abc.ABC):
         waits = counters.wait_seconds, counters.exchange_seconds
         return Stats(counters.steps, sent, *waits, self.residual_norm(), {})
 
-    def _counters(self) -> Counters:
-        return Counters(self._steps_alone)
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(self._steps_alone)
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback."""
+        """Returns the Euclidean norm of this rank's residuals; 0 without error feedback."""
         return 0.0
 
     @abc.abstractmethod
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """What, beside the module's and the optimizer's state, a resumed run needs to go on as if uninterrupted; collective."""
+        """Returns what a resumed run needs beside the module's and the optimizer's state, to go on bit for bit; collective."""
 
     def load_algorithm_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Restores what `algorithm_state_dict` gave; collective.
+        """Restores what `algorithm_state_dict` returned; collective.
 
         Args:
-            state: this rank's; or, if the number of ranks has changed, those of all ranks before: each rank then begins with
-                the mean of what they remembered, so that nothing that is still to be sent gets lost.
+            state: this rank's; or, if the number of ranks has changed, those of all earlier ranks. Each rank then begins with
+                the mean of their residuals, so that nothing that is still to be sent gets lost.
 
         Raises:
             ValueError: a state has other keys, or a vector another shape.

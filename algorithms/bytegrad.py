@@ -1,4 +1,4 @@
-"""ByteGrad: gradients travel as one byte an element."""
+"""ByteGrad: gradients travel as one byte per element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ByteGrad(CompressedAllReduce):
 
     For each bucket of gradients, in the order in which backward completes them:
 
-    1. Encode the bucket, cut into a chunk a rank, with `MinMaxUInt8`: a byte an element, two float32 a block.
+    1. Encode the bucket, cut into one chunk per rank, with `MinMaxUInt8`: one byte per element, two float32 per block.
     2. All-to-all: each rank receives everyone's payload of its own chunk.
     3. Decode, average and encode the chunk again.
     4. All-gather the averages.

@@ -26,7 +26,7 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
 
 
 def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
-    """Restores what `save` wrote, on the same number of ranks bit for bit, on another as `load_algorithm_state_dict` says.
+    """Restores what `save` wrote: bit for bit on the same number of ranks, else as `load_algorithm_state_dict` does it.
 
     Raises:
         ValueError: the state does not fit the module.

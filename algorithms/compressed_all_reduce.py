@@ -45,8 +45,8 @@ class CompressionOptions(ScaledOptions, total=False):
     warmup_steps: int
 
 
-# For codecs of few bits, or few elements. They would starve small tensors: what is largest in a bucket is seldom in a bias, and
-# a scale costs as much for the few elements of a short block as for those of a full one.
+# For codecs of few bits, or few elements. They would starve small tensors: the largest elements of a bucket are seldom in a
+# bias. Also, a scale costs as much for a short block as for a full one.
 LARGE_MATRICES: CodecOptions = {"exact": "1d", "min_numel": 512}
 
 
@@ -58,9 +58,9 @@ class CompressedAllReduce(GradientAlgorithm):
 
     1. In the first `warmup_steps` steps, average it without compression, as `GradientAllReduce` does.
     2. With error feedback, add what this rank's earlier payloads of it lacked (Karimireddy et al., ICML 2019, algorithm 2).
-    3. Average it by the all-reduce that suits the codec (`bagua_kernels.comm.compressed.all_reduce_for`): in two passes over
-       the chunks' owners for dense codecs (BAGUA, VLDB 2022, section 3.1), by all-gather for sparse ones, and by the
-       network's own sum for linear ones. Owners keep what the encoded mean lacks, too (DoubleSqueeze, Tang et al., ICML 2019).
+    3. Average it by the all-reduce that suits the codec (`bagua_kernels.comm.compressed.all_reduce_for`). Dense codecs take
+       two passes over the chunks' owners (BAGUA, VLDB 2022, section 3.1), sparse ones an all-gather, and linear ones the
+       network's own sum. Owners keep what the encoded mean lacks, too (DoubleSqueeze, Tang et al., ICML 2019).
     4. Keep what was lacking; give everyone the same bits.
 
     Parameters that are `exact` travel uncompressed behind the payload of their bucket, to the owners of chunks and back.
@@ -93,20 +93,20 @@ class CompressedAllReduce(GradientAlgorithm):
             optimizer: as for `Algorithm`.
             codec: a codec, its spec, or codecs by the step from which on they are used: `{0: "minmax_uint8", 1000:
                 "minmax_uint4"}`. None stands for no compression.
-            error_feedback: whether each rank keeps what its payloads lack; by default where the codec is biased.
-            owner_feedback: whether the owners of chunks do; by default as `error_feedback`.
+            error_feedback: True if each rank keeps what its payloads lack; by default if the codec is biased.
+            owner_feedback: True if the owners of chunks do; by default as `error_feedback`.
             warmup_steps: steps without compression at the beginning.
             groups: other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`.
             exact: patterns of names of parameters to average without compression; "1d" for all biases and norms.
             min_numel: parameters with fewer elements are exact too.
             seed: of random numbers.
-            guard: looks now and then how much is lost; `stats().errors` tells.
+            guard: measures now and then how much is lost; `stats().errors` has the results.
             scaler: that by which losses are scaled, if any: residuals change their unit with it. Read in backward, so
                 update it after the optimizer's step.
-            only_if_faster: whether 36 steps, from the first that would be compressed, find out if compression is faster
-                than none, by turns of four steps with it and four without. If it is slower, it is switched off for good,
-                which `stats().trial` tells and a checkpoint keeps. Results then depend on the time measured: ranks stay
-                bit-identical, but runs do not repeat bit for bit.
+            only_if_faster: True to measure in 36 steps if compression is faster than none, by turns of four steps with it and
+                four without. They begin with the first step that would be compressed. If compression is slower, it is
+                switched off for good, which `stats().trial` and checkpoints contain. Results then depend on the time
+                measured: ranks stay bit-identical, but runs do not repeat bit for bit.
             **options: as for `GradientAlgorithm`.
 
         Raises:

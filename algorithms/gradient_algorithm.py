@@ -14,7 +14,7 @@ from bagua_kernels.algorithms.algorithm import Algorithm, Options
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.member import Counters, Member
+from bagua_kernels.algorithms.engine.member import EngineCounters, Member
 from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
@@ -45,13 +45,13 @@ class GradientOptions(PassOptions, total=False):
 class GradientAlgorithm(Algorithm):
     """Base of the algorithms that average gradients in each backward pass.
 
-    A subclass says in `exchange_for` what happens to a bucket of them, and in `place` which parameters share one.
+    A subclass has `exchange_for`, which makes the exchange of a bucket, and `place`, by which parameters share buckets.
 
     Attributes:
         policy: what encodes buckets, in which step.
-        scaler: that by which losses are scaled, if what is remembered is to follow it.
+        scaler: that by which losses are scaled, if the exchanges' state follows it.
         alignment: elements to whose multiples tensors are aligned in a bucket.
-        small_first: whether the first buckets are to be small, so that the wire is in use early.
+        small_first: True if the first buckets are small, so that the wire is in use early.
     """
 
     policy: Policy = Policy()
@@ -78,10 +78,10 @@ class GradientAlgorithm(Algorithm):
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
             lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
                 on GPUs. On CPUs `GradientAllReduce` has them share connections.
-            apply_in_backward: whether each bucket's parameters are updated as soon as its mean has arrived, while backward
-                goes on, with what the optimizer's options are when that begins. `grad` is None afterwards, so that
-                `optimizer.step()` has nothing left to do but its hooks and sparse gradients; a GradScaler or a norm of all
-                gradients cannot come between. The optimizer is one of `bagua_kernels.optim`.
+            apply_in_backward: True to update each bucket's parameters as soon as its mean has arrived, while backward goes
+                on. The optimizer's options are read when backward begins. `grad` is None afterwards, so that
+                `optimizer.step()` is left with its hooks and sparse gradients. A GradScaler or a norm of all gradients
+                cannot come between. The optimizer is one of `bagua_kernels.optim`.
             **options: as for `Algorithm`.
 
         Raises:
@@ -103,7 +103,7 @@ class GradientAlgorithm(Algorithm):
         super().__init__(module, optimizer, **options)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
-        """Says where the gradient of a parameter belongs.
+        """Returns where the gradient of a parameter belongs.
 
         Returns:
             Its kind, by which buckets are told apart (`Bucket.kind`), and whether it is averaged without compression.
@@ -219,7 +219,7 @@ class GradientAlgorithm(Algorithm):
             self._joining = False
 
     def _announce(self, weight: float) -> int:
-        """Tells all ranks this one's weight; returns the first rank that has one, or -1 if none has."""
+        """Gathers the weights of all ranks; returns the first rank that has one, or -1 if none has."""
         assert self._engine is not None
         self._engine.check_idle()
         weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
@@ -244,7 +244,7 @@ class GradientAlgorithm(Algorithm):
         from_all = vars(super().stats())
         return Stats(**{**from_all, "errors": self.policy.errors(), "trial": self.policy.outcome})
 
-    def _counters(self) -> Counters:
+    def _counters(self) -> EngineCounters:
         return super()._counters() if self._engine is None else self._engine.counters
 
     def _take_steps(self, steps: int) -> None:

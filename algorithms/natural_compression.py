@@ -15,8 +15,8 @@ from bagua_kernels.algorithms.registry import register
 class NaturalCompression(CompressedAllReduce):
     """Gradients rounded to powers of two (Horvath et al., 2019, natural compression).
 
-    1. Each rank rounds every element at random to one of the two neighbouring powers of two, without bias: the variance is at
-       most an eighth of the square.
+    1. Each rank rounds every element at random to one of the two neighbouring powers of two, without bias. The variance is
+       at most an eighth of the square.
     2. Ranks average by `CompressedAllReduce`, which rounds the mean likewise.
     """
 

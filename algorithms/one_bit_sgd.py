@@ -1,4 +1,4 @@
-"""1-bit SGD: signs with two magnitudes a block."""
+"""1-bit SGD: signs with two magnitudes per block."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bagua_kernels.algorithms.registry import register
 
 @register
 class OneBitSGD(CompressedAllReduce):
-    """Signs with two magnitudes a block (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014).
+    """Signs with two magnitudes per block (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014).
 
     1. In the first `warmup_steps` steps, average without compression: early gradients change too fast for residuals.
-    2. Then each rank adds its residual to its gradient, and sends signs and, for each block (the paper: for each column), the
-       mean of the elements below zero and that of the others.
+    2. Then each rank adds its residual to its gradient and sends signs. For each block (the paper: for each column) it also
+       sends the mean of the elements below zero and that of the others.
     3. Owners of chunks do the same with the mean.
     """
 

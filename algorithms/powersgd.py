@@ -37,9 +37,9 @@ class PowerSGD(GradientAlgorithm):
     4. The gradient is P Q^T, the same on all ranks; the residual is this rank's M less that. With `apply_in_backward` on a CPU
        it updates the parameters in the pass that multiplies.
 
-    Buckets follow one another, so that backward overlaps with all but the last; in each, two messages. With `alternate` steps 2
-    and 3 take turns, as in the library of the paper's authors (github.com/epfml/powersgd): a step makes P of the last Q, made
-    orthonormal, or Q of the last P, in one message.
+    Buckets follow one another, so that backward overlaps with all but the last. Each takes two messages. With `alternate`
+    steps 2 and 3 take turns, as in the library of the paper's authors (github.com/epfml/powersgd). A step computes P of the
+    last Q, made orthonormal, or Q of the last P, in one message.
     """
 
     name = "powersgd"

@@ -53,7 +53,7 @@ class SignSGD(CompressedAllReduce):
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
             block: elements that share a magnitude; see `compression.Sign`.
-            majority_vote: whether gradients become signs.
+            majority_vote: True if gradients become signs.
             **options: as for `CompressedAllReduce`; but for a vote, `exact` and `min_numel` are `LARGE_MATRICES`.
 
         Raises:

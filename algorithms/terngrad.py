@@ -25,8 +25,8 @@ class TernGrad(CompressedAllReduce):
     1. Each rank clips its gradient, tensor by tensor, to `clip` times its root mean square (section 3.2 there, which takes the
        standard deviation). That is biased, and without it the largest element makes all others noise.
     2. Each element becomes -s, 0 or s at random and without bias, s being the largest magnitude of its block.
-    3. Ranks average by `CompressedAllReduce`; or, with `shared`, agree on s by a maximum over ranks, so that the network
-       itself adds up the levels (the paper's scaler sharing).
+    3. Ranks average by `CompressedAllReduce`. With `shared` they agree on s by a maximum over ranks instead, so that the
+       network itself adds up the levels (the paper's scaler sharing).
     """
 
     name = "terngrad"
@@ -47,7 +47,7 @@ class TernGrad(CompressedAllReduce):
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
             block: elements that share a scale; see `compression.TernGrad`.
-            shared: whether ranks share scales.
+            shared: True if ranks share scales.
             clip: root mean squares of a tensor's gradient to which it is clipped; None does not clip.
             **options: as for `CompressedAllReduce`.
 

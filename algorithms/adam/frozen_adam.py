@@ -26,26 +26,26 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     """AdamW in one pass, whose second moment v stops changing after a number of steps.
 
     1. Up to the freeze: AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2); without weight decay that is Adam.
-    2. After step number `freeze_step`, v is not changed any more. "auto" freezes v when it has become stable (after 1-bit
-       Adam, Tang et al., ICML 2021): when its L1 norm, bias-corrected, is within 4 % of what it was 1 / (1 - beta2)
-       steps before, and by then has seen as many again.
+    2. After step number `freeze_step`, v does not change any more. "auto" freezes v when it has become stable (after 1-bit
+       Adam, Tang et al., ICML 2021). It is stable if its bias-corrected L1 norm is within 4 % of its norm 1 / (1 - beta2)
+       steps before. As many steps must have come before that.
     3. From then on: p = p - lr weight_decay p; m = beta1 m + (1 - beta1) g; p = p - lr m / (1 - beta1^t) /
        (sqrt(v / c) + eps).
 
-    `v_correction` says what becomes of v's bias correction c = 1 - beta2^t at the freeze:
+    `v_correction` chooses v's bias correction c = 1 - beta2^t after the freeze:
 
     - "continued": t goes on, so that c approaches 1 and steps grow slowly, by 1 / sqrt(1 - beta2^freeze_step) in the end.
       That makes up for gradients which get smaller in training while v does not.
     - "none": c is 1 from then on, as in 1-bit Adam's paper: steps grow as much at once.
-    - "frozen": c stays as it is, by dividing v once: steps keep their length, while Adam's own would grow.
+    - "frozen": c stays as it is, by one division of v: steps keep their length, while Adam's own would grow.
 
     Steps that are not taken, such as those in which a `GradScaler` finds infinities, do not count. The freeze is part
     of the state, in the parameter groups.
 
     Attributes:
-        freeze_step: after how many steps v freezes; "auto", or None for never.
-        agree: asked with what this rank has found of v's stability, returns what all ranks go by.
-        knows_scale: whether whoever makes the gradients knows of a `GradScaler`; else steps under one are refused.
+        freeze_step: number of steps after which v freezes; "auto", or None for never.
+        agree: called with True if v is stable on this rank; returns the answer for all ranks.
+        knows_scale: True if the code that makes the gradients knows of a `GradScaler`; else steps under one are refused.
     """
 
     # Copies have these, and ask no other ranks.
@@ -102,7 +102,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether v is frozen."""
+        """True if v is frozen."""
         return bool(self.param_groups[0]["frozen"])
 
     def _update(self, group: Group) -> Update:
@@ -166,12 +166,12 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """As `Fused.clip_grad_norm_`; after the freeze, bounds the norm of the momentum which these gradients lead to.
 
-        That norm is what clipped gradients bound, too. Gradients that were averaged as momenta carry what their
-        encoding lacks 1 / (1 - beta1) times enlarged, so that their own norm says little.
+        Clipped gradients bound that norm, too. In gradients that were averaged as momenta, the error of the encoding is
+        1 / (1 - beta1) times as large. Most of their own norm is therefore error.
 
         Args:
             max_norm: of all gradients, or of all momenta, together.
-            error_if_nonfinite: whether to raise if the norm is inf or NaN.
+            error_if_nonfinite: True to raise if the norm is inf or NaN.
 
         Returns:
             The norm before, shape ().

@@ -39,21 +39,19 @@ class MomentumAllReduce(CompressedAllReduce):
 
     1. Until the optimizer has frozen v, average it without compression.
     2. From then on, let every rank's momentum go on with its own gradient: m_i = beta1 m + (1 - beta1) g_i.
-    3. Average m_i as `CompressedAllReduce` averages gradients; multiply by the mask, which is 0 where v is 0; bring it
-       to `limit * (sqrt(v) + eps)` at most, since what the payloads lack is in proportion to a block, and v may be
-       tiny.
+    3. Average m_i as `CompressedAllReduce` averages gradients. Multiply by the mask, which is 0 where v is 0. Clamp to
+       `limit * (sqrt(v) + eps)`, because the error of a payload is in proportion to a block, and v may be tiny.
     4. Give the optimizer the gradient that leads from m to that average: g = (average - beta1 m) / (1 - beta1). If no
-       rank used a parameter, Adam skips it: add average - beta1 m to what payloads lack, since it is still to come.
+       rank used a parameter, Adam skips it: add average - beta1 m to its residual.
 
-    m is what the optimizer has applied so far, in its state, and has the same bits on all ranks. So nothing drifts
-    apart when a gradient is accumulated over several backward passes, clipped, or skipped. Also, only
-    `optimizer.step()` freezes v, between backward passes and after the same step on all ranks: all see a pass the same
-    way.
+    m is the optimizer's state and has the same bits on all ranks. So replicas stay equal when a gradient is accumulated
+    over several backward passes, clipped, or skipped. Also, only `optimizer.step()` freezes v, between backward passes
+    and after the same step on all ranks: a pass is the same on all ranks.
 
-    The optimizer is part of it: take steps with `optimizer`. As long as another one does, nothing freezes. Parameters
-    that travel exactly are averaged as gradients in both phases. What has had no gradient up to the freeze is not
-    trained later. After it, clip by `clip_grad_norm_` of this object: the norm of `grad` alone is mostly that of what
-    payloads lack.
+    The optimizer is part of the algorithm: take steps with `optimizer`. While another optimizer takes them, nothing
+    freezes. Parameters that are averaged exactly are averaged as gradients in both phases. A parameter without a
+    gradient before the freeze is not trained later. After it, clip by `clip_grad_norm_` of this object: the norm of
+    `grad` alone is mostly the error of the payloads.
 
     On one rank nothing is sent, so v never freezes: plain Adam. A state that was frozen on more ranks stays frozen.
 

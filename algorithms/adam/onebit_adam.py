@@ -21,14 +21,14 @@ class OneBitAdam(MomentumAllReduce):
        its earlier payloads lacked, and sends that to the owners of chunks: signs and, for each block, the mean
        magnitude.
     3. Owners average, add what their own payloads lacked, and send signs and magnitudes to everyone.
-    4. m becomes what they send, the same on all ranks, but 0 where v is 0: a sign cannot say zero, and without that
-       mask training diverges within some twenty steps of the freeze.
-    5. p = p - lr m / (sqrt(v) + eps), with m's bias correction, v's as `v_correction` says, and decoupled weight decay.
+    4. m becomes the decoded mean, the same on all ranks, but 0 where v is 0. A sign cannot be zero, and without that
+       mask training diverges within about twenty steps of the freeze.
+    5. p = p - lr m / (sqrt(v) + eps), with m's bias correction, v's by `v_correction`, and decoupled weight decay.
 
     `model = OneBitAdam(module, lr=1e-3, freeze_step=1000)`, and `model.optimizer.step()` after backward.
-    `MomentumAllReduce` says how both stay together, `FrozenAdam` when "auto" freezes. Under `torch.amp.GradScaler` pass
-    that as `scaler`. The paper has a magnitude a chunk, this a magnitude a block; the paper's v has no bias correction after the
-    freeze (`v_correction="none"`).
+    See `MomentumAllReduce` for how both stay together, and `FrozenAdam` for when "auto" freezes. Under
+    `torch.amp.GradScaler` pass that as `scaler`. The paper has one magnitude per chunk, this class one per block; the
+    paper's v has no bias correction after the freeze (`v_correction="none"`).
     """
 
     name = "onebit_adam"

@@ -1,4 +1,4 @@
-"""QAdam: momentum as one byte an element, once Adam's second moment is known."""
+"""QAdam: momentum as one byte per element, once Adam's second moment is known."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class QAdam(MomentumAllReduce):
 
     1. Up to `freeze_step`: Adam, on gradients averaged without compression. Then v is frozen.
     2. From then on each rank adds to the common momentum its own gradient: m_i = beta1 m + (1 - beta1) g_i.
-    3. Ranks average m_i as `ByteGrad` averages gradients; m becomes that, but 0 where v is 0, since a byte hardly ever
-       says zero.
-    4. p = p - lr m / (sqrt(v) + eps), with m's bias correction, v's as `v_correction` says, and decoupled weight decay.
+    3. Ranks average m_i as `ByteGrad` averages gradients. m becomes that, but 0 where v is 0, because a byte is hardly
+       ever decoded to zero.
+    4. p = p - lr m / (sqrt(v) + eps), with m's bias correction, v's by `v_correction`, and decoupled weight decay.
 
-    `model = QAdam(module, lr=1e-3, freeze_step=100)`, and `model.optimizer.step()` after backward. `MomentumAllReduce`
-    says how both stay together. Under `torch.amp.GradScaler` pass that as `scaler`.
+    `model = QAdam(module, lr=1e-3, freeze_step=100)`, and `model.optimizer.step()` after backward. See
+    `MomentumAllReduce` for how both stay together. Under `torch.amp.GradScaler` pass that as `scaler`.
 
-    Where BAGUA's differs: it throws the gradient of the last step before the freeze away; it forgets weight decay at the
-    freeze; and it has one pair of betas for all groups.
+    BAGUA's differs in three points. It drops the gradient of the last step before the freeze, and weight decay at the
+    freeze. It has one pair of betas for all groups.
     """
 
     name = "qadam"

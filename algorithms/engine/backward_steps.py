@@ -58,7 +58,7 @@ class BackwardSteps:
         self.taken: set[str] = set()
         self._exchanged = dict(parameters)
         self._buckets: list[BucketSteps] = []
-        self._late: Part | None = None
+        self._rest: Part | None = None
 
     def lay_out(self, buckets: Sequence[Bucket]) -> list[BucketSteps]:
         """Returns what takes the steps of each of some new buckets."""
@@ -66,7 +66,7 @@ class BackwardSteps:
         return self._buckets
 
     def updates(self, name: str) -> bool:
-        """Whether the optimizer has a parameter."""
+        """Returns True if the optimizer has a parameter."""
         return name in self.parameters
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class BackwardSteps:
         known = {p for group in self.optimizer.param_groups for p in group["params"]}
         found = {name: p for name, p in self._exchanged.items() if p in known}
         if found.keys() != self.parameters.keys():
-            self.parameters, self._late = found, None
+            self.parameters, self._rest = found, None
             for bucket in self._buckets:
                 bucket.forget()
 
@@ -83,19 +83,19 @@ class BackwardSteps:
         return Part(self.optimizer, [self.parameters[name] for name in names])
 
     def end(self, names: Sequence[str]) -> None:
-        """Takes note that parameters have had their step."""
+        """Stores that parameters have had their step."""
         for name in names:
             self.parameters[name].grad = None
         self.taken.update(names)
 
-    def finish_late(self, late: Mapping[str, torch.Tensor]) -> None:
+    def finish(self, unused: Mapping[str, torch.Tensor]) -> None:
         """When all exchanges have ended, updates parameters by gradients that came from other ranks only."""
-        for name, mean in late.items():
+        for name, mean in unused.items():
             self.parameters[name].grad = mean
-        if late:
-            self._late = self._late or self.part(list(self.parameters))
-            self._late.step()
-            self.end(list(late))
+        if unused:
+            self._rest = self._rest or self.part(list(self.parameters))
+            self._rest.step()
+            self.end(list(unused))
         self.taken.clear()
 
 
@@ -115,7 +115,7 @@ class BucketSteps:
         self._early: set[str] = set()
 
     def begin(self, present: Sequence[bool]) -> None:
-        """Takes note of which of the bucket's tensors have a gradient here."""
+        """Stores which of the bucket's tensors have a gradient here."""
         self._ready, self._early = {}, set()
         for name, view, here in zip(self._bucket.names, self._bucket.views, present, strict=True):
             if here and self._steps.updates(name):

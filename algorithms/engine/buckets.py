@@ -93,11 +93,11 @@ def fill(
 
     Args:
         bucket: where to.
-        gradients: for each slot its own; None stands for zeros. It is emptied, so that backward can use the memory of what was
-            copied again; what is lent stays until it is exchanged, what is adopted until the next is.
+        gradients: for each slot its own; None stands for zeros. The list is emptied, so that backward can reuse the memory of
+            gradients that were copied. A gradient that the exchange reads in place stays until it has been exchanged. One
+            that is the bucket's memory stays until the next one is.
         weight: by which they are multiplied.
-        exchange: the bucket's, if gradients that are not multiplied may stay where they are as far as it reads them there, and
-            become the bucket's memory as far as it looks for that anew.
+        exchange: the bucket's, if it may read gradients in place (`reads_in_place`, `takes_memory`); None copies all.
         interruption: by which gradients are dropped, if some are set after it happened.
     """
     lends, adopts = exchange is not None and exchange.reads_in_place, exchange is not None and exchange.takes_memory

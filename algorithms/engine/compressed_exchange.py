@@ -25,8 +25,8 @@ class Feedback:
     """What is kept of what payloads lack, and the seed of random numbers.
 
     Attributes:
-        workers: whether each rank keeps what its payloads lack; where the codec is biased if None.
-        owners: whether the owners of chunks do; as `workers` if None.
+        workers: True if each rank keeps what its payloads lack; None: if the codec is biased.
+        owners: True if the owners of chunks do; None: as `workers`.
         seed: of random numbers.
     """
 
@@ -36,10 +36,10 @@ class Feedback:
 
 
 class CompressedExchange(Exchange):
-    """Averages a bucket as its policy says, with error feedback.
+    """Averages a bucket with the codec that its policy chooses, and with error feedback.
 
     Attributes:
-        policy: says what encodes the bucket in a step.
+        policy: chooses the codec of the bucket in a step.
         feedback: see there.
     """
 
@@ -47,7 +47,7 @@ class CompressedExchange(Exchange):
     delivers = True
 
     def __init__(self, bucket: Bucket, communicator: Communicator, policy: Policy, feedback: Feedback) -> None:
-        """Remembers nothing yet."""
+        """Begins without residuals."""
         super().__init__(bucket, communicator)
         self.policy = policy
         self.feedback = feedback
@@ -85,7 +85,7 @@ class CompressedExchange(Exchange):
             guard.judge(bucket, codec, sample)
 
     def _reads_pieces(self, codec: Codec | None) -> bool:
-        """Whether gradients need not be in the bucket, since only the all-reduce looks at them, and does so piece by piece."""
+        """Returns True if only the all-reduce reads the gradients, piece by piece, so that they need not be in the bucket."""
         found = self._all_reduce
         if found is None or found.codec != codec:
             return False

@@ -14,7 +14,7 @@ from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
 from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, fill
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
-from bagua_kernels.algorithms.engine.member import Counters, Member
+from bagua_kernels.algorithms.engine.member import EngineCounters, Member
 from bagua_kernels.algorithms.engine.options import EngineOptions
 from bagua_kernels.algorithms.engine.participation import Participation, frozen_elsewhere
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
@@ -33,13 +33,13 @@ _LOOK_EVERY = 64
 class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
-    1. When a parameter's gradient is complete, its hook takes note of it. What later hooks make of it is not exchanged.
-    2. When all gradients of a bucket are there, and all buckets before it have been started, a communication thread copies
-       them into the bucket, unless they are there already or its exchange reads them where they are, and runs the exchange,
-       while backward goes on. On a GPU backward's stream makes the copy.
-    3. At the end of backward, buckets with parameters that took no part are completed with zeros and started, all are waited
-       for, and each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
-       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it; so does a frozen
+    1. When a parameter's gradient is complete, its hook stores it. What later hooks make of it is not exchanged.
+    2. A bucket starts when all of its gradients are there and all buckets before it have been started. A communication
+       thread copies them into the bucket, if its exchange does not read them in place, and runs the exchange. Backward goes
+       on meanwhile. On a GPU backward's stream makes the copy.
+    3. At the end of backward, buckets with parameters that took no part are completed with zeros and started. All are waited
+       for. Each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
+       without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. So does a frozen
        one (`requires_grad` is False), which all ranks have to freeze between the same passes.
     4. After the first pass in which all gradients came, buckets are laid out once in the order in which they came on rank 0.
 
@@ -49,7 +49,7 @@ class Engine:
         members: the parameters with dense gradients, in the reverse order of registration; positions count in this list.
         buckets: where each of them lies, and the exchanges.
         communicators: one, or one for each bucket that is exchanged at a time; the first is the one that was given.
-        enabled: whether backward passes exchange gradients.
+        enabled: True if backward passes exchange gradients.
         weight: what the next gradients are multiplied by before they are averaged.
         counters: what happened so far.
         participation: which parameters take part in a pass.
@@ -85,13 +85,13 @@ class Engine:
         self.communicators = [communicator]
         self.enabled = True
         self.weight = 1.0
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self.participation = Participation(self.members, communicator.size)
         self.interruption = Interruption([member.parameter for member in members])
         self._bucket_options = options.buckets
         self._bucket_steps: list[BucketSteps] = []
         self.lay_out(None, {})
-        # What exchanges say of themselves decides how they are laid out and connected.
+        # The attributes of exchanges decide how they are laid out and connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
         if on_cpu and all(each.takes_memory for each in exchanges):
             self._bucket_options = replace(options.buckets, alone=True)
@@ -275,7 +275,7 @@ class Engine:
         self._tasks.append(self._runtime.start(bucket.index, run, label))
 
     def _asks_for_order(self) -> bool:
-        """Whether buckets are to be laid out in the order of this pass, which is asked for once."""
+        """Returns True if buckets are to be laid out in the order of this pass, which is asked for once."""
         looks = self._device.type != "cuda" or self._step % _LOOK_EVERY == 0
         if self._order_is_known or not looks or len(self._arrived) < len(self.members):
             return False
@@ -352,7 +352,7 @@ class Engine:
                 else:
                     member.parameter.grad = bucket.views[slot]
         if steps is not None:
-            steps.finish_late(late)
+            steps.finish(late)
 
     def _conclude(self) -> None:
         """Decides what follows from the pass; collective."""

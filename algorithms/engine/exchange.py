@@ -26,25 +26,25 @@ class Updates(Protocol):
 
 
 class Exchange(abc.ABC):
-    """The exchange of one bucket in step after step, and what is remembered of it.
+    """The exchange of one bucket in step after step, with its own state.
 
-    A class with a `run` of its own has the attributes below that are about `run` only if it says so: else gradients are in
-    the bucket before, and the mean is expected there afterwards.
+    A class with a `run` of its own does not inherit the attributes below that are about `run`; it sets them again. By
+    default gradients are in the bucket before `run`, and the mean is expected there afterwards.
 
-    It knows its bucket and its communicator. Whoever drives it fills the bucket, says which of its tensors are frozen
-    (`Bucket.frozen`), sets the loss scale if there is one, and waits for what `run` yields. All ranks run the exchanges of one
+    It knows its bucket and its communicator. Its driver fills the bucket, lists its frozen tensors (`Bucket.frozen`), and
+    sets the loss scale if there is one. It waits for each work that `run` yields. All ranks run the exchanges of one
     communicator in the same order.
 
     Attributes:
         bucket: whose `flat` and `exact` are replaced.
         communicator: the ranks.
-        loss_scale: what the gradients are multiplied by of which something is remembered.
+        loss_scale: the factor of the gradients that are in the state.
         updates: if given, it may take the mean instead of the bucket.
-        reads_in_place: whether `run` reads gradients that are to be compressed where they are, if they are in `Bucket.lent`.
-        one_collective: whether `run` makes one collective, so that several exchanges may share a communicator.
-        delivers: whether `run` may give the mean to `updates` instead of the bucket.
-        has_memory: whether a mean may be other than zero though no rank has a gradient in this step.
-        takes_memory: whether the bucket's memory may be another one in each step, as `Bucket.adopt` makes it.
+        reads_in_place: True if `run` reads gradients that are to be compressed from `Bucket.lent`, in place.
+        one_collective: True if `run` makes one collective, so that several exchanges may share a communicator.
+        delivers: True if `run` may give the mean to `updates` instead of the bucket.
+        has_memory: True if a mean may be other than zero though no rank has a gradient in this step.
+        takes_memory: True if the bucket's memory may be another one in each step, as `Bucket.adopt` makes it.
     """
 
     reads_in_place = False
@@ -60,7 +60,7 @@ class Exchange(abc.ABC):
                 setattr(cls, name, cls.__dict__.get(name, False))
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
-        """Remembers nothing yet."""
+        """Begins without state."""
         self.bucket = bucket
         self.communicator = communicator
         self.loss_scale = 1.0
@@ -75,20 +75,20 @@ class Exchange(abc.ABC):
         """
 
     def state(self) -> dict[str, Named]:
-        """What is remembered, without loss scale: of each thing a tensor for each parameter's name; collective."""
+        """Returns the state without loss scale, for each key one tensor per parameter's name; collective."""
         return {}
 
     def load(self, state: Mapping[str, Named]) -> None:  # noqa: B027
-        """Takes what `state` gave, of this bucket's parameters among others; what is lacking starts anew."""
+        """Restores what `state` returned, maybe for more parameters than this bucket's; what is lacking starts anew."""
 
     def scale_to(self, loss_scale: float) -> None:
-        """Brings what is remembered to another loss scale."""
+        """Brings the state to another loss scale."""
         factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale
         if factor != 1.0:
             self.rescale(factor)
 
     def rescale(self, factor: float) -> None:  # noqa: B027
-        """Multiplies what is remembered, since the loss scale changed. A power of two, as scales are, rounds nothing."""
+        """Multiplies the state, because the loss scale changed. A power of two, as scales are, rounds nothing."""
 
     def end_step(self, unused: Sequence[int]) -> None:  # noqa: B027
         """Called after each step, when no exchange is under way.
@@ -98,5 +98,5 @@ class Exchange(abc.ABC):
         """
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank's payloads have lacked so far, without loss scale."""
+        """Returns the Euclidean norm of this rank's residuals, without loss scale."""
         return 0.0

@@ -19,7 +19,7 @@ from bagua_kernels.launchers.multitensor import TensorUpdate
 
 
 class LowRankExchange(Exchange):
-    """Averages a bucket's matrices as thin factors, and the rest of it as it is, in the steps that its policy says."""
+    """Averages a bucket's matrices as thin factors, and the rest of it as it is, in the steps that its policy chooses."""
 
     reads_in_place = True
     delivers = True

@@ -1,4 +1,4 @@
-"""What the engine is given, a parameter at a time, and what it counts."""
+"""A parameter of the engine, and the engine's counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass
-class Counters:
+class EngineCounters:
     """What the engine has counted since it was made.
 
     Attributes:
@@ -31,8 +31,8 @@ class Member:
         name: in the module.
         parameter: itself.
         kind: only parameters of one kind share a bucket.
-        exact: whether its gradient lies in the part of the bucket that is not compressed.
-        sparse: whether its gradient is sparse; it is then exchanged by itself, after the buckets.
+        exact: True if its gradient lies in the part of the bucket that is not compressed.
+        sparse: True if its gradient is sparse; it is then exchanged by itself, after the buckets.
     """
 
     name: str

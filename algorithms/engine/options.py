@@ -16,8 +16,8 @@ class BucketOptions:
     Attributes:
         align: elements to whose multiples tensors are aligned in a bucket.
         bucket_bytes: size from which a bucket takes no more tensors.
-        small_first: whether the first buckets take less, so that the wire is in use early.
-        alone: whether a large gradient has a bucket to itself, whose memory it may become.
+        small_first: True if the first buckets take less, so that the wire is in use early.
+        alone: True if a large gradient has a bucket to itself, whose memory it may become.
     """
 
     align: int = 1

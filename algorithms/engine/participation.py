@@ -10,10 +10,10 @@ from bagua_kernels.algorithms.engine.member import Member
 
 
 class Participation:
-    """Has or lacks each parameter a gradient, or is it frozen; what ranks tell one another of it are flags.
+    """Finds out which parameters have a gradient on any rank, and which are frozen, by the mean of flags.
 
-    A flag is 1 if this rank has a gradient, 0 if the parameter is frozen here, else a small number, so that the mean says
-    whether any rank has one, and whether all have frozen it.
+    A flag is 1 if this rank has a gradient, 0 if the parameter is frozen here, else a small number. The mean is 0 if all ranks
+    have frozen the parameter, and large if any rank has a gradient.
 
     Attributes:
         present: positions of the parameters with a gradient on this rank.

@@ -1,4 +1,4 @@
-"""Tells backward passes that run inside of another one."""
+"""Detects backward passes that run inside of another one."""
 
 from __future__ import annotations
 

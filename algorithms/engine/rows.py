@@ -29,7 +29,7 @@ class Rows:
     def run(self, communicator: Communicator) -> Iterator[Work]:
         """Replaces the gradient by the mean over all ranks; yields each collective that it waits for.
 
-        1. Ranks tell one another how many rows they have.
+        1. All-gather the numbers of rows.
         2. All-gather the rows' numbers and values, filled up to the longest.
         3. Add up the rows of one number, in the order of ranks, and divide by the number of ranks.
         """

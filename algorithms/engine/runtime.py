@@ -30,8 +30,8 @@ class Task:
         label: what profilers call it.
         done: set when the exchange has ended, well or not.
         error: what went wrong.
-        follows: True if `error` only tells that an exchange before this one failed.
-        began: when the exchange began, as `time.perf_counter` tells.
+        follows: True if `error` only means that an exchange before this one failed.
+        began: when the exchange began, by `time.perf_counter`.
         ended: when it ended.
         ready: on a GPU, recorded when the gradients are in the bucket.
         finished: on a GPU, recorded when the means are.
@@ -61,7 +61,7 @@ class _Connection:
     """What the threads of one communicator share.
 
     Attributes:
-        tasks: to be started in their order; None tells all threads to end.
+        tasks: to be started in their order; None ends all threads.
         turn: held by the thread that takes a task and starts its first collective.
         failure: of the first thing that went wrong: after it the ranks no longer agree on what comes next.
     """
@@ -75,8 +75,8 @@ class Runtime:
     """Runs up to `in_flight` exchanges at a time: bucket k belongs to slot k % in_flight.
 
     A slot is a thread with a communicator of its own, or with one that all slots share where each exchange makes one collective.
-    On a communicator exchanges start in the order in which they are given, so that all ranks start its collectives in one
-    order, without which those of different buckets would meet. The next one starts when the one before it has ended or, on
+    On a communicator exchanges start in the order in which they are given. So all ranks start its collectives in one
+    order; otherwise those of different buckets would meet. The next one starts when the one before it has ended or, on
     a shared communicator, when that waits for its collective.
     """
 

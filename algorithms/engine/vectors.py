@@ -22,7 +22,7 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
     Args:
         bucket: its tensors.
         named: their shares.
-        exact: whether the vector is to cover exact tensors too.
+        exact: True if the vector covers exact tensors too.
 
     Raises:
         ValueError: a tensor has another number of elements than its parameter.
@@ -37,9 +37,7 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
         if named[name].numel() == count:
             vector[span] = named[name].view(-1).to(vector)
         else:
-            raise ValueError(
-                f"what is remembered of {name!r} has {named[name].numel()} elements, the parameter {count}"
-            )
+            raise ValueError(f"the state of {name!r} has {named[name].numel()} elements, the parameter {count}")
     return vector
 
 
@@ -50,8 +48,8 @@ def _shares(bucket: Bucket) -> Iterator[tuple[str, slice]]:
 def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
     """The Euclidean norm of a tensor of one element or more, a float64 scalar; not finite if an element is not.
 
-    Squares are taken in units of the power of two above the greatest magnitude: those of large and of small gradients leave
-    the range of float32, while the units of k x are k times those of x for any power of two k.
+    Squares are taken in units of the power of two above the greatest magnitude: others may leave the range of float32.
+    The units of k x are k times those of x for any power of two k.
     """
     x = x.detach()
     if x.device.type == "cpu":

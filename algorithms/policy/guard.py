@@ -28,7 +28,7 @@ class Guard:
         every: steps between two looks at a bucket, each of which costs an exact all-reduce of it.
         bound: of the relative error of a bucket's mean, `|compressed - exact| / |exact|`, above which something is done.
             With error feedback a single step's mean is far from the exact one, near 1 for a sign, and no harm is done.
-        action: "warn"; "widen", which goes on with more bits an element; or "exact", which goes on without compression.
+        action: "warn"; "widen", which goes on with more bits per element; or "exact", which goes on without compression.
 
     Raises:
         ValueError: a number is out of its range, or the action is another.
@@ -72,7 +72,7 @@ class Sample:
 
 
 class Guarded(Policy):
-    """What another policy says, until the guard finds too much lost and decides otherwise."""
+    """Chooses as another policy does, until the guard finds too much lost and decides otherwise."""
 
     def __init__(self, inner: Policy, guard: Guard, schedules: Mapping[str, Schedule], alignment: int) -> None:
         """Has decided nothing.
@@ -98,11 +98,11 @@ class Guarded(Policy):
         return self._instead.get(kind, planned) if planned is not None else None
 
     def looks(self, bucket: Bucket, step: int) -> bool:
-        """Whether the guard looks at a bucket in a step."""
+        """Returns True if the guard looks at a bucket in a step."""
         return (step + bucket.index) % self.guard.every == 0
 
     def judge(self, bucket: Bucket, codec: Codec, sample: Sample) -> None:
-        """Takes note of how much a bucket's mean has lost; collective."""
+        """Measures how much a bucket's mean has lost; collective."""
         error, errors = sample.errors(bucket)
         self._errors.update(errors)
         then = answer(self.guard, codec, bucket, error, self._alignment)
@@ -149,7 +149,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def wider(codec: Codec, alignment: int) -> Codec | None:
-    """The next codec with more bits an element; None, which is no compression, after 16.
+    """The next codec with more bits per element; None, which is no compression, after 16.
 
     Blocks are no larger than what tensors are aligned to in a bucket; where that is less than a block can be, 16 bits follow.
     """

@@ -32,7 +32,7 @@ class Trial:
         outcome: "" before it begins; "running"; and then what goes on, "compressed" or "plain".
         seconds: of the counted steps so far, on this rank.
         medians: of compressed steps and of plain ones, once it is decided.
-        clock: seconds since whenever.
+        clock: returns seconds since any fixed time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -48,16 +48,16 @@ class Trial:
 
     @property
     def decided(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self.outcome in ("compressed", "plain")
 
     @property
     def due(self) -> bool:
-        """Whether all is measured and `decide` is to come."""
+        """True if all is measured and `decide` is to come."""
         return not self.decided and len(self.seconds) == (BLOCKS - 1) * _COUNTED
 
     def compresses(self, step: int) -> bool:
-        """Whether a step may be compressed."""
+        """Returns True if a step may be compressed."""
         if self.outcome == "running":
             return _is_compressed((step - self._start) // BLOCK_STEPS)
         return self.outcome != "plain"
@@ -98,7 +98,7 @@ class Trial:
 
         Args:
             communicator: of all ranks.
-            compressed: whether anything was.
+            compressed: True if anything was.
             step: which one it was.
             seconds: from its first gradient to the end of its last exchange.
         """
@@ -106,9 +106,9 @@ class Trial:
             self.begin(step)
         self.note(step, seconds)
         if self.due:
-            self._settle(communicator)
+            self._decide_together(communicator)
 
-    def _settle(self, communicator: Communicator) -> None:
+    def _decide_together(self, communicator: Communicator) -> None:
         own = torch.tensor(self.seconds, dtype=torch.float64, device=communicator.device)
         everyone = own.new_empty(communicator.size * own.numel())
         communicator.all_gather(everyone, own).wait()
@@ -132,7 +132,7 @@ def _is_compressed(block: int) -> bool:
 
 
 class OnlyIfFaster(Policy):
-    """What another policy says, unless a trial in training finds that steps without compression are faster.
+    """Chooses as another policy does, unless a trial in training finds that steps without compression are faster.
 
     Attributes:
         trial: its state.

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.compression import Cast, Codec, Contractive
 from bagua_kernels.compression.block import BlockCodec
 
-# With AdamW 4 bits an element train almost as exact means do, 2 and 1 do not (bench/results/convergence.json). Of other codecs,
+# With AdamW 4 bits per element train almost as exact means do, 2 and 1 do not (bench/results/convergence.json). Of other codecs,
 # sparsifiers above all, this part of a gradient's squared norm is to be in a payload.
 _BITS, _PART = 4, 0.4
 # Adam, AdamW, NAdam, RAdam, Adamax, SparseAdam, FusedAdam, Adam8bit, …; LAMB divides by the same root.

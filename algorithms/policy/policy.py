@@ -1,4 +1,4 @@
-"""What a policy is: it says what encodes a bucket in a step."""
+"""The policy of an algorithm: which codec encodes a bucket in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Outcome = Literal["", "running", "compressed", "plain"]
 
 
 class Policy:
-    """Says what encodes the buckets of a kind in a step; this one that nothing does.
+    """Chooses the codec of the buckets of a kind in a step; this base chooses none.
 
     It is asked on communication threads, where ranks take buckets in different orders. So it decides only when a step ends, and
     all ranks alike. Policies around others have them in `inner`.
@@ -29,11 +29,11 @@ class Policy:
         self.inner = inner
 
     def codec(self, kind: Hashable, step: int) -> Any:
-        """What encodes buckets of a kind in a step; None if nothing does."""
+        """Returns the codec of buckets of a kind in a step; None for no compression."""
         return None if self.inner is None else self.inner.codec(kind, step)
 
     def is_lasting(self, step: int) -> bool:
-        """Whether buckets are encoded from a step on as in all later ones, so that it tells how fast that is."""
+        """Returns True if buckets are encoded from a step on as in all later ones, so that its time is theirs."""
         return True if self.inner is None else self.inner.is_lasting(step)
 
     def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:

@@ -42,7 +42,7 @@ class Schedule:
 
 
 class Scheduled(Policy):
-    """Codecs as the schedules say that are the buckets' kinds."""
+    """Codecs by the schedules that are the buckets' kinds."""
 
     def __init__(self, last_start: int) -> None:
         """Knows from which step on no codec changes any more."""

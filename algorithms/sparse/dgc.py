@@ -25,8 +25,8 @@ class Correction:
 
     Attributes:
         momentum: m.
-        nesterov: whether it is Nesterov's.
-        masking: whether it stops where elements were sent.
+        nesterov: True if it is Nesterov's.
+        masking: True if it stops where elements were sent.
         clip: the norm to which gradients are clipped before; None does not clip.
     """
 
@@ -49,8 +49,8 @@ class DGC(CompressedAllReduce):
 
     Tensors that are exact are averaged as they are, and get their momentum then. What arrives already contains the momentum, so
     the optimizer is SGD without; sparse gradients of embeddings get none. In the first steps the ratio falls from a
-    quarter, as `warmup` says, since early gradients change fast. The paper masks and sends 0.1 %, over trainings in which
-    each element is sent many times; at higher ratios masking undoes momentum, and training is slower than dense SGD's.
+    quarter (`warmup`), because early gradients change fast. The paper masks and sends 0.1 %, over trainings in which
+    each element is sent many times. At higher ratios masking undoes momentum, and training is slower than dense SGD's.
     """
 
     name = "dgc"

@@ -12,12 +12,12 @@ class Buffers:
     """Writes rank 0's buffers, or the means, into those of this rank, between forward passes that wait for their backward.
 
     Autograd refuses a backward pass if a tensor that it saved has been written since. Batch norm saves its running statistics
-    in each forward pass, does not read them in the backward pass of training, and changes them without telling autograd; so
-    a GAN's discriminator may see real and generated samples before one backward pass. Here a write must not fail where the
-    module's own does not, and must not hide what autograd has to know:
+    in each forward pass, and changes them without a new version for autograd. The backward pass of training does not read them.
+    So a GAN's discriminator may see real and generated samples before one backward pass. Here a write must not
+    fail if the module's own does not, and must not hide a change from autograd:
 
-    1. A buffer that is the same tensor as after the last write, and of which autograd knows no change since, has changed at
-       most as batch norm's statistics do. It is written without telling autograd.
+    1. A buffer may be the same tensor as after the last write, with the same version for autograd. Then it has changed at
+       most as batch norm's statistics do. It is written without a new version.
     2. If the module has put another tensor in its place, that one may have been saved, and its values may be needed. It
        stays as it is; the buffer becomes a new tensor.
     3. Everything else is written as any operation in place does it: autograd knows of the module's change already.

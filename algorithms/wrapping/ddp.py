@@ -25,7 +25,7 @@ ARGUMENTS = {
     "forward_sync_buffers": "pass broadcast_buffers instead",
     "init_sync": "it is not needed: rank 0's parameters and buffers are always given to all ranks at the start",
     "delay_all_reduce_named_params": "there is none: each gradient is exchanged as soon as its bucket is complete; "
-    "bucket_bytes says how soon that is",
+    "choose how soon with bucket_bytes",
     "param_to_hook_all_reduce": "there is none: each gradient is exchanged as soon as its bucket is complete; bucket_bytes "
     "says how soon that is",
     "mixed_precision": "there is none: use torch.autocast, or a module of half precision",
@@ -53,7 +53,7 @@ def explain_arguments(kind: type, names: Iterable[str]) -> None:
 
 
 def is_inside_ddp(module: torch.nn.Module) -> bool:
-    """Whether this runs in the forward pass of a `DistributedDataParallel` that holds a module."""
+    """Returns True if this runs in the forward pass of a `DistributedDataParallel` that holds a module."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return active is not None and any(each is module for each in active.modules())
 

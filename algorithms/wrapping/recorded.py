@@ -25,8 +25,8 @@ _DEEPEST = 8
 class Recorded:
     """The arguments of all constructors of one algorithm, from the outermost class to the base.
 
-    `recorded` fills it. The arguments of a subclass come first, so that a difference is reported under the name that the
-    user wrote, not under what a constructor made of it.
+    `recorded` fills it. The arguments of a subclass come first. So a difference is reported under the name that the user
+    wrote, not under the argument of the base that a constructor made of it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
     """Makes a constructor store its arguments in the attribute `_options` before it runs.
 
     Raises:
-        TypeError: by the constructor, if an argument is one of `DistributedDataParallel`; the message says what takes its place.
+        TypeError: by the constructor, if an argument is one of `DistributedDataParallel`; the message has the counterpart.
     """
     signature = inspect.signature(init)
     owner = init.__qualname__.rpartition(".")[0]
@@ -91,8 +91,8 @@ def _flattened(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
 def describe(value: Any, depth: int = 0) -> Any:
     """Describes a value by what JSON can hold, so that equal values of two processes have equal descriptions.
 
-    Numbers and texts stand for themselves, tensors for their bytes' digest, functions and classes for their qualified names,
-    and other objects for their class and public attributes. Modules and iterators are not told apart.
+    Numbers and texts stand for themselves, tensors for the digest of their bytes. Functions and classes stand for their
+    qualified names, other objects for their class and public attributes. All modules, and all iterators, are alike.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value.name if isinstance(value, Enum) else value
@@ -173,7 +173,7 @@ def differences(everyone: list[list[list[Any]]]) -> list[str]:
 
 
 def grouped(values: list[Any]) -> str:
-    """Says which ranks have which value, such as "1 on ranks 0 and 2, 5 on rank 1"."""
+    """Returns which ranks have which value, such as "1 on ranks 0 and 2, 5 on rank 1"."""
     ranks: list[tuple[Any, list[str]]] = []
     for rank, value in enumerate(values):
         same = next((holders for other, holders in ranks if other == value), None)

@@ -26,7 +26,7 @@ def check_replicas(
 ) -> None:
     """Raises, on all ranks, unless all have the same algorithm with the same options, and modules that fit; collective.
 
-    One message tells all of it, as JSON.
+    One message contains all of it, as JSON.
 
     Args:
         module: whose parameters and buffers have the same names, shapes and dtypes on all ranks, on the communicator's device.

@@ -20,7 +20,7 @@ class WrappedModule(torch.nn.Module):
 
     Attributes:
         module: the wrapped module.
-        weighable: whether ranks may have weights, of which `join` makes use.
+        weighable: True if ranks may have weights, which `join` uses.
     """
 
     weighable = True
@@ -62,8 +62,8 @@ class WrappedModule(torch.nn.Module):
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Lets ranks have different numbers of batches: within this block, those that are through take part with weight 0.
 
-        Every forward pass in it tells the others that this rank still trains. At its end a rank takes part in the
-        exchanges of the others until none is left, and then takes over the parameters and buffers of the last that trained.
+        Every forward pass in it announces to the others that this rank still trains. At the end of the block a rank takes part
+        in the exchanges of the others until none is left. Then it takes over the parameters and buffers of the last rank.
         Means are over the ranks that still train. Every exchanging backward pass needs one forward pass in training mode.
 
         Args:
