@@ -59,7 +59,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy examples/train_images.py
+	$(PYTHON) -m mypy examples/train_images.py tests/algorithms/misspelled_options.py
 
 format: $(INSTALLED)
 	$(PYTHON) -m ruff check --fix .

@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from bagua_kernels import algorithms, comm, optim
-from bagua_kernels.algorithms import Exchange
-from bagua_kernels.bucket import Bucket
+from bagua_kernels import comm
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
-from bench.training.models import batch, model
+from bench.training.rivals import Rival, Silent
 
 Times = dict[str, list[float]]
 
@@ -37,151 +32,8 @@ _OVERLAPS: list[tuple[list[str], float, dict[str, Any]]] = [
     (["bytegrad"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
     (["allreduce in backward"], 1.75, {}),
 ]
-_WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps
-OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
-    "allreduce": (algorithms.GradientAllReduce, {}),
-    "bytegrad": (algorithms.ByteGrad, {}),
-    "int8": (algorithms.CompressedAllReduce, {"codec": "absmax_int8", "error_feedback": False}),
-    "sign": (algorithms.SignSGD, {}),
-    "topk": (algorithms.TopK, {"ratio": 0.01}),
-    **{f"powersgd {rank}": (algorithms.PowerSGD, {"rank": rank}) for rank in (1, 2, 4)},
-    **{f"powersgd {rank} in turn": (algorithms.PowerSGD, {"rank": rank, "alternate": True}) for rank in (2, 4)},
-}
-OURS |= {
-    **{
-        f"{name} if faster": (kind, {**own, "only_if_faster": True})
-        for name, (kind, own) in OURS.items()
-        if kind is not algorithms.GradientAllReduce and not own.get("alternate")
-    },
-    **{
-        f"{name} in backward": (OURS[name][0], {**OURS[name][1], "apply_in_backward": True})
-        for name in (
-            "allreduce",
-            "bytegrad",
-            *(f"powersgd {rank}{sides}" for rank in (2, 4) for sides in ("", " in turn")),
-        )
-    },
-}
-
-
-class Silent(algorithms.GradientAllReduce):
-    """All the work of the engine, and no communication."""
-
-    name = "silent"
-
-    def exchange_for(self, bucket: Bucket, communicator: comm.Communicator) -> Exchange:
-        """See `GradientAlgorithm.exchange_for`."""
-        return Nothing(bucket, communicator)
-
-
-class Nothing(Exchange):
-    """Leaves each rank its own gradients."""
-
-    # As what it stands for: it does not care either where a bucket's memory is.
-    one_collective = True
-    takes_memory = True
-    has_memory = False
-
-    def run(self, step: int) -> Iterator[comm.Work]:
-        """See `Exchange.run`."""
-        yield from ()
-
-
-def ddp(module: torch.nn.Module, hook: str) -> torch.nn.Module:
-    """DDP as it is, or with a communication hook."""
-    if hook.startswith("powersgd"):
-        # With several buckets the hook's collectives meet those of other buckets on Gloo, and a rank aborts.
-        wrapped = DistributedDataParallel(module, bucket_cap_mb=1000)
-        rank = int(hook.split()[1])
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return wrapped
-    wrapped = DistributedDataParallel(module, broadcast_buffers=hook != "silent")
-    if hook == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif hook == "silent":
-        # Not a function with annotations: DDP compares them with classes, and here they are strings.
-        wrapped.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
-    return wrapped
-
-
-def _done(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(x)
-    return future
-
-
-class Rival:
-    """A copy of a model with its optimizer, and a way to train it."""
-
-    def __init__(
-        self,
-        name: str,
-        of: str,
-        keep: bool = False,
-        wrapper: type[algorithms.Algorithm] | None = None,
-        **options: Any,
-    ) -> None:
-        """Builds it; collective.
-
-        Args:
-            name: "alone", "ddp", "ddp" and a hook, or one of `OURS`.
-            of: the model's name.
-            keep: True if gradients are zeroed instead of dropped before a step.
-            wrapper: the algorithm, instead of the one of that name.
-            **options: more arguments of ours.
-        """
-        self.name, self.keep = name, keep
-        module = model(of)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
-        self.algorithm: algorithms.Algorithm | None = None
-        self.module = module
-        if wrapper is not None:
-            self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
-        elif name in OURS:
-            kind, arguments = OURS[name]
-            if arguments.get("apply_in_backward"):
-                self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
-            self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)
-        elif name.startswith("ddp"):
-            self.module = ddp(module, name.removeprefix("ddp").strip())
-        self.x, self.y = batch(of, comm.rank())
-
-    def backward(self) -> None:
-        self.loss().backward()
-
-    def loss(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=not self.keep)
-        return torch.nn.functional.cross_entropy(self.module(self.x), self.y)
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-
-    def warm_up(self) -> None:
-        for _ in range(_WARM):
-            self.step()
-
-    def try_out(self) -> str:
-        """Takes the steps in which an algorithm measures whether compression pays; returns the result."""
-        if self.algorithm is None or "if faster" not in self.name:
-            return ""
-        while self.algorithm.stats().trial not in ("compressed", "plain"):
-            self.step()
-        return self.algorithm.stats().trial
-
-    def follow(self, tuning: Tuning | None) -> None:
-        """Has the algorithm's own communicators, which were made before, follow a tuning."""
-        if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
-            for each in self.algorithm._communicators():
-                assert isinstance(each, comm.StripedCommunicator)
-                each.retune(tuning or Tuning())
-
-    def close(self) -> None:
-        if self.algorithm is not None:
-            self.algorithm.close()
 
 
 class Links:
