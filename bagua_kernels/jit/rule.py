@@ -13,7 +13,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from bagua_kernels.rules.calls import Rule, global_names
-from bagua_kernels.rules.calls import called_rules as called_rules  # a public name of this module
 
 
 def with_literals(code: CodeType, literal: type) -> CodeType:
