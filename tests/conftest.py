@@ -36,6 +36,8 @@ STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Pope
 
 # Ranks that are threads may be compiling kernels, on a machine that has other things to do.
 run_ranks.__kwdefaults__["timeout"] = 100.0
+# Seconds that a test marked as slow may take, on a machine with other work.
+SLOWEST = 900
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_processes(getattr(item, "function", None), set()):
             item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOWEST))
     kept = list(items)
     if EMULATED:
         # Everything else has been tested without.
