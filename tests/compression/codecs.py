@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bagua_kernels.compression import (
     FP8,
@@ -17,6 +18,7 @@ from bagua_kernels.compression import (
     Sign,
     TernGrad,
 )
+from tests.grids import one_of_each
 from tests.oracles.block_quantizers import Spec
 
 
@@ -75,3 +77,16 @@ STOCHASTIC = [
     fp8("e5m2", True),
 ]
 ALL = [*NEAREST, *STOCHASTIC]
+
+
+def sampled(cases: list[Case]) -> list[Any]:
+    """Returns the cases, with those marked `beyond` that have nothing which no other has: each compiles a dozen kernels."""
+    return one_of_each(
+        cases,
+        lambda case: type(case.codec),
+        lambda case: (case.spec.kind, case.spec.norm),
+        lambda case: (case.spec.bits, case.spec.format, case.spec.means),
+        lambda case: case.codec.block,
+        lambda case: (case.spec.kind, case.codec.stochastic),
+        cover=1,
+    )
