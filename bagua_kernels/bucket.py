@@ -10,7 +10,7 @@ import torch
 
 # A link sends a bucket while the next one fills. Where it is about as fast as backward it would be idle before one much larger.
 _GROWTH = 6
-# Backward lets go of a gradient a moment after it has told that it is there.
+# Backward drops its reference to a gradient a moment after it has called the gradient's hook.
 _PATIENCE = 5  # times that its memory is looked at, 0.1 ms apart
 
 
@@ -141,9 +141,9 @@ class Bucket:
         return True
 
     def adopt(self, tensor: torch.Tensor) -> bool:
-        """Takes a tensor's memory for its own, and lets go of what it had; returns whether it does.
+        """Makes a tensor's memory the buffer, in place of the memory before; returns True if it did.
 
-        It does if it is on the CPU, holds one tensor and nothing else, and that memory is the tensor's alone.
+        That takes a bucket on the CPU with one tensor and nothing else, and memory that is this tensor's alone.
         """
         if tensor.data_ptr() == self.whole.data_ptr():
             return False
@@ -161,7 +161,7 @@ class Bucket:
         return alike and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
     def compressed(self, slot: int) -> bool:
-        """Whether a tensor lies in `flat`, which is to be compressed."""
+        """True if a tensor lies in `flat`, which is to be compressed."""
         return self.spans[slot].stop <= self.flat.numel()
 
     def fill(self, slot: int, tensor: torch.Tensor | None) -> None:
@@ -184,7 +184,7 @@ class Bucket:
 
 
 def _exclusive(tensor: torch.Tensor) -> bool:
-    """Whether its memory is PyTorch's and has no other tensor in it: gradients of several parameters may be parts of one."""
+    """True if the memory is PyTorch's and has no other tensor in it: gradients of several parameters may share one."""
     count, storage = getattr(torch._C, "_storage_Use_Count", None), tensor.untyped_storage()
     if count is None or not storage.resizable() or storage.nbytes() != tensor.nbytes:
         return False
@@ -227,8 +227,8 @@ def partition(
         tensors: what to distribute.
         bucket_bytes: target size in bytes.
         kinds: of the tensors; all the same if None.
-        first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller; that of each after it is up
-            to `_GROWTH` times as large.
+        first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller. Each later bucket is up to
+            `_GROWTH` times as large as the one before.
         alone: size in bytes from which a tensor has a bucket to itself; none has if None.
 
     Returns:

@@ -1,7 +1,8 @@
 """Compiles kernels ahead of time, for images and first starts: `python -m bagua_kernels.warmup bytegrad sign:block=128`.
 
-What has been compiled is kept in the folder that NUMBA_CACHE_DIR names, else beside the package's sources or, where these
-cannot be written, in the user's cache. A process finds it there if it runs the same versions on the same kind of processor.
+Compiled kernels are kept in the folder that NUMBA_CACHE_DIR names. Without that variable they lie beside the package's
+sources, or in the user's cache where the sources cannot be written. A process finds them there if it runs the same versions
+on the same kind of processor.
 """
 
 from __future__ import annotations

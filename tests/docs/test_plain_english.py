@@ -49,23 +49,9 @@ HOOKS = {
 # Each of these names has one class on all floors.
 ONE_CLASS = ("Layout", "Plan", "Lane", "Part", "Watch", "Store", "Table", "Group", "Counters")
 
-# Files, and folders that end with a slash, that are still to be cleaned. Take a line out when its file is clean.
-STILL_TO_CLEAN = {
-    "sentences": ("bagua_kernels/",),
-    "phrases": ("bagua_kernels/",),
-    "booleans": ("bagua_kernels/",),
-    "names": ("bagua_kernels/",),
-}
-
 
 def place(file: Path) -> str:
     return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
-
-
-def clean(files: Iterable[Path], kind: str) -> list[Path]:
-    """The files whose owners have cleaned them."""
-    left = STILL_TO_CLEAN[kind]
-    return [file for file in files if not any(place(file) == each or place(file).startswith(each) for each in left)]
 
 
 def long_sentences(files: Iterable[Path]) -> list[str]:
@@ -128,20 +114,20 @@ def old_names(files: Iterable[Path]) -> list[str]:
 
 
 def test_sentences_are_short() -> None:
-    assert not (found := long_sentences(clean(PAGES + SOURCES, "sentences"))), "\n".join(found)
+    assert not (found := long_sentences(PAGES + SOURCES)), "\n".join(found)
 
 
 def test_phrases_are_plain() -> None:
-    assert not (found := private_phrases(clean(PAGES + SOURCES, "phrases"))), "\n".join(found)
+    assert not (found := private_phrases(PAGES + SOURCES)), "\n".join(found)
 
 
 def test_booleans_begin_with_true_if() -> None:
-    assert not (found := booleans_without_true(clean(PAGES + SOURCES, "booleans"))), "\n".join(found)
+    assert not (found := booleans_without_true(PAGES + SOURCES)), "\n".join(found)
 
 
 def test_names_have_one_meaning() -> None:
     sources = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in FLOORS]
-    assert not (found := old_names(clean(sources, "names"))), "\n".join(found)
+    assert not (found := old_names(sources)), "\n".join(found)
 
 
 def test_faults_are_found(tmp_path: Path) -> None:
@@ -160,9 +146,3 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert len(private_phrases([page])) == 1
     assert [message.split()[0] for message in booleans_without_true([file, page])] == ["faulty.py:4:", "faulty.md:5:"]
     assert len(old_names([file])) == 1
-
-
-def test_list_of_files_to_clean_names_files() -> None:
-    for kind, left in STILL_TO_CLEAN.items():
-        for each in left:
-            assert (ROOT / each).exists(), f"{each} is gone: take it out of STILL_TO_CLEAN[{kind!r}]"

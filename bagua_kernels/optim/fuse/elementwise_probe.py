@@ -103,7 +103,7 @@ def _difference(
         for shape, scale in zip(shapes, _SCALES, strict=True)
     ]
     try:
-        plain, flat = (_twin(base, optimizer, group, start, device) for _ in range(2))
+        plain, flat = (_copied(base, optimizer, group, start, device) for _ in range(2))
     except Exception as error:
         raise _refusal(optimizer, f"no copy for a trial could be made: {type(error).__name__}: {error}") from error
     flat.__class__ = fused
@@ -184,7 +184,7 @@ def _check_closure(base: type[Optimizer], optimizer: Optimizer, plain: Optimizer
         raise _refusal(optimizer, f"it evaluates its closure {calls} times a step, and its gradients change in between")
 
 
-def _twin(
+def _copied(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], start: list[torch.Tensor], device: torch.device
 ) -> Optimizer:
     """An optimizer like the given one, for copies of other tensors."""
@@ -202,16 +202,16 @@ def _twin(
     try:
         # Some make their first state in the constructor.
         accepted = inspect.signature(base).parameters
-        twin = base(groups, **{k: v for k, v in defaults.items() if k in accepted})
+        copied = base(groups, **{k: v for k, v in defaults.items() if k in accepted})
     except Exception:
-        twin = object.__new__(base)
-        twin.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
-    memo[id(optimizer)] = twin
+        copied = object.__new__(base)
+        copied.__setstate__({"defaults": defaults, "state": defaultdict(dict), "param_groups": groups})
+    memo[id(optimizer)] = copied
     for name, value in vars(optimizer).items():
         own = ("param_groups", "state", "step", "_unit", "_flat_step", "_storages")
         if name not in own and not name.endswith("_hooks"):
-            vars(twin)[name] = copy.deepcopy(value, memo)
-    return twin
+            vars(copied)[name] = copy.deepcopy(value, memo)
+    return copied
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
