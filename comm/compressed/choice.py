@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,30 +63,11 @@ def all_reduce_for(
         TypeError, ValueError: as the class chosen.
     """
     check_configuration(codec, dtype)
+    make: Callable[..., AllReduce] = partial(CompressedAllReduce, owner_residual=owner_residual, own=own)
     if codec.linear or isinstance(codec, SparseCodec):
-        one_pass = LinearAllReduce if codec.linear else SparseAllReduce
-        return one_pass(
-            codec,
-            communicator,
-            n,
-            exact,
-            dtype,
-            worker_residual=worker_residual,
-            pieces=pieces,
-            plain_below=plain_below,
-        )
-    return CompressedAllReduce(
-        codec,
-        communicator,
-        n,
-        exact,
-        dtype,
-        worker_residual=worker_residual,
-        owner_residual=owner_residual,
-        pieces=pieces,
-        plain_below=plain_below,
-        own=own,
-    )
+        make = LinearAllReduce if codec.linear else SparseAllReduce
+    options = {"worker_residual": worker_residual, "pieces": pieces, "plain_below": plain_below}
+    return make(codec, communicator, n, exact, dtype, **options)
 
 
 def measure_plain_below(
@@ -135,18 +117,8 @@ def measure_plain_below(
     known = _measured.setdefault(communicator, {})
     if key in known:
         return known[key]
-
-    def make(n: int, plain_below: int) -> AllReduce:
-        return all_reduce_for(
-            codec,
-            communicator,
-            n,
-            dtype=dtype,
-            worker_residual=worker_residual,
-            owner_residual=owner_residual,
-            plain_below=plain_below,
-        )
-
+    kept = {"worker_residual": worker_residual, "owner_residual": owner_residual}
+    make: Callable[..., AllReduce] = partial(all_reduce_for, codec, communicator, dtype=dtype, **kept)  # type: ignore[arg-type]
     _times(make, communicator, _SMALLEST, dtype, repeats=1)
     begin = time.perf_counter()
     points: list[_Point] = []
@@ -213,7 +185,7 @@ def _won_from(points: Sequence[_Point]) -> int:
 
 
 def _times(
-    make: Callable[[int, int], AllReduce], communicator: Communicator, n: int, dtype: torch.dtype, *, repeats: int
+    make: Callable[..., AllReduce], communicator: Communicator, n: int, dtype: torch.dtype, *, repeats: int
 ) -> tuple[float, float]:
     """Median seconds of the plain and of the compressed all-reduce of `n` elements, on this rank."""
     # Sparsifiers take longer on some vectors than on others; these are random, and not yet averaged.
@@ -221,7 +193,7 @@ def _times(
     generator = torch.Generator(communicator.device).manual_seed(communicator.rank)
     source = torch.randn(n, dtype=torch.float32, device=communicator.device, generator=generator).to(dtype)
     x = torch.empty_like(source)
-    both = make(n, sys.maxsize), make(n, 0)
+    both = make(n, plain_below=sys.maxsize), make(n, plain_below=0)
     seconds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats):
         for all_reduce, taken in zip(both, seconds, strict=True):

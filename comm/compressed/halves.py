@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts
+from bagua_kernels.comm.compressed.passes import Gather, Pass, Scatter, block_counts
 from bagua_kernels.comm.compressed.residuals import restore, save
 from bagua_kernels.comm.work import Steps, drive
 from bagua_kernels.compression import Codec
 
+P = TypeVar("P", bound=Pass)
 
-class CompressedReduceScatter:
+
+class _Half(Generic[P]):
+    """One pass over vectors of one size, with a residual if that is asked for."""
+
+    _kind: type[P]
+    _side: str  # name of the residual
+
+    def __init__(
+        self,
+        codec: Codec,
+        communicator: Communicator,
+        n: int,
+        dtype: torch.dtype,
+        pieces: int | None,
+        residual: bool,
+        own: Sequence[slice] | None,
+    ) -> None:
+        check_configuration(codec, dtype, n=n)
+        self.codec, self.communicator, self.n, self.dtype = codec, communicator, n, dtype
+        self.layout = Layout.cut(codec, n, communicator.size, pieces)
+        self.shard = self.layout.shard(communicator.rank)
+        self._pass: P | None = None
+        if communicator.size > 1:
+            counts = block_counts(codec, self.layout, own, communicator.device)
+            self._pass = self._kind(codec, communicator, self.layout, residual, counts=counts)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The residual, if one is kept, float32, of the shape of what is encoded: "worker" or "owner"."""
+        return save({self._side: self._pass.residuals if self._pass else None})
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes the residual of `state_dict`, or starts at zero again; ValueError if it has another size."""
+        restore({self._side: self._pass.residuals if self._pass else None}, state)
+
+
+class CompressedReduceScatter(_Half[Scatter]):
     """Gives each rank the mean, or the sum, of its chunk over all ranks; one pass over the wire, one rounding.
 
     1. The vector is cut into one chunk a rank, and each chunk is encoded.
@@ -29,6 +66,8 @@ class CompressedReduceScatter:
         layout: how vectors are cut.
         shard: the elements of the vector that are this rank's chunk.
     """
+
+    _kind, _side = Scatter, "worker"
 
     def __init__(
         self,
@@ -58,15 +97,8 @@ class CompressedReduceScatter:
             TypeError: `codec` is not a codec, or the dtype cannot be encoded.
             ValueError: a number is too small, or the codec allows no residuals.
         """
-        check_configuration(codec, dtype, n=n)
-        self.codec, self.communicator, self.n, self.dtype = codec, communicator, n, dtype
-        self.layout = Layout.cut(codec, n, communicator.size, pieces)
-        self.shard = self.layout.shard(communicator.rank)
+        super().__init__(codec, communicator, n, dtype, pieces, worker_residual, own)
         self._scale = 1.0 / communicator.size if average else 1.0
-        self._scatter = None
-        if communicator.size > 1:
-            counts = block_counts(codec, self.layout, own, communicator.device)
-            self._scatter = Scatter(codec, communicator, self.layout, worker_residual, counts=counts)
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, seed: int | None = None) -> torch.Tensor:
@@ -93,9 +125,9 @@ class CompressedReduceScatter:
         check_configuration(self.codec, out.dtype)
         check_vector("out", out, length(self.shard), out.dtype, communicator)
         number = check_seed(self.codec, seed, communicator.size == 1)
-        if self._scatter is None:
+        if self._pass is None:
             return out.copy_(x)
-        scatter, shard = self._scatter, out
+        scatter, shard = self._pass, out
 
         def add_up(piece: int) -> Steps:
             payloads = yield from scatter.finish(piece)
@@ -107,16 +139,8 @@ class CompressedReduceScatter:
         drive(pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up))
         return out
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The residual, if one is kept: "worker", float32, shape (n,)."""
-        return save({"worker": self._scatter.residuals if self._scatter else None})
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes the residual of `state_dict`, or starts at zero again; ValueError if it has another size."""
-        restore({"worker": self._scatter.residuals if self._scatter else None}, state)
-
-
-class CompressedAllGather:
+class CompressedAllGather(_Half[Gather]):
     """Gives all ranks the vector of which each has a chunk, with the same bits on all of them; one rounding.
 
     1. Each rank encodes its chunk.
@@ -130,6 +154,8 @@ class CompressedAllGather:
         layout: how vectors are cut.
         shard: the elements of the vector that are this rank's chunk.
     """
+
+    _kind, _side = Gather, "owner"
 
     def __init__(
         self,
@@ -157,14 +183,7 @@ class CompressedAllGather:
             TypeError: `codec` is not a codec, or the dtype cannot be encoded.
             ValueError: a number is too small, or the codec allows no residuals.
         """
-        check_configuration(codec, dtype, n=n)
-        self.codec, self.communicator, self.n, self.dtype = codec, communicator, n, dtype
-        self.layout = Layout.cut(codec, n, communicator.size, pieces)
-        self.shard = self.layout.shard(communicator.rank)
-        self._gather = None
-        if communicator.size > 1:
-            counts = block_counts(codec, self.layout, own, communicator.device)
-            self._gather = Gather(codec, communicator, self.layout, owner_residual, counts=counts)
+        super().__init__(codec, communicator, n, dtype, pieces, owner_residual, own)
 
     @torch.no_grad()
     def __call__(
@@ -192,9 +211,9 @@ class CompressedAllGather:
         check_configuration(self.codec, out.dtype)
         check_vector("out", out, self.n, out.dtype, self.communicator)
         number = check_seed(self.codec, seed, self.communicator.size == 1)
-        if self._gather is None:
+        if self._pass is None:
             return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
-        gather, whole = self._gather, out
+        gather, whole = self._pass, out
         drive(
             pipeline(
                 self.layout.pieces,
@@ -203,11 +222,3 @@ class CompressedAllGather:
             )
         )
         return out
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The residual, if one is kept: "owner", float32, of the shape of this rank's chunk."""
-        return save({"owner": self._gather.residuals if self._gather else None})
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes the residual of `state_dict`, or starts at zero again; ValueError if it has another size."""
-        restore({"owner": self._gather.residuals if self._gather else None}, state)

@@ -23,6 +23,7 @@ from bagua_kernels.comm.doctor.facts import AllReduceTime, Clock, Measurements, 
 from bagua_kernels.comm.doctor.report import BACKENDS
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.joining.address import own_address
+from bagua_kernels.comm.joining.evidence import boot_id
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import Work
 
@@ -43,7 +44,7 @@ def collect(rank: int = 0, local_rank: int = 0) -> RankFacts:
         rank=rank,
         local_rank=local_rank,
         host=socket.gethostname(),
-        boot=_boot(),
+        boot=boot_id(),
         pid=os.getpid(),
         versions={
             "python": platform.python_version(),
@@ -262,13 +263,6 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package) if package else ""
     except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: the hostname has to do
         return ""
 
 

@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 FORKED = (
     "this process was forked, and communicators stay with the process that made them: call comm.init() in a new process"
@@ -52,6 +54,28 @@ class Sockets:
                 os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
         self.found.clear()
+
+
+class Forgets(Protocol):
+    """An object with resources that a forked child has only copies of."""
+
+    def forget(self) -> None: ...  # noqa: D102
+
+
+def forget_after_fork(item: Forgets) -> None:
+    """Calls `item.forget()` in every child that is forked while the object exists."""
+    _forgetting.add(item)
+
+
+_forgetting: weakref.WeakSet[Forgets] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for item in list(_forgetting):
+        item.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _sockets() -> dict[int, int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
-import weakref
 from typing import Any
 
+from bagua_kernels.comm.failures.forked import forget_after_fork
 from bagua_kernels.comm.failures.liveness_server import LENGTH, LONGEST
 
 _LONGEST_CALL = 60.0  # seconds for an answer
@@ -34,7 +33,7 @@ class Client:
         self._sock = sock
         self._lock = threading.Lock()
         self._closed = False
-        _clients.add(self)
+        forget_after_fork(self)
 
     def set(self, key: str, value: str) -> None:
         """Stores a text."""
@@ -70,7 +69,7 @@ class Client:
             self._sock.close()
 
     def forget(self) -> None:
-        """Closes this process's copy of the connection, which goes on in the process that it was forked from."""
+        """Closes a forked child's copy of the connection, so that the server sees the end of the rank."""
         self._closed = True
         self._sock.close()
 
@@ -101,15 +100,3 @@ class Client:
                 raise ConnectionResetError("its process has ended")
             data += found
         return bytes(data)
-
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Closes what a forked child has inherited, so that the server sees its ranks come to an end."""
-    for client in list(_clients):
-        client.forget()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.failures.forked import forget_after_fork
 from bagua_kernels.comm.failures.liveness import HOST, Liveness
 from bagua_kernels.comm.failures.liveness_client import Client, StoreError
 from bagua_kernels.comm.failures.liveness_server import Server
@@ -64,7 +65,7 @@ class Host:
             self._process = self._spawn()
         except OSError as error:
             _log.info("the signs of life are served by a thread, for no process could be started: %s", error)
-        _hosts.add(self)
+        forget_after_fork(self)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         if not sys.executable:
@@ -114,6 +115,10 @@ class Host:
         if self._thread is not None and os.getpid() == self._owner:
             self._thread.join(_FAREWELL)
         self._end_process()
+
+    def forget(self) -> None:
+        """Closes what a forked child has inherited, so that the server sees rank 0 come to an end."""
+        self.close()
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -212,15 +217,3 @@ def connect(
         # Both end with the heartbeats: when those stop, are forgotten, or with the process.
         liveness.release = weakref.finalize(liveness, unfinished.pop_all().close)
     return liveness
-
-
-_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Closes what a forked child has inherited, so that the server sees rank 0 come to an end."""
-    for server in list(_hosts):
-        server.close()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from bagua_kernels.comm.failures.diagnosis import Diagnosis
 from bagua_kernels.comm.failures.failure import Failure, cause_text, is_timeout, with_ranks
-from bagua_kernels.comm.failures.forked import FORKED
+from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.peer import MismatchPeerError
 from bagua_kernels.comm.work import CLOSED
@@ -19,10 +18,11 @@ from bagua_kernels.errors import CommunicationError
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """What all work of one communicator shares: how to name it, when to give up, and whether it has already failed.
 
-    Args:
+    Attributes:
         name: of the communicator, for errors; the same on all its ranks.
         timeout: seconds.
         rank: this rank in the communicator.
@@ -33,25 +33,19 @@ class Session:
         failed: the error of the first operation that has failed; None while none has.
     """
 
-    def __init__(
-        self,
-        name: str,
-        timeout: float,
-        rank: int,
-        members: tuple[int, ...],
-        liveness: Liveness | None,
-    ) -> None:
-        self.name = name
-        self.timeout = timeout
-        self.rank = rank
-        self.members = members
-        self.liveness = liveness
+    name: str
+    timeout: float
+    rank: int
+    members: tuple[int, ...]
+    liveness: Liveness | None
+
+    def __post_init__(self) -> None:
         self.ended = ""
         self.leaving = False
         self.abandon: Callable[[], None] | None = None
         self.failed: CommunicationError | None = None
         self._lock = threading.Lock()
-        _sessions.add(self)
+        forget_after_fork(self)
 
     def child(self, label: str, ranks: tuple[int, ...]) -> Session:
         """Returns the session of a communicator of some of the ranks."""
@@ -208,14 +202,3 @@ class Session:
 
     def _report(self, diagnosis: Diagnosis) -> Diagnosis:
         return diagnosis if self.liveness is None else self.liveness.report(diagnosis, self.members)
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    for session in list(_sessions):
-        session.forget()
-
-
-os.register_at_fork(after_in_child=_forget)

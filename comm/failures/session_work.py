@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,80 +20,72 @@ _SLICE = 0.25
 _A_SLICE = timedelta(seconds=_SLICE)
 
 
+@dataclass(eq=False, repr=False)
 class SessionWork(Pending):
     """One operation under way, of torch or of this package's own sockets: `handle` has the methods of torch's work."""
 
-    def __init__(
-        self,
-        session: Session,
-        handle: Any,
-        operation: str,
-        number: int | None,
-        peer: int | None,
-        finish: Callable[[], None] | None,
-        on_stream: bool,
-        missing: Callable[[], list[int]] | None = None,
-    ) -> None:
+    session: Session
+    handle: Any
+    operation: str
+    number: int | None
+    peer: int | None
+    finish: Callable[[], None] | None
+    on_stream: bool
+    missing: Callable[[], list[int]] | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._session = session
-        self._handle = handle
-        self._operation = operation
-        self._number = number
-        self._peer = peer
-        self._finish = finish
-        self._on_stream = on_stream
-        self._missing = missing
         self._first_stream: torch.cuda.Stream | None = None
         self._noted = False
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
-        return self._done or self._error is not None or bool(self._session.ended) or bool(self._handle.is_completed())
+        return self._done or self._error is not None or bool(self.session.ended) or bool(self.handle.is_completed())
 
     def _complete(self) -> None:
-        if self._on_stream:
-            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
+        if self.on_stream:
+            self.session.guard(self.operation, self.handle.wait, self.number, self.peer)
         else:
             self._wait_on_host()
 
     def _conclude(self) -> None:
-        if self._finish is not None:
-            if self._on_stream:
+        if self.finish is not None:
+            if self.on_stream:
                 self._first_stream = torch.cuda.current_stream()
-            self._finish()
-        self._session.finished(self._number)
+            self.finish()
+        self.session.finished(self.number)
 
     def _follow(self) -> None:
-        if not self._on_stream:
+        if not self.on_stream:
             return
         if self._first_stream is None:
-            self._session.guard(self._operation, self._handle.wait, self._number, self._peer)
+            self.session.guard(self.operation, self.handle.wait, self.number, self.peer)
         elif self._first_stream != torch.cuda.current_stream():
             # `finish` ran on the stream of the first wait.
             torch.cuda.current_stream().wait_stream(self._first_stream)
 
     def _wait_on_host(self) -> None:
-        if self._peer is not None:
-            self._session.waits(self._peer)
+        if self.peer is not None:
+            self.session.waits(self.peer)
         try:
             self._wait_in_slices()
         finally:
-            if self._peer is not None or self._noted:
-                self._session.waits(None)
+            if self.peer is not None or self._noted:
+                self.session.waits(None)
 
     def _wait_in_slices(self) -> None:
-        session = self._session
+        session = self.session
         patience, now = session.patience(), time.monotonic()
         started = now if self._started is None else self._started
         left = started + patience - now
         while True:
             try:
-                self._handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
+                self.handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
                 return
             except RuntimeError as error:
                 if session.ended and session.failed is None:
                     raise self._given_up() from None
-                if self._handle.is_completed():
+                if self.handle.is_completed():
                     self._settle(error)
                     return
             if session.ended:
@@ -106,22 +99,22 @@ class SessionWork(Pending):
 
     def _note_missing(self) -> list[int]:
         """Returns the ranks whose messages are missing in a collective, where the transport knows them."""
-        missing = self._missing() if self._missing is not None and self._peer is None else []
+        missing = self.missing() if self.missing is not None and self.peer is None else []
         if missing:
             self._noted = True
-            self._session.waits(missing[0])
+            self.session.waits(missing[0])
         return missing
 
     def _settle(self, error: RuntimeError) -> None:
         """Decides about an operation that is complete after `wait` raised: it may have finished right after."""
         try:
-            self._handle.wait(timedelta(seconds=1))
+            self.handle.wait(timedelta(seconds=1))
         except RuntimeError as final:
             raise self._fail(final, timed_out=is_timeout(final)) from final
 
     def _fail(self, error: Exception | None, *, timed_out: bool, missing: Sequence[int] = ()) -> CommunicationError:
-        call = self._operation, self._number, self._peer
-        return self._session.failure(*call, error, timed_out=timed_out, missing=missing)
+        call = self.operation, self.number, self.peer
+        return self.session.failure(*call, error, timed_out=timed_out, missing=missing)
 
     def _given_up(self) -> CommunicationError:
-        return CommunicationError(f"{self._operation} was given up: {self._session.ended}")
+        return CommunicationError(f"{self.operation} was given up: {self.session.ended}")

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.joining.evidence import boot_id, text_of
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,9 @@ def _faults(ranks: Sequence[int]) -> str:
 
 def _host() -> str:
     """Returns a text that is equal on two processes exactly if they share a kernel, a host name and a network."""
-    boot = _line("/proc/sys/kernel/random/boot_id") or _line("/etc/machine-id")
+    boot = boot_id() or text_of("/etc/machine-id")
     try:
         network = os.readlink("/proc/self/ns/net")
     except OSError:
         network = ""
     return f"{socket.gethostname()} {boot} {network}"
-
-
-def _line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

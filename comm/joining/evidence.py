@@ -91,12 +91,24 @@ class Evidence:
         return self._processes[rank].pid if rank in self._processes else 0
 
 
+def text_of(path: str | Path) -> str:
+    """Returns what a file contains, or an empty text: not every system has the files of Linux."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def boot_id() -> str:
+    """Returns a text that distinguishes hosts of the same name; empty if the operating system has none."""
+    return text_of("/proc/sys/kernel/random/boot_id")
+
+
 @cache
 def _table() -> str:
     """Returns a name of the process table of this process, or an empty text."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}" if boot_id() else ""
     except OSError:
         return ""
 

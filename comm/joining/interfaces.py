@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bagua_kernels.comm.joining.address import address_towards
+from bagua_kernels.comm.joining.evidence import text_of
 
 # Variables of launchers and transports that decide where traffic goes, and how many threads a rank runs.
 VARIABLES = (
@@ -123,7 +124,7 @@ def examine() -> Network:
         interfaces=found,
         choice=choose(found, variables),
         towards_master=_owner(address_towards(master), found) if master else "",
-        congestion=_text(_PROC / "tcp_congestion_control"),
+        congestion=text_of(_PROC / "tcp_congestion_control"),
         receive_buffer=_largest("tcp_rmem"),
         send_buffer=_largest("tcp_wmem"),
         variables=variables,
@@ -185,7 +186,7 @@ def interfaces() -> tuple[Interface, ...]:
             tuple(sorted(addresses.get(name, ()), key=lambda address: ":" in address)),
             _number(_SYS / name / "mtu"),
             max(0, _number(_SYS / name / "speed")),
-            _text(_SYS / name / "operstate") or "unknown",
+            text_of(_SYS / name / "operstate") or "unknown",
         )
         for _, name in socket.if_nameindex()
     )
@@ -200,7 +201,7 @@ def listening() -> tuple[str, ...]:
         except OSError:  # closed since it was listed
             continue
     found = set()
-    for line in _text(Path("/proc/self/net/tcp")).splitlines()[1:]:
+    for line in text_of(Path("/proc/self/net/tcp")).splitlines()[1:]:
         fields = line.split()
         # Columns: number, local address:port, remote, state (0A listens), ..., and at 9 the socket's inode.
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
@@ -270,19 +271,12 @@ def _unpack(pointer: int | None) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
     return None
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # not Linux, or a device without the file
-        return ""
-
-
 def _number(path: Path) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.lstrip("-").isdigit() else 0
 
 
 def _largest(name: str) -> int:
     """Returns the last of the three numbers (least, default, most) of a setting of TCP's buffers."""
-    numbers = _text(_PROC / name).split()
+    numbers = text_of(_PROC / name).split()
     return int(numbers[2]) if len(numbers) == 3 else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,10 +79,11 @@ class LocalWorld:
         return group.gone.get(rank) or self.lost.get(group.ranks[rank], "")
 
 
+@dataclass(eq=False, repr=False)
 class LocalWork(Pending):
     """Waits until no rank is missing, then copies the result into the output on the waiting thread.
 
-    Args:
+    Attributes:
         world: whose lock and list of lost ranks count.
         group: the ranks that take part.
         rank: this rank in the group.
@@ -91,70 +93,60 @@ class LocalWork(Pending):
         output: where the result goes, if anywhere.
     """
 
-    def __init__(
-        self,
-        world: LocalWorld,
-        group: LocalGroup,
-        rank: int,
-        name: str,
-        missing: Callable[[], list[int]],
-        take: Callable[[], torch.Tensor],
-        output: torch.Tensor | None,
-    ) -> None:
+    world: LocalWorld
+    group: LocalGroup
+    rank: int
+    name: str
+    missing: Callable[[], list[int]]
+    take: Callable[[], torch.Tensor]
+    output: torch.Tensor | None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._world = world
-        self._group = group
-        self._rank = rank
-        self._name = name
-        self._missing = missing
-        self._take = take
-        self._output = output
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
-        with self._world.changed:
+        with self.world.changed:
             try:
                 return self._done or self._error is not None or self._ready()
             except CommunicationError:
                 return True
 
     def _complete(self) -> None:
-        deadline = (time.monotonic() if self._started is None else self._started) + self._world.timeout
-        with self._world.changed:
+        deadline = (time.monotonic() if self._started is None else self._started) + self.world.timeout
+        with self.world.changed:
             while not self._ready():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._late(self._missing())
-                self._world.changed.wait(left)
+                    raise self._late(self.missing())
+                self.world.changed.wait(left)
 
     def _conclude(self) -> None:
-        with self._world.changed:
-            result = self._take()
-        if self._output is None:
+        with self.world.changed:
+            result = self.take()
+        if self.output is None:
             return
-        if self._output.numel() != result.numel():
-            raise MismatchError(
-                f"{self._name} expects {self._output.numel()} elements where {result.numel()} were sent"
-            )
-        self._output.view(-1).copy_(result)
+        if self.output.numel() != result.numel():
+            raise MismatchError(f"{self.name} expects {self.output.numel()} elements where {result.numel()} were sent")
+        self.output.view(-1).copy_(result)
 
     def _ready(self) -> bool:
         """Returns True if all that is waited for is there; raises if it never will be."""
-        missing = self._missing()
+        missing = self.missing()
         if not missing:
             return True
-        if reason := self._group.gone.get(self._rank):
-            raise CommunicationError(f"{self._name} was given up: {reason}")
-        reasons = {rank: self._world.reason(self._group, rank) for rank in missing}
+        if reason := self.group.gone.get(self.rank):
+            raise CommunicationError(f"{self.name} was given up: {reason}")
+        reasons = {rank: self.world.reason(self.group, rank) for rank in missing}
         lost = [rank for rank in missing if reasons[rank]]
         if lost:
             text = "; ".join(f"rank {rank} was lost ({reasons[rank]})" for rank in lost)
-            raise RankLostError(f"{text} during {self._name}", ranks=lost)
+            raise RankLostError(f"{text} during {self.name}", ranks=lost)
         return False
 
     def _late(self, missing: list[int]) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"{self._name} did not end within {self._world.timeout:g} s: rank {', '.join(map(str, missing))} did not "
+            f"{self.name} did not end within {self.world.timeout:g} s: rank {', '.join(map(str, missing))} did not "
             "take part; make all ranks issue the same operations, or raise timeout=",
             ranks=missing,
         )

@@ -45,10 +45,11 @@ class Ticket:
         return self.operation, self.number, self.peers[0] if self.peers else None
 
 
+@dataclass(eq=False, repr=False)
 class NcclWork(Pending):
     """One operation of NCCL under way, or waiting to be issued.
 
-    Args:
+    Attributes:
         session: of the communicator.
         ticket: the operation.
         current_stream: returns the stream that is to wait.
@@ -58,35 +59,27 @@ class NcclWork(Pending):
         issue: issues the operation if that has not been done.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        ticket: Ticket,
-        current_stream: Callable[[], Any],
-        record_stream: Callable[[torch.Tensor, Any], None],
-        tensors: list[torch.Tensor],
-        finish: Callable[[], None] | None = None,
-        issue: Callable[[], None] | None = None,
-    ) -> None:
+    session: Session
+    ticket: Ticket
+    current_stream: Callable[[], Any]
+    record_stream: Callable[[torch.Tensor, Any], None]
+    tensors: list[torch.Tensor]
+    finish: Callable[[], None] | None = None
+    issue: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._session = session
-        self._ticket = ticket
-        self._current_stream = current_stream
-        self._record_stream = record_stream
-        self._tensors = tensors
-        self._finish = finish
-        self._issue = issue
         self._first_stream: Any = None
 
     def is_completed(self) -> bool:
         """Returns True if the operation has finished on the GPU; true of one in a CUDA graph, which runs later."""
-        if self._done or self._error is not None or self._session.ended:
+        if self._done or self._error is not None or self.session.ended:
             return True
         self._make_sure_of_issue()
-        return self._ticket.captured or bool(self._ticket.event.query())
+        return self.ticket.captured or bool(self.ticket.event.query())
 
     def _complete(self) -> None:
-        ticket, session = self._ticket, self._session
+        ticket, session = self.ticket, self.session
         if not session.ended:
             self._make_sure_of_issue()
         if ticket.error is not None:
@@ -99,36 +92,36 @@ class NcclWork(Pending):
             raise told(session, ticket)
 
     def _conclude(self) -> None:
-        ticket = self._ticket
-        stream = self._first_stream = self._current_stream()
+        ticket = self.ticket
+        stream = self._first_stream = self.current_stream()
         stream.wait_event(ticket.event)
-        if self._finish is not None:
-            self._finish()
+        if self.finish is not None:
+            self.finish()
         if not ticket.captured:
             # This may not be the stream that a temporary was made on, which could otherwise use its memory at once.
-            for tensor in self._tensors:
-                self._record_stream(tensor, stream)
-        self._tensors = []
+            for tensor in self.tensors:
+                self.record_stream(tensor, stream)
+        self.tensors = []
 
     def _follow(self) -> None:
-        stream = self._current_stream()
+        stream = self.current_stream()
         if stream == self._first_stream:
             return
         # `finish` ran on the stream of the first wait.
-        stream.wait_event(self._ticket.event if self._finish is None else self._first_stream.record_event())
+        stream.wait_event(self.ticket.event if self.finish is None else self._first_stream.record_event())
 
     def wait_on_host(self) -> None:
         """Blocks the caller until the operation has finished on the GPU; errors as of `wait`."""
         self.wait()
-        while not (self._ticket.lost or self._ticket.event.query()):
+        while not (self.ticket.lost or self.ticket.event.query()):
             # The watch gives the operation up when time is up.
             time.sleep(_PAUSE)
-        if self._ticket.lost:
-            raise self._ticket.error or told(self._session, self._ticket)
+        if self.ticket.lost:
+            raise self.ticket.error or told(self.session, self.ticket)
 
     def _make_sure_of_issue(self) -> None:
-        if self._ticket.event is None and self._issue is not None:
-            self._issue()
+        if self.ticket.event is None and self.issue is not None:
+            self.issue()
 
 
 def told(session: Session, ticket: Ticket, error: RuntimeError | None = None) -> CommunicationError:

@@ -181,16 +181,8 @@ class StripedCommunicator(Communicator):
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)
-        return SessionWork(
-            self.session,
-            operation,
-            name,
-            number if collective else None,
-            peer,
-            finish,
-            on_stream=False,
-            missing=lambda: operation.missing(),
-        )
+        counted, missing = number if collective else None, lambda: operation.missing()
+        return SessionWork(self.session, operation, name, counted, peer, finish, on_stream=False, missing=missing)
 
     def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
         """Cuts flat tensors of one length at the same places, `size` bytes apart."""

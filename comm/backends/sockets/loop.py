@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, MessagePart
 from bagua_kernels.comm.backends.sockets.inbox import Inbox, different
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
-from bagua_kernels.comm.failures.forked import FORKED
+from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 from bagua_kernels.comm.failures.peer import PeerError
 
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
@@ -62,7 +61,7 @@ class Loop:
         for channel in self._channels.values():
             channel.sock.setblocking(False)
             self._epoll.register(channel.fd, select.EPOLLIN)
-        _loops.add(self)
+        forget_after_fork(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -344,14 +343,3 @@ class Loop:
 
     def _hang_up(self, channel: Channel) -> None:
         raise ConnectionResetError("it broke while nothing was asked of it")
-
-
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    for loop in list(_loops):
-        loop.forget()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -67,17 +67,9 @@ def connect(
             if listener is not None and not any(isinstance(where, str) for where, _ in offers):
                 unfinished.callback(_close, found)
                 key = secret.derive("mesh", offers[0][1])
+                addresses = [(where[0], where[1]) for where, _ in offers]
                 try:
-                    _connect_all(
-                        rank,
-                        size,
-                        stripes,
-                        listener,
-                        [(where[0], where[1]) for where, _ in offers],
-                        key,
-                        deadline,
-                        found,
-                    )
+                    _connect_all(rank, size, stripes, listener, addresses, key, deadline, found)
                 except OSError as error:
                     problem = _told(error)
         problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}

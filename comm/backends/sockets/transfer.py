@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -103,6 +104,7 @@ class Lane:
         return True
 
 
+@dataclass(eq=False, repr=False)
 class Operation:
     """A collective, or one message, under way; its face to the waiting thread is that of torch's work.
 
@@ -119,34 +121,26 @@ class Operation:
         missing: returns the ranks with which a message is under way.
     """
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        code: int,
-        lanes: Iterator[Callable[[Lane], Transfers]],
-        window: int,
-        brief: bool = False,
-        owner: object = None,
-    ) -> None:
-        self.name = name
-        self.number = number
-        self.code = code
-        self.lanes = lanes
-        self.window = window
-        self.brief = brief
+    name: str
+    number: int
+    code: int
+    lanes: Iterator[Callable[[Lane], Transfers]]
+    window: int
+    brief: bool = False
+    owner: object = None
+
+    def __post_init__(self) -> None:
         self.active = 0
         self.started = 0
         self.error: BaseException | None = None
         self.missing: Callable[[], list[int]] = list
-        self._owner = owner
         self._ended = threading.Event()
 
     def end(self, error: BaseException | None = None) -> None:
         """Wakes who waits; only the first call counts."""
         if not self._ended.is_set():
             self.error = error
-            self._owner = None
+            self.owner = None
             self.missing = list
             self.lanes = iter(())
             self._ended.set()

@@ -25,18 +25,7 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.reduction import ReduceOp, divide_after, divide_first, reduce_in_order
 from bagua_kernels.comm.work import Work
 
-_NATIVE: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.SUM,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.BAND: dist.ReduceOp.BAND,
-    ReduceOp.BOR: dist.ReduceOp.BOR,
-    ReduceOp.BXOR: dist.ReduceOp.BXOR,
-}
-
-
+_NATIVE: dict[ReduceOp, Any] = {op: getattr(dist.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name) for op in ReduceOp}
 _MOVABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
-from bagua_kernels.comm.failures.forked import Sockets
+from bagua_kernels.comm.failures.forked import Sockets, forget_after_fork
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 
@@ -51,7 +49,7 @@ class TorchGroup:
 
     def __post_init__(self) -> None:
         """Prepares for messages and forks."""
-        _groups.add(self)
+        forget_after_fork(self)
         if self.kind == "gloo" and self.size > 1:
             self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
 
@@ -138,6 +136,12 @@ class TorchGroup:
             self.backend.abort()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
 
+    def forget(self) -> None:
+        """Closes the sockets of a forked child, and keeps Gloo's destructor from waiting for threads that it lacks."""
+        self.sockets.drop()
+        if self.backend is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
     def _sever(self) -> None:
         if self.messages is not None:
             self.messages.sever()
@@ -185,20 +189,6 @@ def open_group(
     with sockets.gather() if own else contextlib.nullcontext():
         backend = _open(kind, store, name, rank, size, timeout, host) if own else group
     return TorchGroup(backend, kind, store, rank, size, timeout, device, host, sockets)
-
-
-_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
-
-
-def _drop_sockets() -> None:
-    for group in list(_groups):
-        group.sockets.drop()
-        # Gloo's destructor would wait for threads that a forked child does not have.
-        if group.backend is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.backend))
-
-
-os.register_at_fork(after_in_child=_drop_sockets)
 
 
 def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: float, host: str) -> Any:

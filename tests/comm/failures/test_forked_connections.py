@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from bagua_kernels import comm
-from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
+from bagua_kernels.comm.failures import forked
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
 from tests.comm.backends.sockets.common import data, leaving_nothing, part, receiving, until, wait
@@ -51,7 +51,7 @@ def test_child_keeps_no_socket_open() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             theirs.close()
-    until(lambda: loop not in loop_module._loops or loop._woken == -1)
+    until(lambda: loop not in forked._forgetting or loop._woken == -1)
 
 
 def parent() -> None:
