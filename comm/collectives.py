@@ -188,12 +188,7 @@ class Collectives(abc.ABC):
         return tensor.detach() if tensor.requires_grad else tensor
 
     def _enter_pair(
-        self,
-        operation: str,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_factor: int = 1,
-        input_factor: int = 1,
+        self, operation: str, output: torch.Tensor, input: torch.Tensor, output_factor: int = 1, input_factor: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = self._enter(operation, "output", output)
         input = self._enter(operation, "input", input)

@@ -40,12 +40,7 @@ class ProcessResult:
 
 
 def run_processes(
-    target: Target,
-    size: int,
-    *,
-    args: Sequence[Any] = (),
-    env: Mapping[str, str] | None = None,
-    timeout: float = 60.0,
+    target: Target, size: int, *, args: Sequence[Any] = (), env: Mapping[str, str] | None = None, timeout: float = 60.0
 ) -> list[ProcessResult]:
     """Runs `target` in `size` processes that find one another on 127.0.0.1, and waits for them.
 

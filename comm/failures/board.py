@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bagua_kernels.comm.failures.diagnose import Seen
-from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, parse_report, report_to_json
 from bagua_kernels.comm.joining.evidence import Evidence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bagua_kernels.comm.failures.diagnosis import Diagnosis, Kind
+from bagua_kernels.comm.failures.failure import Diagnosis, Kind
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, describe
 from bagua_kernels.comm.joining.evidence import State
 

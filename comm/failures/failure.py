@@ -1,15 +1,71 @@
-"""The error of a failed operation, with its cause and the ranks at fault."""
+"""How an operation failed: at which rank, as a transport knows it; who was at fault; and the error to raise."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from bagua_kernels.comm.failures.diagnosis import Diagnosis
-from bagua_kernels.comm.failures.peer import MATCH
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
+
+MATCH = (
+    "all ranks must issue the same operations with the same sizes in the same order (if ranks have different numbers of "
+    "batches, use `model.join()`)"
+)
+Kind = Literal["lost", "closed", "late", "mismatch", "link", "stalled", "unknown"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Who was at fault.
+
+    Attributes:
+        kind: "lost" (died or unreachable), "closed" (left this communicator), "late" (alive, but not in the operation),
+            "mismatch" (called another operation). "link": the connection between two ranks broke, both are alive.
+            "stalled": nothing comes through it. Else "unknown".
+        ranks: the ranks at fault, as numbers of the world.
+        text: how it showed.
+        communicator: the name of the communicator whose operation failed.
+        by: the rank that found out.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    text: str
+    communicator: str
+    by: int
+
+    def concerns(self, communicator: str, members: Sequence[int]) -> bool:
+        """Returns True if it explains a failure of a communicator of these ranks."""
+        return bool(set(self.ranks) & set(members)) if self.kind == "lost" else self.communicator == communicator
+
+
+class PeerError(ConnectionError):
+    """Something went wrong with one other rank.
+
+    Attributes:
+        peer: which one.
+    """
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class MismatchPeerError(PeerError):
+    """Another rank's call does not fit this one's.
+
+    Attributes:
+        theirs: what the other rank did.
+        ours: what this rank did.
+    """
+
+    def __init__(self, peer: int, theirs: str, ours: str) -> None:
+        super().__init__(peer, f"rank {peer} {theirs} where this rank {ours}: {MATCH}")
+        self.theirs = theirs
+        self.ours = ours
 
 
 @dataclass(frozen=True)

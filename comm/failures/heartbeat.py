@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bagua_kernels.comm.failures.diagnosis import KINDS, Diagnosis
+from bagua_kernels.comm.failures.failure import KINDS, Diagnosis
 from bagua_kernels.comm.joining.evidence import Process
 
 Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished

@@ -25,7 +25,7 @@ from bagua_kernels import knobs
 from bagua_kernels.comm.failures.board import Board, Store
 from bagua_kernels.comm.failures.diagnose import HOST as HOST
 from bagua_kernels.comm.failures.diagnose import SILENT, FailedOperation, Trouble, View, diagnose, ended_text
-from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.heartbeat import Doing, Heartbeat, describe
 from bagua_kernels.comm.joining.evidence import Process
 
@@ -50,6 +50,7 @@ class Liveness:
         process: the rank's process; by default this one.
 
     Attributes:
+        clock: as given.
         release: called by `stop` at its end, to free the store; a call of the store that is under way then ends.
     """
 
@@ -69,7 +70,7 @@ class Liveness:
         self.heartbeat = knobs.HEARTBEAT.get() if heartbeat is None else heartbeat
         self.release: Callable[[], object] | None = None
         self._board = Board(store, rank, size, self.heartbeat, clock)
-        self._clock = clock
+        self.clock = clock
         self._beats = 0
         self._process = process or Process.current()
         self._ended: dict[int, float] = {}
@@ -135,7 +136,7 @@ class Liveness:
 
     def observe(self) -> None:
         """Keeps an eye on the others for the next heartbeats, so that a diagnosis is quick if one is needed."""
-        self._observe_until = self._clock() + 4 * self.heartbeat
+        self._observe_until = self.clock() + 4 * self.heartbeat
 
     def reported(self, communicator: str, members: Sequence[int]) -> Diagnosis | None:
         """Returns the first report that concerns a communicator; asks only this process's memory."""
@@ -143,7 +144,7 @@ class Liveness:
 
     def missed(self, communicator: str, members: Sequence[int]) -> bool:
         """Returns True if a rank has left the job without closing a communicator, and nothing of it is on its way."""
-        now = self._clock()
+        now = self.clock()
         return any(
             seen.heartbeat.left
             and (communicator not in seen.heartbeat.doing or seen.heartbeat.doing[communicator][1] != "closed")
@@ -152,34 +153,16 @@ class Liveness:
             if seen is not None
         )
 
-    def diagnose(
-        self,
-        communicator: str,
-        members: Sequence[int],
-        number: int | None,
-        operation: str,
-        *,
-        timed_out: bool,
-        beyond: Sequence[int] = (),
-        broken: Sequence[int] = (),
-        leaving: bool = False,
-    ) -> Diagnosis:
+    def diagnose(self, case: FailedOperation, *, leaving: bool = False) -> Diagnosis:
         """Finds out why an operation failed; takes up to about seven heartbeats, never more than fourteen.
 
         Args:
-            communicator: its name.
-            members: its ranks, as numbers of the world.
-            number: which operation of it failed; None for one that has no number (send and receive).
-            operation: its name.
-            timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
-            beyond: ranks that take no part, but may be what a member waits for.
-            broken: ranks to which a connection broke, where the transport knows them.
+            case: the operation, which has failed just now.
             leaving: True if this rank waits for nothing but the farewell of the others, who need not be late for that.
 
         Returns:
             The diagnosis, which has been reported to the other ranks unless it is "unknown", or "late" for a farewell.
         """
-        case = FailedOperation(communicator, members, number, operation, self._clock(), timed_out, beyond, broken)
         while True:
             self.observe()
             diagnosis = self.diagnosis(case)
@@ -190,7 +173,7 @@ class Liveness:
                 self._changed.wait(self.heartbeat / 2)
         if diagnosis.kind == "unknown" or (leaving and diagnosis.kind == "late") or diagnosis in self._board.reports:
             return diagnosis
-        return self.report(diagnosis, members)
+        return self.report(diagnosis, case.members)
 
     def report(self, diagnosis: Diagnosis, members: Sequence[int]) -> Diagnosis:
         """Reports a diagnosis to the other ranks; returns an earlier report, if there is one.
@@ -199,7 +182,7 @@ class Liveness:
             diagnosis: on a failure.
             members: of its communicator, as numbers of the world.
         """
-        if self._store_trouble(self._clock()) is not None:
+        if self._store_trouble(self.clock()) is not None:
             return diagnosis
         self._outgoing.append(diagnosis)
         self._wake.set()
@@ -212,7 +195,7 @@ class Liveness:
         view = View(
             rank=self.rank,
             period=self.heartbeat,
-            now=self._clock(),
+            now=self.clock(),
             read_at=self._board.read_at,
             seen=dict(self._board.seen),
             ended=tuple(self._ended),
@@ -250,11 +233,11 @@ class Liveness:
             OSError: likewise.
         """
         self._beats += 1
-        self._in_call_since = self._clock()
+        self._in_call_since = self.clock()
         left = self._left
         self._board.write(Heartbeat(self._beats, left, dict(self._progress), dict(self._waits), self._process))
         self._said_goodbye = bool(left)
-        observing = self._clock() < self._observe_until
+        observing = self.clock() < self._observe_until
         # Processes before heartbeats: what a process wrote before its end is read after that is noticed.
         ended = [rank for rank in self._board.seen if observing and self._board.evidence.state(rank) == "gone"]
         self._board.read(heartbeats=observing or not self._board.complete)
@@ -268,7 +251,7 @@ class Liveness:
 
     def _witness(self, ended: list[int]) -> None:
         """Reports ranks whose processes have ended without a farewell: their connections may not show it."""
-        now = self._clock()
+        now = self.clock()
         for rank in ended:
             doing = self._board.seen[rank].heartbeat.doing
             if self._board.seen[rank].heartbeat.left:
@@ -283,7 +266,7 @@ class Liveness:
 
     def _store_trouble(self, since: float) -> Trouble | None:
         """Returns what is wrong with the store; `since` is when the operation failed."""
-        started, now = self._in_call_since, self._clock()
+        started, now = self._in_call_since, self.clock()
         if self._trouble is not None or started is None:
             return self._trouble
         # Up to a heartbeat after the failure, a pause of this process's own interpreter may be why a call is not back.
@@ -315,8 +298,8 @@ class Liveness:
 
     def _leave(self) -> None:
         left = self._board.count_left(1)
-        deadline = self._clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
-        while self.rank == HOST and self._clock() < deadline:
+        deadline = self.clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
+        while self.rank == HOST and self.clock() < deadline:
             lost = {rank for report in self._board.reports if report.kind == "lost" for rank in report.ranks}
             if left >= self.size - len(lost - {self.rank}):
                 break

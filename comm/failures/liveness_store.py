@@ -154,12 +154,7 @@ def _serve(server: Server, listener: socket.socket, leash: int) -> None:
 
 
 def connect(
-    rank: int,
-    size: int,
-    exchange: Callable[[Any], list[Any]],
-    secret: Secret,
-    host: str = "",
-    timeout: float = 20.0,
+    rank: int, size: int, exchange: Callable[[Any], list[Any]], secret: Secret, host: str = "", timeout: float = 20.0
 ) -> Liveness | None:
     """Opens the store on rank 0, connects every rank to it and starts the heartbeats; collective.
 

@@ -7,11 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bagua_kernels.comm.failures.diagnosis import Diagnosis
-from bagua_kernels.comm.failures.failure import Failure, cause_text, is_timeout, with_ranks
+from bagua_kernels.comm.failures.diagnose import FailedOperation
+from bagua_kernels.comm.failures.failure import (
+    Diagnosis,
+    Failure,
+    MismatchPeerError,
+    cause_text,
+    is_timeout,
+    with_ranks,
+)
 from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 from bagua_kernels.comm.failures.liveness import Liveness
-from bagua_kernels.comm.failures.peer import MismatchPeerError
 from bagua_kernels.comm.work import CLOSED
 from bagua_kernels.errors import CommunicationError
 
@@ -141,16 +147,10 @@ class Session:
             diagnosis = self._mismatch(what, cause) if isinstance(cause, MismatchPeerError) else None
             if diagnosis is None and self.liveness is not None:
                 beyond = [rank for rank in self.members if rank not in others]
-                diagnosis = self.liveness.diagnose(
-                    self.name,
-                    others,
-                    number,
-                    operation,
-                    timed_out=timed_out,
-                    beyond=beyond,
-                    broken=() if broken_at is None else (self.members[broken_at],),
-                    leaving=self.leaving,
-                )
+                broken = () if broken_at is None else (self.members[broken_at],)
+                since = self.liveness.clock()
+                case = FailedOperation(self.name, others, number, operation, since, timed_out, beyond, broken)
+                diagnosis = self.liveness.diagnose(case, leaving=self.leaving)
                 if diagnosis.kind == "unknown" and broken_at is not None and not timed_out:
                     diagnosis = self._broken_link(what, broken_at, diagnosis)
                 if diagnosis.kind == "unknown" and timed_out and missing:

@@ -70,13 +70,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        address: tuple[str, int],
-        key: Secret,
-        rank: int,
-        number: int,
-        peer: int,
+        self, selector: selectors.BaseSelector, address: tuple[str, int], key: Secret, rank: int, number: int, peer: int
     ) -> None:
         self.sock: socket.socket | None = None
         self.trouble = "no answer"

@@ -195,11 +195,7 @@ class LocalCommunicator(Communicator):
         return self._work(f"{signature[0]} #{number}", missing, take, output)
 
     def _work(
-        self,
-        name: str,
-        missing: Callable[[], list[int]],
-        take: Callable[[], torch.Tensor],
-        output: torch.Tensor | None,
+        self, name: str, missing: Callable[[], list[int]], take: Callable[[], torch.Tensor], output: torch.Tensor | None
     ) -> Work:
         return LocalWork(self._world, self._group, self.rank, name, missing, take, output)
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ class StripedCommunicator(Communicator):
         make = _ALL_REDUCE[way]
         # Around a ring, a piece travels as one chunk a rank.
         size = self.tuning.link * self.size if way == "ring" else self.tuning.piece
-        lanes = (make(self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
+        lanes = (partial(make, self._ranks, piece, op) for (piece,) in self._pieces(size, tensor))
         return self._start(
             "all_reduce", signature("all_reduce", tensor.dtype, op, way, nbytes=tensor.nbytes), lanes, tensor.nbytes
         )
@@ -210,9 +211,11 @@ class StripedCommunicator(Communicator):
         size = self.tuning.link if way == "ring" else self.tuning.piece
         pieces = self._pieces(size, input, *output.view(self.size, -1).unbind(0))
         if way == "ring":
-            lanes = (schedules.ring_all_gather(self._ranks, outputs, mine) for mine, *outputs in pieces)
+            lanes = (partial(schedules.ring_all_gather, self._ranks, outputs, mine) for mine, *outputs in pieces)
         else:
-            lanes = (schedules.all_to_all(self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces)
+            lanes = (
+                partial(schedules.all_to_all, self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces
+            )
         return self._start("all_gather", code, lanes, output.nbytes)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
@@ -223,7 +226,7 @@ class StripedCommunicator(Communicator):
         make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
         size = self.tuning.link if way == "ring" else self.tuning.piece
         pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
-        lanes = (make(self._ranks, into, parts, op) for into, *parts in pieces)
+        lanes = (partial(make, self._ranks, into, parts, op) for into, *parts in pieces)
         return self._start("reduce_scatter", code, lanes, input.nbytes)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -239,7 +242,7 @@ class StripedCommunicator(Communicator):
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> Work:
         outputs, inputs = output.view(-1).split(output_splits), input.view(-1).split(input_splits)
-        lane = schedules.all_to_all(self._ranks, outputs, inputs)
+        lane = partial(schedules.all_to_all, self._ranks, outputs, inputs)
         return self._start("all_to_all", signature("all_to_all", input.dtype), [lane], output.nbytes + input.nbytes)
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
@@ -249,14 +252,17 @@ class StripedCommunicator(Communicator):
         code = signature("broadcast", tensor.dtype, src, way, nbytes=tensor.nbytes)
         if way == "star":
             flat = tensor.view(-1)
-            star = schedules.star(self._ranks, src, [flat], [flat] * self.size, inward=False)
+            star = partial(schedules.star, self._ranks, src, [flat], [flat] * self.size, inward=False)
             return self._start("broadcast", code, [star], tensor.nbytes)
-        lanes = (schedules.chain(self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor))
+        lanes = (
+            partial(schedules.chain, self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor)
+        )
         return self._start("broadcast", code, lanes, tensor.nbytes)
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
         lanes = (
-            schedules.rooted_reduce(self._ranks, dst, piece, op) for (piece,) in self._pieces(self.tuning.piece, tensor)
+            partial(schedules.rooted_reduce, self._ranks, dst, piece, op)
+            for (piece,) in self._pieces(self.tuning.piece, tensor)
         )
         return self._start(
             "reduce", signature("reduce", tensor.dtype, dst, op, nbytes=tensor.nbytes), lanes, tensor.nbytes
@@ -269,7 +275,7 @@ class StripedCommunicator(Communicator):
             outputs = list(output.view(self.size, -1).unbind(0))
             if outputs[dst].data_ptr() != input.data_ptr():
                 outputs[dst].copy_(input.view(-1))
-        star = schedules.star(self._ranks, dst, outputs, [input.view(-1)], inward=True)
+        star = partial(schedules.star, self._ranks, dst, outputs, [input.view(-1)], inward=True)
         return self._start("gather", code, [star], input.nbytes * self.size)
 
     def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
@@ -279,21 +285,21 @@ class StripedCommunicator(Communicator):
             inputs = list(input.view(self.size, -1).unbind(0))
             if inputs[src].data_ptr() != output.data_ptr():
                 output.view(-1).copy_(inputs[src])
-        star = schedules.star(self._ranks, src, [output.view(-1)], inputs, inward=False)
+        star = partial(schedules.star, self._ranks, src, [output.view(-1)], inputs, inward=False)
         return self._start("scatter", code, [star], output.nbytes * self.size)
 
     def _barrier(self) -> Work:
         token = torch.empty(0, dtype=torch.uint8, device="cpu")
-        lane = schedules.all_to_all(self._ranks, [token] * self.size, [token] * self.size)
+        lane = partial(schedules.all_to_all, self._ranks, [token] * self.size, [token] * self.size)
         return self._start("barrier", signature("barrier"), [lane], 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        lane = schedules.messages(sends=[(dst, tensor.view(-1))])
+        lane = partial(schedules.messages, [(dst, tensor.view(-1))], [])
         number = self._message(self.rank, dst, tag)
         return self._start("send", signature("send"), [lane], tensor.nbytes, number=number, peer=dst)
 
     def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        lane = schedules.messages(receives=[(src, tensor.view(-1))])
+        lane = partial(schedules.messages, [], [(src, tensor.view(-1))])
         number = self._message(src, self.rank, tag)
         return self._start("recv", signature("send"), [lane], tensor.nbytes, number=number, peer=src)
 
@@ -303,7 +309,7 @@ class StripedCommunicator(Communicator):
         return _MESSAGE | (tag & 0x7FFFFFFF) << 32 | count & 0xFFFFFFFF
 
 
-_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp], Callable[[Lane], Transfers]]] = {
+_ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp, Lane], Transfers]] = {
     "exchange": schedules.exchange,
     "doubling": schedules.doubling,
     "direct": schedules.direct,

@@ -8,7 +8,7 @@ import torch
 
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Operation, Transfer, memory, mismatch, wrong_size
-from bagua_kernels.comm.failures.peer import MismatchPeerError, PeerError
+from bagua_kernels.comm.failures.failure import MismatchPeerError, PeerError
 
 Key = tuple[int, int, int]  # rank at the other end, number of the operation, tag of the message
 

@@ -17,8 +17,8 @@ import torch
 from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, MessagePart
 from bagua_kernels.comm.backends.sockets.inbox import Inbox, different
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
+from bagua_kernels.comm.failures.failure import PeerError
 from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
-from bagua_kernels.comm.failures.peer import PeerError
 
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
 # Bytes of a message that are to be there before the thread is woken, unless less is missing: on a slow link each segment

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
-from bagua_kernels.comm.failures.diagnosis import Diagnosis
+from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, parse_report, report_to_json
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.joining.evidence import Evidence, Process, _stat, _table
@@ -98,7 +98,9 @@ def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture
     liveness = Liveness(store, 1, 3, heartbeat=0.02)
     assert liveness._thread is not None
     liveness._thread.join(10)
-    diagnosis = liveness.diagnose("world", (0, 1, 2), 0, "all_reduce", timed_out=True)
+    diagnosis = liveness.diagnose(
+        FailedOperation("world", (0, 1, 2), 0, "all_reduce", liveness.clock(), timed_out=True)
+    )
     assert (diagnosis.kind, diagnosis.ranks) == ("unknown", ())
     assert "a fault of this process" in diagnosis.text
     assert [other.rank for other in others] == [0, 2]
@@ -182,10 +184,11 @@ def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
     store = HashStore()
     others = [Liveness(store, rank, 2, heartbeat=0.02) for rank in (0, 1)]
     others[0].entered("world", 0, "barrier")
-    diagnosis = others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True, leaving=True)
+    case = FailedOperation("world", (0, 1), 0, "barrier", others[0].clock(), timed_out=True)
+    diagnosis = others[0].diagnose(case, leaving=True)
     assert (diagnosis.kind, diagnosis.ranks) == ("late", (1,))
     assert not store.check(["report/0"])
-    assert others[0].diagnose("world", (0, 1), 0, "barrier", timed_out=True) == diagnosis
+    assert others[0].diagnose(case) == diagnosis
     assert store.check(["report/0"])
     for other in reversed(others):
         other.stop("the test is over")

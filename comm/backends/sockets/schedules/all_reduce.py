@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 import torch
 
@@ -17,112 +17,92 @@ from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfer, Transfe
 from bagua_kernels.comm.reduction import ReduceOp, divide_first, divide_last
 
 
-def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
+def exchange(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
     """All-reduce: everyone sends everything to everyone, and all reduce in rank order."""
-
-    def steps(lane: Lane) -> Transfers:
-        parts = ranks.scratch.take(ranks.size * x.numel(), x.dtype).view(ranks.size, -1)
-        parts[ranks.rank] = x
-        got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
-        sent = [lane.send(peer, x) for peer in ranks.others]
-        yield [*got, *sent]
-        reduce_rows(parts, x, op)
-        ranks.scratch.give(parts.view(-1))
-
-    return steps
+    parts = ranks.scratch.take(ranks.size * x.numel(), x.dtype).view(ranks.size, -1)
+    parts[ranks.rank] = x
+    got = [lane.receive(peer, parts[peer]) for peer in ranks.others]
+    sent = [lane.send(peer, x) for peer in ranks.others]
+    yield [*got, *sent]
+    reduce_rows(parts, x, op)
+    ranks.scratch.give(parts.view(-1))
 
 
-def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
+def direct(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
     """All-reduce: chunk r of everyone goes to rank r, which reduces in rank order and sends the result to everyone."""
-
-    def steps(lane: Lane) -> Transfers:
-        pieces = chunks(x.numel(), ranks.size)
-        own = x[pieces[ranks.rank]]
-        got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
-        # A reduced chunk can only come from a rank that has received all of this rank's chunks. It overwrites nothing that
-        # is still to be sent.
-        results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
-        sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
-        yield got
-        reduce_arrived(lane, ranks, got, own, op)
-        passed = [lane.send(peer, own) for peer in ranks.others]
-        yield [*sent, *results, *passed]
-
-    return steps
+    pieces = chunks(x.numel(), ranks.size)
+    own = x[pieces[ranks.rank]]
+    got = [lane.receive_anywhere(peer, own) for peer in ranks.others]
+    # A reduced chunk can only come from a rank that has received all of this rank's chunks. It overwrites nothing that
+    # is still to be sent.
+    results = [lane.receive(peer, x[pieces[peer]]) for peer in ranks.others]
+    sent = [lane.send(peer, x[pieces[peer]]) for peer in ranks.others]
+    yield got
+    reduce_arrived(lane, ranks, got, own, op)
+    passed = [lane.send(peer, own) for peer in ranks.others]
+    yield [*sent, *results, *passed]
 
 
-def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
+def ring(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
     """All-reduce: chunks travel around a ring once to be reduced, and once more as results."""
-
-    def steps(lane: Lane) -> Transfers:
-        rank, size = ranks.rank, ranks.size
-        right, left = (rank + 1) % size, (rank - 1) % size
-        pieces = chunks(x.numel(), size)
-        divide_first(x, op, size)
-        own = (rank + 1) % size
-        arriving = [lane.receive_anywhere(left, x[pieces[(rank - step - 1) % size]]) for step in range(size - 1)]
-        # A result comes from a rank to which this one's share has come around the ring.
-        results = [lane.receive(left, x[pieces[(own - step - 1) % size]]) for step in range(size - 1)]
-        sent = []
-        for step, arrival in enumerate(arriving):
-            sent.append(lane.send(right, x[pieces[(rank - step) % size]]))
-            yield [arrival]
-            combine_arrived(lane, arrival, x[pieces[(rank - step - 1) % size]], op)
-        divide_last(x[pieces[own]], op, size)
-        for step, result in enumerate(results):
-            sent.append(lane.send(right, x[pieces[(own - step) % size]]))
-            yield [result]
-        yield sent
-
-    return steps
+    rank, size = ranks.rank, ranks.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    pieces = chunks(x.numel(), size)
+    divide_first(x, op, size)
+    own = (rank + 1) % size
+    arriving = [lane.receive_anywhere(left, x[pieces[(rank - step - 1) % size]]) for step in range(size - 1)]
+    # A result comes from a rank to which this one's share has come around the ring.
+    results = [lane.receive(left, x[pieces[(own - step - 1) % size]]) for step in range(size - 1)]
+    sent = []
+    for step, arrival in enumerate(arriving):
+        sent.append(lane.send(right, x[pieces[(rank - step) % size]]))
+        yield [arrival]
+        combine_arrived(lane, arrival, x[pieces[(rank - step - 1) % size]], op)
+    divide_last(x[pieces[own]], op, size)
+    for step, result in enumerate(results):
+        sent.append(lane.send(right, x[pieces[(own - step) % size]]))
+        yield [result]
+    yield sent
 
 
-def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
+def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
     """All-reduce: in round i, ranks that differ in bit i alone exchange and reduce everything."""
-
-    def steps(lane: Lane) -> Transfers:
-        divide_first(x, op, ranks.size)
-        place, count = yield from _fold(lane, ranks, x, op)
-        if place is not None:
-            distance = 1
-            while distance < count:
-                peer = _unfolded(place ^ distance, ranks.size)
-                arrival = lane.receive_anywhere(peer, x)
-                yield [arrival, lane.send(peer, x)]
-                combine_arrived(lane, arrival, x, op, first=place & distance == 0)
-                distance *= 2
-            divide_last(x, op, ranks.size)
-        yield from _unfold(lane, ranks, x)
-
-    return steps
+    divide_first(x, op, ranks.size)
+    place, count = yield from _fold(lane, ranks, x, op)
+    if place is not None:
+        distance = 1
+        while distance < count:
+            peer = _unfolded(place ^ distance, ranks.size)
+            arrival = lane.receive_anywhere(peer, x)
+            yield [arrival, lane.send(peer, x)]
+            combine_arrived(lane, arrival, x, op, first=place & distance == 0)
+            distance *= 2
+        divide_last(x, op, ranks.size)
+    yield from _unfold(lane, ranks, x)
 
 
-def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp) -> Callable[[Lane], Transfers]:
+def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
     """All-reduce: rounds that exchange and reduce half of what is left, then rounds that put the halves together."""
-
-    def steps(lane: Lane) -> Transfers:
-        divide_first(x, op, ranks.size)
-        place, count = yield from _fold(lane, ranks, x, op)
-        if place is not None:
-            rounds = _halves(place, count, x.numel())
-            peers = [_unfolded(place ^ distance, ranks.size) for distance, _, _ in rounds]
-            arriving = [lane.receive_anywhere(peer, x[kept]) for peer, (_, kept, _) in zip(peers, rounds, strict=True)]
-            # A result can only come from a rank that has received what it overwrites.
-            results = [lane.receive(peer, x[given]) for peer, (_, _, given) in zip(peers, rounds, strict=True)]
-            sent, own = [], slice(0, x.numel())
-            for (distance, own, given), peer, arrival in zip(rounds, peers, arriving, strict=True):
-                sent.append(lane.send(peer, x[given]))
-                yield [arrival]
-                combine_arrived(lane, arrival, x[own], op, first=place & distance == 0)
-            divide_last(x[own], op, ranks.size)
-            for (_, _, given), peer, result in zip(reversed(rounds), reversed(peers), reversed(results), strict=True):
-                sent.append(lane.send(peer, x[own]))
-                yield [result]
-                own = slice(min(own.start, given.start), max(own.stop, given.stop))
-            yield sent
-        yield from _unfold(lane, ranks, x)
-
-    return steps
+    divide_first(x, op, ranks.size)
+    place, count = yield from _fold(lane, ranks, x, op)
+    if place is not None:
+        rounds = _halves(place, count, x.numel())
+        peers = [_unfolded(place ^ distance, ranks.size) for distance, _, _ in rounds]
+        arriving = [lane.receive_anywhere(peer, x[kept]) for peer, (_, kept, _) in zip(peers, rounds, strict=True)]
+        # A result can only come from a rank that has received what it overwrites.
+        results = [lane.receive(peer, x[given]) for peer, (_, _, given) in zip(peers, rounds, strict=True)]
+        sent, own = [], slice(0, x.numel())
+        for (distance, own, given), peer, arrival in zip(rounds, peers, arriving, strict=True):
+            sent.append(lane.send(peer, x[given]))
+            yield [arrival]
+            combine_arrived(lane, arrival, x[own], op, first=place & distance == 0)
+        divide_last(x[own], op, ranks.size)
+        for (_, _, given), peer, result in zip(reversed(rounds), reversed(peers), reversed(results), strict=True):
+            sent.append(lane.send(peer, x[own]))
+            yield [result]
+            own = slice(min(own.start, given.start), max(own.stop, given.stop))
+        yield sent
+    yield from _unfold(lane, ranks, x)
 
 
 def _halves(place: int, count: int, n: int) -> list[tuple[int, slice, slice]]:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -48,12 +49,12 @@ def operation(
 
 def sending(number: int, tensor: torch.Tensor, peer: int = 1, *, brief: bool = False) -> Operation:
     """One message to a peer."""
-    return operation(number, [messages(sends=[(peer, tensor)])], brief=brief)
+    return operation(number, [partial(messages, [(peer, tensor)], [])], brief=brief)
 
 
 def receiving(number: int, tensor: torch.Tensor, peer: int = 1, *, brief: bool = False) -> Operation:
     """One message from a peer."""
-    return operation(number, [messages(receives=[(peer, tensor)])], brief=brief)
+    return operation(number, [partial(messages, [], [(peer, tensor)])], brief=brief)
 
 
 def wait(work: Operation, seconds: float = 10.0) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -217,8 +218,8 @@ def test_many_operations_under_way(window: int) -> None:
         works = []
         for number in range(200):
             how = {"window": window, "brief": number % 3 == 0}
-            out = operation(number, [messages(sends=[(1, tensor)]) for tensor in sent[number]], **how)
-            into = operation(number, [messages(receives=[(0, t)]) for t in got[number]], **how)
+            out = operation(number, [partial(messages, [(1, tensor)], []) for tensor in sent[number]], **how)
+            into = operation(number, [partial(messages, [], [(0, t)]) for t in got[number]], **how)
             a.submit(out)
             b.submit(into)
             works += [out, into]
@@ -264,7 +265,7 @@ def test_large_messages_both_ways_at_once() -> None:
         works = []
         for rank, loop in enumerate((a, b)):
             peer = 1 - rank
-            lane = messages(sends=[(peer, inputs[rank])], receives=[(peer, outputs[rank])])
+            lane = partial(messages, [(peer, inputs[rank])], [(peer, outputs[rank])])
             works.append(operation(0, [lane]))
             loop.submit(works[-1])
         for work in works:
@@ -301,7 +302,9 @@ def test_empty_messages_and_barriers() -> None:
     with two() as (a, b):
         for number in range(50):
             works = [
-                operation(number, [all_to_all(Ranks(rank, 2), [token] * 2, [token] * 2)], code=signature("barrier"))
+                operation(
+                    number, [partial(all_to_all, Ranks(rank, 2), [token] * 2, [token] * 2)], code=signature("barrier")
+                )
                 for rank in range(2)
             ]
             a.submit(works[0])

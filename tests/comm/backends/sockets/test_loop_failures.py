@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_call_of_another_operation(first: str) -> None:
     """The error says what both ranks called, and the next operation works."""
     with by_hand() as (loop, (peer,)):
         got = torch.zeros(4, dtype=torch.uint8)
-        lane = messages(sends=[(1, torch.zeros(4))], receives=[(1, got)])
+        lane = partial(messages, [(1, torch.zeros(4))], [(1, got)])
         work = operation(5, [lane], name="all_reduce", code=signature("all_reduce", 4))
         theirs = part(5, b"1234", code=signature("broadcast", 4))
         if first == "asked":

@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ class World:
     def all_reduce(self, way: str, parts: list[torch.Tensor], op: ReduceOp) -> list[torch.Tensor]:
         """Returns the result of every rank."""
         outputs = [part.clone() for part in parts]
-        self.run(lambda rank: [WAYS[way](self.ranks[rank], outputs[rank], op)])
+        self.run(lambda rank: [partial(WAYS[way], self.ranks[rank], outputs[rank], op)])
         return outputs
 
 
@@ -170,26 +171,18 @@ def test_reduce_scatter_and_reduce(size: int) -> None:
             parts = [values(r, n * size, dtype) for r in range(size)]
             inputs, outputs = [part.clone() for part in parts], [torch.empty(n, dtype=dtype) for _ in range(size)]
             expected = reduce_in_order(parts, op)
-            world.run(
-                lambda r: [
-                    schedules.reduce_scatter(world.ranks[r], outputs[r], inputs[r].view(size, -1).unbind(0), op)  # noqa: B023
-                ]
-            )
+            split = [x.view(size, -1).unbind(0) for x in inputs]
+            world.run(lambda r: [partial(schedules.reduce_scatter, world.ranks[r], outputs[r], split[r], op)])  # noqa: B023
             assert same(torch.cat(outputs), expected)
             assert all(same(*pair) for pair in zip(inputs, parts, strict=True))
             in_place = [part.clone() for part in parts]
             slots = [x[r * n : (r + 1) * n] for r, x in enumerate(in_place)]
-            world.run(
-                lambda r: [
-                    schedules.reduce_scatter(
-                        world.ranks[r], slots[r], [in_place[r][s * n : (s + 1) * n] for s in range(size)], op  # noqa: B023
-                    )
-                ]
-            )  # fmt: skip
+            rows = [[x[s * n : (s + 1) * n] for s in range(size)] for x in in_place]
+            world.run(lambda r: [partial(schedules.reduce_scatter, world.ranks[r], slots[r], rows[r], op)])  # noqa: B023
             assert same(torch.cat(slots), expected)
             root = n % size
             tensors = [part.clone() for part in parts]
-            world.run(lambda r: [schedules.rooted_reduce(world.ranks[r], root, tensors[r], op)])  # noqa: B023
+            world.run(lambda r: [partial(schedules.rooted_reduce, world.ranks[r], root, tensors[r], op)])  # noqa: B023
             assert same(tensors[root], expected)
             assert all(same(tensors[r], parts[r]) for r in range(size) if r != root)
 
@@ -205,9 +198,10 @@ def test_rings_and_rounds(size: int) -> None:
             expected = oracle(wide, op)
             inputs = [[part.clone() for part in x.view(size, n)] for x in wide]
             for outputs in ([torch.empty(n, dtype=dtype) for _ in everyone], [inputs[r][r] for r in everyone]):
+                ring = schedules.ring_reduce_scatter
                 world.run(
                     lambda r: [
-                        schedules.ring_reduce_scatter(world.ranks[r], outputs[r][p], [x[p] for x in inputs[r]], op)  # noqa: B023
+                        partial(ring, world.ranks[r], outputs[r][p], [x[p] for x in inputs[r]], op)  # noqa: B023
                         for p in cut(n, 40)  # noqa: B023
                     ]
                 )
@@ -216,11 +210,11 @@ def test_rings_and_rounds(size: int) -> None:
             mine = [values(r, n, dtype) for r in everyone]
             got = [[torch.empty(n, dtype=dtype) for _ in everyone] for _ in everyone]
             got[0][0] = mine[0]
-            world.run(lambda r: [schedules.ring_all_gather(world.ranks[r], got[r], mine[r])])  # noqa: B023
+            world.run(lambda r: [partial(schedules.ring_all_gather, world.ranks[r], got[r], mine[r])])  # noqa: B023
             assert all(same(torch.cat(row), torch.cat(mine)) for row in got)
             got = [[torch.empty(n, dtype=dtype) for _ in everyone] for _ in everyone]
             sent = [list(x.view(size, n)) for x in wide]
-            world.run(lambda r: [schedules.all_to_all(world.ranks[r], got[r], sent[r])])  # noqa: B023
+            world.run(lambda r: [partial(schedules.all_to_all, world.ranks[r], got[r], sent[r])])  # noqa: B023
             assert all(same(got[r][s], sent[s][r]) for r in everyone for s in everyone)
 
 
@@ -243,7 +237,7 @@ def test_pieces_and_operations_under_way_at_once(way: str, window: int) -> None:
         expected = [oracle([x[r][i] for r in range(3)], ReduceOp.SUM) for i in range(6)]
         works = [
             world.start(
-                lambda r: [WAYS[way](world.ranks[r], x[r][i][part], ReduceOp.SUM) for part in cut(500, 37)],  # noqa: B023
+                lambda r: [partial(WAYS[way], world.ranks[r], x[r][i][part], ReduceOp.SUM) for part in cut(500, 37)],  # noqa: B023
                 window,
             )
             for i in range(6)
@@ -260,11 +254,11 @@ def test_chain_and_star_broadcast(size: int) -> None:
     with ranks(size) as world:
         for source in range(size):
             x = [values(r, 333, torch.float32) for r in range(size)]
-            world.run(lambda r: [schedules.chain(world.ranks[r], source, x[r][p]) for p in cut(333, 50)])  # noqa: B023
+            world.run(lambda r: [partial(schedules.chain, world.ranks[r], source, x[r][p]) for p in cut(333, 50)])  # noqa: B023
             assert all(same(one, values(source, 333, torch.float32)) for one in x)
             x = [values(r, 333, torch.float32) for r in range(size)]
             world.run(
-                lambda r: [schedules.star(world.ranks[r], source, [x[r]], [x[r]] * size, inward=False)]  # noqa: B023
+                lambda r: [partial(schedules.star, world.ranks[r], source, [x[r]], [x[r]] * size, inward=False)]  # noqa: B023
             )
             assert all(same(one, values(source, 333, torch.float32)) for one in x)
 
