@@ -11,6 +11,7 @@ import torch
 
 from bagua_kernels.comm.collectives import Collectives
 from bagua_kernels.comm.joining.seal import HEADER, Seal, Sealing, pack, room
+from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.work import CLOSED
 from bagua_kernels.errors import CommunicationError
 
@@ -174,6 +175,21 @@ class Communicator(Collectives):
             self.close()
         else:
             self.abort()
+
+    def _assign(self, rank: int, size: int, device: torch.device, timeout: float, secret: Secret) -> None:
+        """Sets the attributes of the class; `secret` is known to these ranks only."""
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout = timeout
+        self.bytes_sent = 0
+        self._seal = Seal(secret)
+        self._splits: dict[tuple[int, ...], int] = {}
+
+    def _next_split(self, ranks: tuple[int, ...]) -> str:
+        """Returns a name for a communicator of some of the ranks, the same on all of these; such as "0-2.1" or "all.3"."""
+        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
+        return f"{'-'.join(map(str, ranks)) if len(ranks) < self.size else 'all'}.{count}"
 
     def _sealing(self, operation: str) -> Sealing:
         """Returns what signs the objects of the next operation."""

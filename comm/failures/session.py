@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Session:
         self.leaving = False
         self.abandon: Callable[[], None] | None = None
         self.failed: CommunicationError | None = None
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         forget_after_fork(self)
 
@@ -58,13 +60,15 @@ class Session:
         members = tuple(self.members[rank] for rank in ranks)
         return Session(f"{self.name}/{label}", self.timeout, ranks.index(self.rank), members, self.liveness)
 
-    def entered(self, number: int, operation: str) -> None:
-        """Notes that operation `number` has started."""
+    def enter(self, operation: str) -> int:
+        """Returns the number of a collective that starts now, the same on all ranks."""
+        number = next(self._numbers)
         if self.liveness is not None:
             self.liveness.entered(self.name, number, operation)
+        return number
 
     def finished(self, number: int | None) -> None:
-        """Notes that it has finished."""
+        """Notes that operation `number` has finished."""
         if self.liveness is not None and number is not None:
             self.liveness.finished(self.name, number)
 

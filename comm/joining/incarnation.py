@@ -7,22 +7,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
+from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.errors import CollectiveTimeoutError
 
 _POLL = 0.01  # seconds
 _FAREWELL = 1.0  # seconds that rank 0 stays after it has given up, for it may hold the store
 _ROOT = "bagua_kernels/attempt"
-
-
-class TextStore(Protocol):
-    """The methods of a `BoundedStore` that a start calls."""
-
-    def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
-    def get(self, key: str, /) -> str: ...  # noqa: D102
-    def check(self, key: str, /) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class Incarnation:
     processes: tuple[Process, ...]
 
 
-def agree(store: TextStore, rank: int, size: int, timeout: float) -> Incarnation:
+def agree(store: BoundedStore, rank: int, size: int, timeout: float) -> Incarnation:
     """Makes a fresh name out of a store that may still hold what dead ranks of an earlier start have written.
 
     torchrun's count of restarts will not do: with several hosts each counts its own.
@@ -65,7 +58,7 @@ def agree(store: TextStore, rank: int, size: int, timeout: float) -> Incarnation
 
 
 class _Agreement:
-    def __init__(self, store: TextStore, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: BoundedStore, rank: int, size: int, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Cost, Limits, Tuning
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.work import Work
 
 _SIZES = tuple(1 << shift for shift in (12, 16, 18, 20, 22, 24, 26))  # bytes
 _GROWTH = 4  # from one of these to the next, about
@@ -150,18 +152,17 @@ def _call(communicator: StripedCommunicator, operation: str, nbytes: int, tuning
     many = few if operation in ("all_reduce", "broadcast") else torch.zeros(n * size, dtype=torch.float32)
     other = torch.zeros(n * size, dtype=torch.float32) if operation == "all_to_all" else few
 
+    start: Callable[[], Work] = {
+        "all_reduce": partial(communicator.all_reduce, few, ReduceOp.SUM),
+        "reduce_scatter": partial(communicator.reduce_scatter, few, many, ReduceOp.SUM),
+        "all_gather": partial(communicator.all_gather, many, few),
+        "all_to_all": partial(communicator.all_to_all, other, many),
+        "broadcast": partial(communicator.broadcast, few, 0),
+    }[operation]
+
     def call() -> None:
         communicator.retune(tuning)
-        if operation == "all_reduce":
-            communicator.all_reduce(few, ReduceOp.SUM).wait()
-        elif operation == "reduce_scatter":
-            communicator.reduce_scatter(few, many, ReduceOp.SUM).wait()
-        elif operation == "all_gather":
-            communicator.all_gather(many, few).wait()
-        elif operation == "all_to_all":
-            communicator.all_to_all(other, many).wait()
-        else:
-            communicator.broadcast(few, 0).wait()
+        start().wait()
 
     return call
 

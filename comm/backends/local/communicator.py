@@ -11,7 +11,6 @@ import torch
 
 from bagua_kernels.comm.backends.local.world import Collective, Combine, LocalGroup, LocalWork, LocalWorld, Parts
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import CLOSED, FINISHED, Work
 from bagua_kernels.errors import CollectiveTimeoutError, MismatchError
@@ -31,17 +30,11 @@ class LocalCommunicator(Communicator):
     """
 
     def __init__(self, world: LocalWorld, group: LocalGroup, rank: int) -> None:
-        self.rank = rank
-        self.size = len(group.ranks)
-        self.device = world.device
-        self.timeout = world.timeout
-        self.bytes_sent = 0
+        self._assign(rank, len(group.ranks), world.device, world.timeout, group.secret)
         self._world = world
         self._group = group
         self._sequence = 0
-        self._splits: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int, int], int] = {}
-        self._seal = Seal(group.secret)
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`; holds for all ranks of the `LocalWorld`."""
@@ -66,9 +59,8 @@ class LocalCommunicator(Communicator):
         return self._group.gone.get(self.rank, "")
 
     def _split(self, ranks: tuple[int, ...]) -> LocalCommunicator:
-        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
         members = tuple(self._group.ranks[rank] for rank in ranks)
-        group = self._world.group((self._group, ranks, count), members)
+        group = self._world.group((self._group, self._next_split(ranks)), members)
         return LocalCommunicator(self._world, group, ranks.index(self.rank))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:

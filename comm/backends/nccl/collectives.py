@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -29,7 +28,6 @@ class NcclCollectives(Communicator):
     session: Session
     _queue: OperationQueue
     _token: torch.Tensor
-    _numbers: itertools.count[int]
 
     def _start(
         self,
@@ -51,9 +49,7 @@ class NcclCollectives(Communicator):
             peers: the other ranks that take part; None for all of them, in a collective.
         """
         self._queue.issue_queued()
-        number = next(self._numbers) if peers is None else None
-        if number is not None:
-            self.session.entered(number, operation)
+        number = self.session.enter(operation) if peers is None else None
         self.bytes_sent += sent
         ticket = Ticket(operation, number, tuple(peers or ()))
         return self._queue.start(ticket, issue, tensors, finish)

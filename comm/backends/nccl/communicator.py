@@ -24,7 +24,6 @@ from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
-from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import BackendUnavailableError
 
@@ -150,19 +149,12 @@ class NcclCommunicator(NcclCollectives):
     def _assemble(
         self, session: Session, key: str, store: Store, device: torch.device, runtime: Runtime, secret: Secret
     ) -> None:
-        self.rank = session.rank
-        self.size = len(session.members)
-        self.device = device
-        self.timeout = session.timeout
-        self.bytes_sent = 0
+        self._assign(session.rank, len(session.members), device, session.timeout, secret)
         self.session = session
         self._key = key
         self._store = store
         self._secret = secret
-        self._seal = Seal(secret)
         self._runtime = runtime
-        self._numbers = itertools.count()
-        self._splits: dict[tuple[int, ...], int] = {}
         self._owned_liveness = None
         self._order = next(_order)
         self._family: object = session.liveness or self
@@ -246,8 +238,7 @@ class NcclCommunicator(NcclCollectives):
 
     def _split(self, ranks: tuple[int, ...]) -> NcclCommunicator:
         # NCCL's own split must be called by all ranks of the parent with nothing under way; this one by its members.
-        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
-        label = f"{'-'.join(map(str, ranks)) if len(ranks) < self.size else 'all'}.{count}"
+        label = self._next_split(ranks)
         session = self.session.child(label, ranks)
         child = NcclCommunicator.__new__(NcclCommunicator)
         secret = self._secret.derive("split", label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import select
 import threading
 import time
@@ -22,7 +21,6 @@ from bagua_kernels.comm.backends.torch_distributed.communicator import TorchComm
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
-from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import CLOSED, Work
 from bagua_kernels.errors import CommunicationError
@@ -62,16 +60,12 @@ class StripedCommunicator(Communicator):
             raise ValueError("StripedCommunicator needs epoll, which only Linux has: use its base")
         if stripes < 1:
             raise ValueError(f"expected at least one socket between two ranks, got {stripes=}")
-        self.rank = base.rank
-        self.size = base.size
-        self.device = base.device
-        self.timeout = base.timeout
-        self.bytes_sent = 0
+        secret = base._sealed().secret
+        self._assign(base.rank, base.size, base.device, base.timeout, secret.derive("striped"))
         self.base = base
         self.stripes = stripes
         self._host = host
         self._ranks = Ranks(base.rank, base.size)
-        self._numbers = itertools.count()
         self._messages: dict[tuple[int, int, int], int] = {}
         self._counting = threading.Lock()
         everyone = tuple(range(base.size))
@@ -82,12 +76,9 @@ class StripedCommunicator(Communicator):
         self.session.abandon = self._abandon
         self._loop: Loop | None = None
         self.tuning = tuning or Tuning()
-        self._seal = Seal(base._sealed().secret.derive("striped"))
         if self.size > 1:
-            secret = base._sealed().secret.derive("sockets")
-            links = mesh.connect(
-                self.rank, self.size, stripes, base.all_gather_object, base.timeout, host, secret=secret
-            )
+            key, gather = secret.derive("sockets"), base.all_gather_object
+            links = mesh.connect(self.rank, self.size, stripes, gather, base.timeout, host, secret=key)
             # The thread must not keep a communicator alive that nobody uses any more.
             counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
             self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
@@ -176,9 +167,7 @@ class StripedCommunicator(Communicator):
         peer: int | None = None, finish: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         collective = number is None
-        number = next(self._numbers) if number is None else number
-        if collective:
-            self.session.entered(number, name)
+        number = self.session.enter(name) if number is None else number
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
-from bagua_kernels.comm.joining.seal import Seal
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.reduction import ReduceOp, divide_after, divide_first, reduce_in_order
 from bagua_kernels.comm.work import Work
@@ -89,18 +87,11 @@ class TorchCommunicator(Communicator):
         self._owned_liveness = liveness
 
     def _assemble(self, group: TorchGroup, session: Session, key: str, secret: Secret) -> None:
-        self.rank = group.rank
-        self.size = group.size
-        self.device = group.device
-        self.timeout = group.timeout
-        self.bytes_sent = 0
+        self._assign(group.rank, group.size, group.device, group.timeout, secret)
         self._group = group
         self.session = session
         self._key = key
         self._secret = secret
-        self._seal = Seal(secret)
-        self._numbers = itertools.count()
-        self._splits: dict[tuple[int, ...], int] = {}
         self._owned_liveness = None
         session.abandon = group.abandon
         _open.add(self)
@@ -152,10 +143,8 @@ class TorchCommunicator(Communicator):
         return self.session.ended
 
     def _split(self, ranks: tuple[int, ...]) -> TorchCommunicator:
-        count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
-        label = "-".join(map(str, ranks)) if len(ranks) < self.size else "all"
-        session = self.session.child(f"{label}.{count}", ranks)
-        key = f"{self._key}/{label}.{count}"
+        label = self._next_split(ranks)
+        session, key = self.session.child(label, ranks), f"{self._key}/{label}"
         child = TorchCommunicator.__new__(TorchCommunicator)
         group = session.guard("split", lambda: self._group.child(key, ranks))
         child._assemble(group, session, key, self._secret.derive("split", key))
@@ -178,10 +167,8 @@ class TorchCommunicator(Communicator):
             finish: completes the outputs once it is done.
             peers: the other ranks that take part; None for a collective.
         """
-        number = next(self._numbers) if peers is None else None
+        number = self.session.enter(operation) if peers is None else None
         peer = peers[0] if peers is not None and len(peers) == 1 else None
-        if number is not None:
-            self.session.entered(number, operation)
         self.bytes_sent += sent
         handle = self.session.guard(operation, call, number, peer)
         return SessionWork(self.session, handle, operation, number, peer, finish, self.device.type == "cuda")
