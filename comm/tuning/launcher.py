@@ -33,19 +33,8 @@ import bagua_kernels
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.joining import interfaces
+from bagua_kernels.comm.tuning import choice
 from bagua_kernels.comm.tuning import probe as tune_probe
-from bagua_kernels.comm.tuning.choice import (
-    DEFAULTS,
-    GAIN,
-    NAMES,
-    OWN,
-    SOCKETS,
-    ProbeError,
-    Search,
-    Variables,
-    choose,
-    next_candidate,
-)
 from bagua_kernels.comm.tuning.command import Command, CommandError, parse
 from bagua_kernels.comm.tuning.probe import Case, Node, Order, Result
 from bagua_kernels.comm.tuning.report import reused, show, text, write
@@ -100,10 +89,12 @@ class Probes:
             try:
                 said, status = _run(command, {**self.environment, **variables, "PYTHONPATH": path}, limit, folder)
                 if status != 0 or not (folder / "result.json").is_file():
-                    raise ProbeError(f"it ended with status {status}{'' if status else ' and no result'}:\n{said}")
+                    raise choice.ProbeError(
+                        f"it ended with status {status}{'' if status else ' and no result'}:\n{said}"
+                    )
                 result = Result.from_json((folder / "result.json").read_text())
             except (OSError, ValueError) as error:
-                raise ProbeError(f"{type(error).__name__}: {error}") from error
+                raise choice.ProbeError(f"{type(error).__name__}: {error}") from error
             finally:
                 self._each = self._each or _START + self.seconds
                 self._end = time.monotonic() - self._began
@@ -117,7 +108,7 @@ class Probes:
     def _node(self) -> Node:
         found = interfaces.interfaces()
         outward = tuple(one.name for one in found if one.leads_out)
-        fixed = tuple((name, self.environment[name]) for name in NAMES if self.environment.get(name))
+        fixed = tuple((name, self.environment[name]) for name in choice.NAMES if self.environment.get(name))
         return Node(interfaces.choose(found, {}).name, outward, fixed)
 
 
@@ -144,56 +135,60 @@ def _run(command: Sequence[str], environment: Mapping[str, str], limit: float, f
         return output.read().decode(errors="replace").strip()[-3000:] + late, process.returncode
 
 
-def search(probes: Probes, sizes: Sequence[int]) -> Search:
+def search(probes: Probes, sizes: Sequence[int]) -> choice.Search:
     """Measures as long as the budget lasts, and chooses.
 
     Raises:
         ProbeError: the defaults could not be measured.
     """
-    found = Search()
+    found = choice.Search()
     first = found.first = probes.run({}, tune_probe.plan(sizes))
     if first.world == 1:
         return found
-    found.runs[DEFAULTS] = [first.seconds]
+    found.runs[choice.DEFAULTS] = [first.seconds]
     fixed: dict[str, str] = {name: value for node in first.nodes for name, value in node.fixed}
     found.notes += [f"{name}={value[:60]} is set and stays" for name, value in fixed.items()]
-    own = first.backend == "gloo" and OWN not in fixed and fixed.get(SOCKETS) != "0"
+    own = first.backend == "gloo" and choice.OWN not in fixed and fixed.get(choice.SOCKETS) != "0"
     share = max(1.0, probes.budget / 4) if own else 0.0
     alive = True
     # One job for the candidate, two to see the defaults and the best one again, one for the package's own.
-    while (candidate := next_candidate(first, found.ratios(1))) is not None and alive and probes.fit(3 + own, share):
+    while (
+        (candidate := choice.next_candidate(first, found.ratios(1))) is not None
+        and alive
+        and probes.fit(3 + own, share)
+    ):
         alive = _add(found, probes, candidate)
     if candidate is not None and alive:
         found.notes.append(f"--budget {probes.budget:g} does not last for all candidates")
     ratios = found.ratios()
-    again = sorted((one for one in ratios if ratios[one] * GAIN < 1), key=lambda one: ratios[one])
+    again = sorted((one for one in ratios if ratios[one] * choice.GAIN < 1), key=lambda one: ratios[one])
     while len(again) > 1 and not probes.fit(len(again) + 1 + own, share):
         again.pop()
-    for one in [one for one in reversed(found.runs) if one in (*again, *([DEFAULTS] if again else []))]:
+    for one in [one for one in reversed(found.runs) if one in (*again, *([choice.DEFAULTS] if again else []))]:
         alive = alive and _add(found, probes, one)
-    twice = [one for one, runs in found.runs.items() if len(runs) == 2 == len(found.runs[DEFAULTS])]
-    found.chosen = dict(choose([DEFAULTS, *twice], found.ratios()))
+    twice = [one for one, runs in found.runs.items() if len(runs) == 2 == len(found.runs[choice.DEFAULTS])]
+    found.chosen = dict(choice.choose([choice.DEFAULTS, *twice], found.ratios()))
     if own and alive:
-        sockets = {} if SOCKETS in fixed else {SOCKETS: str(_OWN_SOCKETS)}
+        sockets = {} if choice.SOCKETS in fixed else {choice.SOCKETS: str(_OWN_SOCKETS)}
         try:
             text = probes.run({**found.chosen, **sockets}, own=share).tuning
             tuning = dataclasses.replace(Tuning.from_json(text), measured={})
-        except (ProbeError, ValueError) as error:
+        except (choice.ProbeError, ValueError) as error:
             found.notes.append(f"bagua_kernels.comm.tune could not be run: {str(error)[-600:]}")
         else:
-            found.chosen[OWN] = tuning.to_json()
-            if SOCKETS not in fixed and tuning.stripes > knobs.SOCKETS.default:
-                found.chosen[SOCKETS] = str(tuning.stripes)
+            found.chosen[choice.OWN] = tuning.to_json()
+            if choice.SOCKETS not in fixed and tuning.stripes > knobs.SOCKETS.default:
+                found.chosen[choice.SOCKETS] = str(tuning.stripes)
     return found
 
 
-def _add(found: Search, probes: Probes, candidate: Variables) -> bool:
+def _add(found: choice.Search, probes: Probes, candidate: choice.Variables) -> bool:
     """Measures a candidate; returns True if the search may go on."""
     assert found.first is not None
     runs = found.runs.setdefault(candidate, [])
     try:
         runs.append(probes.run(dict(candidate), found.first.cases).seconds)
-    except ProbeError as error:
+    except choice.ProbeError as error:
         found.notes.append(f"{text(candidate)} failed: {str(error)[-600:]}")
         # Launchers of other hosts may not have come as far: what all have measured decides.
         return probes.command.nodes == 1
@@ -272,7 +267,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     except CommandError as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    except (ProbeError, OSError, ValueError) as error:
+    except (choice.ProbeError, OSError, ValueError) as error:
         failed = True
         print(f"tune: could not measure, so the environment stays as it is: {error}", file=sys.stderr)
     except KeyboardInterrupt:

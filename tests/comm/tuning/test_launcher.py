@@ -19,7 +19,7 @@ from bagua_kernels.comm.tuning import command as tune_command
 from bagua_kernels.comm.tuning import launcher as tune_launcher
 from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning import probe as tune_probe
-from bagua_kernels.comm.tuning.choice import DEFAULTS, choose, next_candidate, ratio
+from bagua_kernels.comm.tuning.choice import DEFAULTS, ProbeError, choose, next_candidate, ratio
 from bagua_kernels.comm.tuning.command import Command, CommandError, parse
 from bagua_kernels.comm.tuning.launcher import Probes
 from bagua_kernels.comm.tuning.probe import Case, Node, Order, Result
@@ -195,7 +195,7 @@ class MadeUp(Probes):
             tuning = comm.Tuning(stripes=4, measured={"all_reduce": []})
             return Result("gloo", 2, self.nodes, tuning=tuning.to_json())
         if name not in times:
-            raise tune_launcher.ProbeError("it is broken")
+            raise ProbeError("it is broken")
         return Result("gloo", 2, self.nodes, CASES, (times[name],) * 2)
 
 
@@ -306,7 +306,7 @@ def test_job_runs_though_the_probe_fails(job: Path) -> None:
 def test_probe_that_hangs_is_ended(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_launcher, "_LIMIT", 0.5)
     command = Command((sys.executable, str(job / "torchrun"), "--hang"), (), "script", 1, "none")
-    with pytest.raises(tune_launcher.ProbeError, match=r"the network is down\nit was ended after"):
+    with pytest.raises(ProbeError, match=r"the network is down\nit was ended after"):
         Probes(command, os.environ, 10.0, "gloo").run({})
 
 

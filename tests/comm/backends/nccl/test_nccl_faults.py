@@ -151,15 +151,15 @@ def test_the_allocator_learns_of_the_stream_that_reads_a_temporary() -> None:
         gpu = world.gpus[c.rank]
         x = torch.ones(4, dtype=torch.int16)  # NCCL has no reduction of it: what is gathered is reduced in `wait`
         work = c.all_reduce(x, ReduceOp.SUM)
-        kept = list(work._tensors)
+        kept = list(work.tensors)
         assert len(kept) == 2
-        finish, at = work._finish, []
-        work._finish = lambda: (finish(), at.append(len(gpu.records)))
+        finish, at = work.finish, []
+        work.finish = lambda: (finish(), at.append(len(gpu.records)))
         work.wait()
         # After the last use.
         recorded = [tensor for tensor, stream in gpu.records[at[0] :] if stream is gpu.current_stream()]
         assert [tensor.data_ptr() for tensor in recorded] == [tensor.data_ptr() for tensor in kept]
-        assert work._tensors == []
+        assert work.tensors == []
         assert x.tolist() == [2] * 4
         before = len(gpu.records)
         with gpu.capture():
