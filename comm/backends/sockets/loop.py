@@ -177,17 +177,14 @@ class Loop:
     @torch.inference_mode()  # without it, tensors that were made in that mode could not be written
     def _run(self) -> None:
         try:
-            self._turn()
+            while not self._stopping:
+                events = self._epoll.poll()
+                with self._moving:
+                    self._move(events)
         except BaseException as error:  # whatever it is, those who wait have to hear of it
             self._stopping = self._stopping or f"its thread has ended: {error!r}"
         finally:
             self._end()
-
-    def _turn(self) -> None:
-        while not self._stopping:
-            events = self._epoll.poll()
-            with self._moving:
-                self._move(events)
 
     def _move(self, events: list[tuple[int, int]]) -> None:
         for fd, event in events:
@@ -199,7 +196,7 @@ class Loop:
             if channel is not None and channel.parked is not None:
                 # Since `poll` returned, another thread may have parked it: that there is something to read is no error.
                 if event & (select.EPOLLHUP | select.EPOLLERR):
-                    self._guarded(channel, self._hang_up)
+                    self._lose(channel, ConnectionResetError("it broke while nothing was asked of it"))
             elif channel is not None and event & ~select.EPOLLOUT:
                 self._guarded(channel, self._read)
             if fd in self._channels and event & select.EPOLLOUT:
@@ -340,6 +337,3 @@ class Loop:
                 self._register(channel)
                 if channel.parse(self._inbox):
                     self._register(channel)
-
-    def _hang_up(self, channel: Channel) -> None:
-        raise ConnectionResetError("it broke while nothing was asked of it")
