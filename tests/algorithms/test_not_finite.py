@@ -13,7 +13,7 @@ from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, OneBitAdam,
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression.codec import names
 from tests.algorithms.test_contract import ALGORITHMS
-from tests.algorithms.test_simulation import Given, draw
+from tests.algorithms.training import Given, draw
 from tests.oracles.algorithms import Shapes
 
 # Of many blocks and of a few elements; sizes are divisible by nothing.

@@ -4,81 +4,27 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, ReduceOp
-from bagua_kernels.errors import CommunicationError, RankLostError
-
-SIZES = (0, 1, 257, 100_003)
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-NUMPY: dict[ReduceOp, Callable[..., np.ndarray]] = {
-    ReduceOp.SUM: np.add.reduce,
-    ReduceOp.PRODUCT: np.multiply.reduce,
-    ReduceOp.MIN: np.minimum.reduce,
-    ReduceOp.MAX: np.maximum.reduce,
-    ReduceOp.AVG: np.mean,
-    ReduceOp.BAND: np.bitwise_and.reduce,
-    ReduceOp.BOR: np.bitwise_or.reduce,
-    ReduceOp.BXOR: np.bitwise_xor.reduce,
-}
-BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
-
-def values(rank: int, n: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What a rank contributes; every rank can compute that of every other."""
-    generator = np.random.default_rng([rank, n, salt])
-    if dtype is torch.bool:
-        return torch.from_numpy(generator.integers(0, 2, n).astype(bool))
-    if dtype in INTEGERS:
-        return torch.from_numpy(generator.integers(0, 5, n)).to(dtype)
-    return torch.from_numpy(generator.uniform(0.5, 1.5, n)).to(torch.float32).to(dtype)
-
-
-def operations(dtype: torch.dtype) -> list[ReduceOp]:
-    """The reductions that a dtype allows."""
-    if dtype in FLOATS:
-        return [op for op in ReduceOp if op not in BITWISE]
-    return [op for op in ReduceOp if op is not ReduceOp.AVG]
-
-
-def oracle(parts: list[torch.Tensor], op: ReduceOp) -> np.ndarray:
-    """NumPy's reduction over ranks: in float64 for floats, exact (with wrap-around) for integers."""
-    dtype = parts[0].dtype
-    if dtype in FLOATS:
-        return NUMPY[op](np.stack([part.double().numpy() for part in parts]), axis=0)
-    stacked = np.stack([part.numpy() for part in parts])
-    if dtype is torch.bool:
-        either = {ReduceOp.SUM: np.any, ReduceOp.MAX: np.any, ReduceOp.PRODUCT: np.all, ReduceOp.MIN: np.all}
-        return either.get(op, NUMPY[op])(stacked, axis=0)
-    return NUMPY[op](stacked, axis=0, **({"dtype": stacked.dtype} if op in (ReduceOp.SUM, ReduceOp.PRODUCT) else {}))
-
-
-def check(result: torch.Tensor, expected: np.ndarray) -> None:
-    """Compares within the dtype's tolerance, exactly for everything but floats."""
-    if result.dtype in FLOATS:
-        np.testing.assert_allclose(result.double().numpy(), expected, rtol=TOLERANCE[result.dtype])
-    else:
-        np.testing.assert_array_equal(result.numpy(), expected)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares bits."""
-    return bits(a) == bits(b)
-
-
-def bits(x: torch.Tensor) -> bytes:
-    """The memory of a tensor."""
-    return x.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+from bagua_kernels.errors import CommunicationError
+from tests.comm.values import (
+    FLOATS,
+    INTEGERS,
+    MOVED,
+    SIZES,
+    bits,
+    check,
+    operations,
+    oracle,
+    same,
+    values,
+)
 
 
 def case_reductions(c: Communicator) -> None:
@@ -372,86 +318,6 @@ def case_argument_errors(c: Communicator) -> None:
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
-
-
-def abort_of_a_duplicate(c: Communicator) -> None:
-    """Rank 0 of two gives up while both wait for something: itself for rank 1, and rank 1 for it."""
-    pair = c.duplicate()
-    started = time.monotonic()
-    if c.rank == 0:
-        threading.Timer(0.5, pair.abort).start()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.all_reduce(torch.ones(1)).wait()
-        with pytest.raises(CommunicationError, match="it was aborted"):
-            pair.barrier()
-    else:
-        with pytest.raises(RankLostError, match="rank 0 gave up: it was aborted") as caught:
-            pair.recv(torch.ones(1), 0).wait()
-        assert caught.value.ranks == (0,)
-    assert time.monotonic() - started < 10
-    c.barrier().wait()
-
-
-def late_neighbour(c: Communicator, seconds: float = 2.0) -> None:
-    """Rank 1 comes late to each kind of operation; nobody minds, and the communicator goes on working."""
-    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
-    for kind in ("recv", "polled recv", "neighbour_exchange", "all_reduce"):
-        mine, got = torch.full((5,), float(c.rank)), torch.full((5,), -1.0)
-        if c.rank == 1:
-            time.sleep(seconds)
-        started = time.monotonic()
-        if kind == "all_reduce":
-            got.copy_(mine)
-            c.all_reduce(got).wait()
-            expected = sum(range(c.size))
-        elif kind == "neighbour_exchange":
-            c.neighbour_exchange({left: got}, {right: mine}).wait()
-            expected = left
-        elif c.rank == 1:
-            c.send(mine, right).wait()
-            continue
-        elif c.rank == 2 % c.size:
-            work = c.recv(got, 1)
-            while kind == "polled recv" and not work.is_completed():
-                assert time.monotonic() - started < seconds + 10
-                time.sleep(0.001)
-            work.wait()
-            expected = 1
-        else:
-            continue
-        assert got.tolist() == [float(expected)] * 5, (kind, got)
-    for _ in range(3):
-        case_point_to_point(c)
-        case_neighbour_exchange(c)
-        c.barrier().wait()
-
-
-def failure_reaches_all_threads(c: Communicator) -> None:
-    """Threads that wait for one work all raise when a rank gives up."""
-    pair = c.duplicate()
-    pair.barrier().wait()
-    if c.rank == 0:
-        pair.abort()
-        c.barrier().wait()
-        return
-    works = [pair.all_reduce(torch.ones(8)), pair.recv(torch.ones(8), 0)]
-    seen: list[BaseException | None] = []
-
-    def wait(work: comm.Work) -> None:
-        try:
-            work.wait()
-            seen.append(None)
-        except BaseException as error:
-            seen.append(error)
-
-    threads = [threading.Thread(target=wait, args=(work,)) for work in works for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(seen) == 8
-    assert all(isinstance(error, CommunicationError) for error in seen), seen
-    c.barrier().wait()
 
 
 def battery() -> None:

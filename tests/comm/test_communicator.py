@@ -12,15 +12,9 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
-from tests.comm.contract import (
-    CASES,
-    abort_of_a_duplicate,
-    battery,
-    failure_reaches_all_threads,
-    late_neighbour,
-    same,
-    values,
-)
+from tests.comm.contract import CASES, battery
+from tests.comm.trouble import abort_of_a_duplicate, failure_reaches_all_threads, late_neighbour
+from tests.comm.values import same, values
 from tests.grids import grid
 
 

@@ -19,7 +19,7 @@ from bagua_kernels.compression import (
     TernGrad,
 )
 from tests.grids import one_of_each
-from tests.oracles.block_quantizers import Spec
+from tests.oracles.block_rules import Spec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from bagua_kernels.algorithms import DGC, TernGrad
 from bagua_kernels.algorithms.engine.vectors import euclidean_norm
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.test_simulation import Given, Named, draw, follow
+from tests.algorithms.training import Given, Named, draw, follow
 from tests.oracles.vectors import FLOAT32_MAX, FLOAT32_TINIEST, KINDS, make
 
 SHAPES = {"matrix": (37, 29), "bias": (11,), "scale": ()}

@@ -10,7 +10,7 @@ from bagua_kernels.algorithms import DGC, DoubleSqueeze, OneBitSGD, RandomK, Sig
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import all_reduce_for
 from bagua_kernels.compression import Codec, from_spec
-from tests.algorithms.test_simulation import Given, draw, follow
+from tests.algorithms.training import Given, draw, follow
 from tests.grids import grid
 from tests.oracles.vectors import make, same_bits
 

@@ -14,7 +14,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceScatter, all_reduce_for
 from bagua_kernels.comm.compressed.layout import own_counts
 from bagua_kernels.compression import from_spec
-from tests.algorithms.test_simulation import Given, follow
+from tests.algorithms.training import Given, follow
 
 SIZES = (5, 64, 70, 1, 33)
 SPECS = (

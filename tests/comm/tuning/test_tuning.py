@@ -18,7 +18,7 @@ from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Cost, Limits,
 from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning.measure import borders, tune
 from tests.comm import contract
-from tests.comm.contract import check, oracle, values
+from tests.comm.values import check, oracle, values
 from tests.grids import grid
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels.compression import AlternatingLowRank, PowerSGD
-from tests.compression.powersgd.test_powersgd import SHAPES, average, error, flat, gradients, matrix, residuals, same
+from tests.compression.powersgd.ranks import SHAPES, average, error, flat, gradients, matrix, residuals, same
 from tests.grids import grid
 from tests.oracles import powersgd as oracle
 

@@ -132,7 +132,7 @@ def connect(timeout: float = 60.0) -> NcclCommunicator:
 
 
 def contract() -> None:
-    from tests.comm.test_communicator import CASES
+    from tests.comm.contract import CASES
 
     communicator = connect()
     staged, failures = Staged(communicator), {}

@@ -18,7 +18,7 @@ from bagua_kernels.comm.backends.sockets.schedules import Ranks, chunks, cut
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
-from tests.comm.contract import bits, check, oracle, same, values
+from tests.comm.values import bits, check, oracle, same, values
 from tests.grids import grid
 
 WAYS = {

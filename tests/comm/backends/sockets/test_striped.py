@@ -19,7 +19,8 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
-from tests.comm.contract import CASES, check, oracle, same, values
+from tests.comm.contract import CASES
+from tests.comm.values import check, oracle, same, values
 from tests.grids import grid
 
 BASE = Tuning(

@@ -1,0 +1,138 @@
+"""The optimizer of QAdam and 1-bit Adam: Adam until its second moment freezes, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam
+from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam
+from bagua_kernels.algorithms.adam.qadam import QAdam
+from bagua_kernels.algorithms.registry import from_spec
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.adam.simulation import CORRECTIONS, Given, draw
+from tests.algorithms.ranks import Odd, batch
+
+every_correction = pytest.mark.parametrize("corrected", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_optimizer_is_adam_until_the_freeze(decay: float) -> None:
+    models = Odd(), Odd()
+    kind = torch.optim.AdamW if decay else torch.optim.Adam
+    ours = FrozenAdam(models[0].parameters(), lr=0.01, weight_decay=decay, freeze_step=20)
+    theirs = kind(models[1].parameters(), lr=0.01, weight_decay=decay)
+    for step in range(20):
+        assert not ours.frozen
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            model(batch(0, step)).square().mean().backward()
+            optimizer.step()
+        for a, b in zip(*(m.parameters() for m in models), strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert ours.frozen
+
+
+def test_optimizer_takes_adams_state() -> None:
+    models = Odd(), Odd()
+    theirs = torch.optim.AdamW(models[0].parameters(), lr=0.01, weight_decay=0.0)
+    for step in range(3):
+        theirs.zero_grad()
+        models[0](batch(0, step)).square().mean().backward()
+        theirs.step()
+    models[1].load_state_dict(models[0].state_dict())
+    ours = FrozenAdam(models[1].parameters(), freeze_step=5)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for step, frozen in ((3, False), (4, True)):
+        for model, optimizer in zip(models, (theirs, ours), strict=True):
+            optimizer.zero_grad()
+            model(batch(0, step)).square().mean().backward()
+            optimizer.step()
+        assert ours.frozen is frozen
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@every_correction
+def test_optimizer_can_be_copied(corrected: dict[str, Any]) -> None:
+    model = Given(w=(4, 4))
+    optimizer = FrozenAdam(model.parameters(), freeze_step=2, **corrected)
+    model(w=torch.ones(4, 4)).backward()
+    optimizer.step()
+    optimizer.agree = lambda _: pytest.fail("a copy asks nobody")
+    other = copy.deepcopy(optimizer)
+    p = other.param_groups[0]["params"][0]
+    p.grad = torch.ones(4, 4)
+    other.step()
+    assert other.frozen
+    assert not optimizer.frozen
+    v = other.state[p]["exp_avg_sq"]
+    # The squares of two gradients, of 1 each.
+    assert torch.allclose(v, torch.tensor(1.0 if corrected == {"v_correction": "frozen"} else 0.001999))
+
+
+@every_correction
+def test_frozen_v_keeps_its_bits(corrected: dict[str, Any]) -> None:
+    model = Given(w=(8, 8))
+    optimizer = FrozenAdam(model.parameters(), freeze_step=3, **corrected)
+    seen = []
+    for step in range(8):
+        optimizer.zero_grad()
+        model(w=draw(step, 0, (8, 8))).backward()
+        optimizer.step()
+        seen.append(optimizer.state[model.w]["exp_avg_sq"].clone())
+    assert all(torch.equal(seen[2], later) for later in seen[3:])
+    gradients = torch.stack([draw(step, 0, (8, 8)).double() for step in range(3)])
+    weights = torch.tensor([0.999**2, 0.999, 1.0], dtype=torch.float64)
+    weights *= 1 / weights.sum() if corrected == {"v_correction": "frozen"} else 0.001
+    expected = (gradients.square() * weights.view(-1, 1, 1)).sum(0)
+    assert torch.allclose(seen[-1].double(), expected, rtol=1e-5)
+
+
+def test_auto_waits_for_two_time_constants() -> None:
+    model = Given(w=(4, 4))
+    optimizer = FrozenAdam(model.parameters(), betas=(0.9, 0.98), freeze_step="auto")
+    for _ in range(99):
+        optimizer.zero_grad()
+        model(w=torch.ones(4, 4)).backward()
+        optimizer.step()
+    assert not optimizer.frozen
+    # What a look remembers is part of the state.
+    again = FrozenAdam(model.parameters(), betas=(0.9, 0.98), freeze_step="auto")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (optimizer, again):
+        one.step()
+        assert one.frozen
+
+
+def test_refusals() -> None:
+    def rank(communicator: Communicator) -> None:
+        module = Odd()
+        with pytest.raises(TypeError, match="QAdam makes its optimizer itself, got SGD"):
+            QAdam(module, torch.optim.SGD(module.parameters()), communicator=communicator)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="freeze_step says when"):
+            OneBitAdam(module, warmup_steps=3, communicator=communicator)
+        with pytest.raises(ValueError, match=r"'second.weight' of shape \(13, 31\) is in no group"):
+            OneBitAdam(module, params=[*module.first.parameters(), module.scale], communicator=communicator)
+        with pytest.raises(ValueError, match="mask of 'scale' has shape"):
+            OneBitAdam(module, mask={"scale": torch.ones(2)}, communicator=communicator)
+        with pytest.raises(ValueError, match="mask of 'frozen' has shape"):
+            OneBitAdam(module, mask={"frozen": torch.ones(5)}, communicator=communicator)
+        with pytest.raises(ValueError, match="limit must be above 0"):
+            QAdam(module, limit=0.0, communicator=communicator)
+        with pytest.raises(ValueError, match="v_correction must be one of"):
+            QAdam(module, v_correction="yes", communicator=communicator)
+        with pytest.raises(ValueError, match="freeze_step must be"):
+            QAdam(module, freeze_step=0, communicator=communicator)
+        with pytest.raises(ValueError, match="Invalid beta parameter at index 1"):
+            QAdam(module, params=[{"params": module.parameters(), "betas": (0.9, 1.0)}], communicator=communicator)
+        model = from_spec("onebit_adam:freeze_step=7,block=64", module, communicator=communicator)
+        assert isinstance(model, OneBitAdam)
+        assert model.optimizer.freeze_step == 7
+        with pytest.raises(ValueError, match="OneBitAdam cannot go on"), model.join():
+            pass
+
+    run_ranks(2, rank)

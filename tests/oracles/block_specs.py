@@ -1,0 +1,46 @@
+"""The block quantizers whose oracles are tested."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+
+from tests.oracles import block_quantizers as bq
+from tests.oracles.block_rules import Spec
+from tests.oracles.vectors import (
+    F32,
+)
+from tests.oracles.vectors import deterministic as thorough
+
+deterministic = settings(thorough, max_examples=50)
+
+NEAREST = {
+    "minmax8": Spec("minmax", 256),
+    "minmax4": Spec("minmax", 64, bits=4),
+    "minmax2": Spec("minmax", 32, bits=2),
+    "absmax8": Spec("absmax", 256),
+    "absmax4": Spec("absmax", 128, bits=4),
+    "absmax2": Spec("absmax", 32, bits=2),
+    "sign": Spec("sign", 64),
+    "sign_two": Spec("sign", 64, means=2),
+    "e4m3": Spec("fp8", 128),
+    "e5m2": Spec("fp8", 32, format="e5m2"),
+}
+
+STOCHASTIC = {
+    **{f"{name}_stochastic": replace(spec, stochastic=True) for name, spec in NEAREST.items() if spec.kind != "sign"},
+    "natural": Spec("natural", 64),
+    "qsgd_l2": Spec("absmax", 128, bits=4, stochastic=True, norm="l2"),
+    "qsgd_5": Spec("absmax", 128, levels=5, bits=4, stochastic=True),
+    "terngrad": Spec("absmax", 512, bits=2, stochastic=True),
+}
+
+ALL = {**NEAREST, **STOCHASTIC}
+
+nearest = pytest.mark.parametrize("spec", NEAREST.values(), ids=NEAREST.keys())
+
+every = pytest.mark.parametrize("spec", ALL.values(), ids=ALL.keys())
+
+
+def recode(spec: Spec, x: F32, seed: int = 0) -> F32:
+    return bq.decode(spec, bq.encode(spec, x, seed), x.size)
