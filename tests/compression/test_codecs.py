@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -159,13 +160,14 @@ class TestSharedScales:
         )
 
     def test_non_finite(self) -> None:
-        x = vector(200, 1)
-        x[70] = float("nan")
-        scales = self.codec.scales(x)
-        assert scales.tolist()[1] == 0x7FC00000
-        decoded = self.codec.decode(self.codec.encode(x, scales=scales), torch.empty_like(x))
-        assert decoded[64:128].isnan().all()
-        assert decoded[:64].isfinite().all()
+        for bad in (math.nan, math.inf, -math.inf):
+            x = vector(200, 1)
+            x[70] = bad
+            scales = self.codec.scales(x)
+            assert scales.tolist()[1] == 0x7FC00000
+            decoded = self.codec.decode(self.codec.encode(x, scales=scales), torch.empty_like(x))
+            assert decoded[64:128].isnan().all()
+            assert decoded[:64].isfinite().all()
 
     def test_paths_that_would_use_own_scales(self) -> None:
         with pytest.raises(ValueError, match="shared"):

@@ -72,7 +72,7 @@ class TestDefinition:
 
     def test_names_and_documentation(self) -> None:
         assert Heavy.__name__ == Heavy.__qualname__ == "Heavy"
-        assert Heavy.__module__ == __name__
+        assert Heavy.__module__ == heavy.__module__
         assert Heavy.__doc__ == "Momentum whose bias is corrected."
         assert issubclass(Heavy, Optimizer)
 

@@ -101,6 +101,22 @@ def test_short_shards_are_sent_plainly_and_need_no_seed() -> None:
         assert torch.allclose(result, mean, atol=1e-6)
 
 
+def test_every_piece_and_shard_draws_its_own_random_numbers() -> None:
+    """The same values in each of them would be rounded alike by the same numbers."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        x = vector(0)[:128].repeat(4)
+        all_reduce = HierarchicalAllReduce(
+            communicator, 512, x.dtype, nodes=NODES, op=ReduceOp.AVG, pieces=2, codec=TernGrad(block=128)
+        )
+        all_reduce(x, seed=1)
+        return x
+
+    for result in run_ranks(4, rank):
+        parts = result.view(4, 128)
+        assert all(not torch.equal(parts[i], parts[k]) for i in range(4) for k in range(i))
+
+
 @pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()], ids=repr)
 def test_any_failure_in_the_middle_ends_the_others(error: BaseException) -> None:
     """Here and at once, not after their timeout."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua_kernels.compression import Codec, Contractive, Unbiased, from_spec
+from bagua_kernels.compression.sparse.choice import RUN, sample_size, sampled_runs
 from bagua_kernels.compression.sparse.form import kept
 from bagua_kernels.compression.sparse.randomk import RandomK
 from bagua_kernels.compression.sparse.threshold_topk import ThresholdTopK
@@ -200,6 +201,19 @@ def test_feedback_is_the_unfused_sequence(target: Target, dtype: torch.dtype, co
     lost = total - decoded(codec, payload, n)
     old = before if isinstance(codec, RandomK) else torch.zeros_like(before)
     assert torch.equal(residual, torch.where(lost.isfinite(), lost, old))
+
+
+def test_residual_counts_once_where_a_threshold_is_lowered(target: Target) -> None:
+    """The sample has all large elements, so that too few reach the first threshold."""
+    n, ratio = 16_384, 0.1
+    sample = sampled_runs(n, sample_size(n, 0.01, ratio))
+    x, residual = (torch.from_numpy(make("gaussian", n, 1.0, seed)) for seed in range(2))
+    x.view(-1, RUN)[sample] *= 1000
+    x, residual = x.to(target.device), residual.to(target.device)
+    total = residual + x
+    sent = decoded(TopK(ratio), TopK(ratio).encode_feedback(x, residual), n)
+    assert torch.equal(sent + residual, total)
+    assert sent.abs()[sent != 0].min() >= residual.abs().max()
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
