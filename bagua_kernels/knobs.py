@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -116,10 +116,7 @@ BACKEND: Knob[str] = Knob(
     "Kernel backend: triton, numba_cuda or numba_cpu; auto takes Triton for CUDA tensors and Numba for CPU tensors.",
 )
 TIMEOUT: Knob[float] = Knob(
-    "BAGUA_KERNELS_TIMEOUT",
-    300.0,
-    _seconds,
-    "Seconds after which a collective that does not finish raises an error.",
+    "BAGUA_KERNELS_TIMEOUT", 300.0, _seconds, "Seconds after which a collective that does not finish raises an error."
 )
 HEARTBEAT: Knob[float] = Knob(
     "BAGUA_KERNELS_HEARTBEAT",
@@ -173,10 +170,7 @@ CUDA_SIMULATOR: Knob[bool] = Knob(
 )
 
 MASTER_ADDR: Knob[str] = Knob(
-    "MASTER_ADDR",
-    "",
-    str,
-    "torchrun's variable: the host of rank 0, which is also where its signs of life are kept.",
+    "MASTER_ADDR", "", str, "torchrun's variable: the host of rank 0, which is also where its signs of life are kept."
 )
 GLOO_SOCKET_IFNAME: Knob[str] = Knob(
     "GLOO_SOCKET_IFNAME",
@@ -203,22 +197,5 @@ LOCAL_WORLD_SIZE: Knob[int | None] = Knob(
     "LOCAL_WORLD_SIZE", None, _count, "torchrun's variable: how many processes it has started on the node."
 )
 
-ALL: tuple[Knob[str] | Knob[float] | Knob[bool] | Knob[int] | Knob[int | None], ...] = (
-    BACKEND,
-    TIMEOUT,
-    HEARTBEAT,
-    NCCL,
-    SOCKETS,
-    TUNING,
-    WATCH,
-    SECRET,
-    TRITON_INTERPRET,
-    CUDA_SIMULATOR,
-    MASTER_ADDR,
-    GLOO_SOCKET_IFNAME,
-    NODE,
-    RANK,
-    GROUP_RANK,
-    NODE_RANK,
-    LOCAL_WORLD_SIZE,
-)
+# In the order in which they are defined above.
+ALL: tuple[Knob[Any], ...] = tuple(value for value in globals().copy().values() if isinstance(value, Knob))

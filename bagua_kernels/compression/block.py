@@ -53,12 +53,7 @@ class BlockCodec(ABC):
         return form_of(self.rule, n, self.block).size
 
     def encode(
-        self,
-        x: torch.Tensor,
-        *,
-        seed: int = 0,
-        out: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None,
+        self, x: torch.Tensor, *, seed: int = 0, out: torch.Tensor | None = None, counts: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Encodes a vector.
 

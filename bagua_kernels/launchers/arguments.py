@@ -42,12 +42,7 @@ def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) ->
 
 
 def check_bytes(
-    name: str,
-    payload: torch.Tensor,
-    shape: tuple[int, ...],
-    device: torch.device,
-    cause: str,
-    strided: bool = False,
+    name: str, payload: torch.Tensor, shape: tuple[int, ...], device: torch.device, cause: str, strided: bool = False
 ) -> None:
     """As `check_payload`; `cause` is what the shape follows from, `strided` whether rows may have something behind them."""
     if not isinstance(payload, torch.Tensor):

@@ -14,8 +14,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import ADADELTA
 
-UPDATE = Update(ADADELTA, ("square_avg", "acc_delta"), ("step",))
-
 
 class Adadelta(Fused, torch.optim.Adadelta):
     """`torch.optim.Adadelta` in one pass."""
@@ -47,8 +45,7 @@ class Adadelta(Fused, torch.optim.Adadelta):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(ADADELTA, ("square_avg", "acc_delta"), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         counters["step"] = counters["step"] + 1

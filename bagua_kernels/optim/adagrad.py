@@ -14,8 +14,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import ADAGRAD
 
-UPDATE = Update(ADAGRAD, ("sum",), ("step",))
-
 
 class Adagrad(Fused, torch.optim.Adagrad):
     """`torch.optim.Adagrad` in one pass."""
@@ -49,8 +47,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(ADAGRAD, ("sum",), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

@@ -14,8 +14,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import ADAMAX
 
-UPDATE = Update(ADAMAX, ("exp_avg", "exp_inf"), ("step",))
-
 
 class Adamax(Fused, torch.optim.Adamax):
     """`torch.optim.Adamax` in one pass."""
@@ -47,8 +45,7 @@ class Adamax(Fused, torch.optim.Adamax):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(ADAMAX, ("exp_avg", "exp_inf"), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

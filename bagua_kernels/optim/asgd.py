@@ -14,8 +14,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import ASGD as RULE
 
-UPDATE = Update(RULE, ("ax",), ("step", "eta", "mu"))
-
 
 class ASGD(Fused, torch.optim.ASGD):
     """`torch.optim.ASGD` in one pass."""
@@ -49,8 +47,7 @@ class ASGD(Fused, torch.optim.ASGD):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(RULE, ("ax",), ("step", "eta", "mu"))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

@@ -20,8 +20,6 @@ from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LAMB as STEP
 from bagua_kernels.rules.optimizers import LAMB_MOMENTS
 
-UPDATE = Update(STEP, ("exp_avg", "exp_avg_sq"), ("step",))
-
 
 class LAMB(Fused, Optimizer):
     """LAMB: Adam whose step in each tensor is proportional to the tensor's norm (You et al., ICLR 2020, algorithm 2).
@@ -63,9 +61,7 @@ class LAMB(Fused, Optimizer):
         super().__init__(params, defaults, extras=extras)
 
     _whole = "norms of whole tensors"
-
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(STEP, ("exp_avg", "exp_avg_sq"), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

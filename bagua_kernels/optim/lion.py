@@ -15,8 +15,6 @@ from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LION
 
-UPDATE = Update(LION, ("exp_avg",))
-
 
 class Lion(Fused, Optimizer):
     """Lion: the sign of an interpolated momentum (Chen et al., NeurIPS 2023, algorithm 2).
@@ -52,8 +50,7 @@ class Lion(Fused, Optimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, extras=extras)
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(LION, ("exp_avg",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

@@ -20,8 +20,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update, scalar_names
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
 
-UPDATE = Update(MUON_STEP, ("momentum_buffer",))
-
 
 class Muon(Fused, torch.optim.Muon):
     """`torch.optim.Muon` with one pass for all momenta and one for all parameters.
@@ -58,9 +56,7 @@ class Muon(Fused, torch.optim.Muon):
 
     _by_address = False
     _whole = "whole matrices"
-
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(MUON_STEP, ("momentum_buffer",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         # Of each matrix, in `_launch`: the factor of the parameter, and the rate that the matrix's shape adjusts.

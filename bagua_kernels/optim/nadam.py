@@ -16,8 +16,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import NADAM
 
-UPDATE = Update(NADAM, ("exp_avg", "exp_avg_sq"), ("step", "mu_product"))
-
 
 def rounded_product(product: Any, factor: Any, dtype: torch.dtype) -> Any:
     """The product in the dtype that the state keeps it in."""
@@ -62,8 +60,7 @@ class NAdam(Fused, torch.optim.NAdam):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(NADAM, ("exp_avg", "exp_avg_sq"), ("step", "mu_product"))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

@@ -15,8 +15,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import RADAM
 
-UPDATE = Update(RADAM, ("exp_avg", "exp_avg_sq"), ("step",))
-
 
 class RAdam(Fused, torch.optim.RAdam):
     """`torch.optim.RAdam` in one pass."""
@@ -50,8 +48,7 @@ class RAdam(Fused, torch.optim.RAdam):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(RADAM, ("exp_avg", "exp_avg_sq"), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         step = counters["step"] = counters["step"] + 1

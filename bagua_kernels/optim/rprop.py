@@ -14,8 +14,6 @@ from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.rules.optimizers import RPROP
 
-UPDATE = Update(RPROP, ("prev", "step_size"), ("step",))
-
 
 class Rprop(Fused, torch.optim.Rprop):
     """`torch.optim.Rprop` in one pass."""
@@ -45,8 +43,7 @@ class Rprop(Fused, torch.optim.Rprop):
             extras=extras,
         )
 
-    def _update(self, group: Group) -> Update:
-        return UPDATE
+    _rule = Update(RPROP, ("prev", "step_size"), ("step",))
 
     def _advance(self, group: Group, counters: Counters) -> dict[str, Any]:
         counters["step"] = counters["step"] + 1

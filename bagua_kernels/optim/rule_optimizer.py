@@ -30,10 +30,6 @@ class RuleOptimizer(Fused, Optimizer):
     state_values: Mapping[str, float]
     scalar_names: Sequence[str]
     derive: Callable[[Mapping[str, Any], Any], Mapping[str, Any]] | None
-    _rule: Update
-
-    def _update(self, group: Group) -> Update:
-        return self._rule
 
     def _prepare(self, group: Group) -> set[int]:
         missing = [

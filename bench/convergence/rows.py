@@ -177,13 +177,7 @@ ROWS = [
     # AdamW on characters: what sends more, and what begins later.
     Row("QSGD, 8 bits", algorithms.QSGD, {"bits": 8}, tasks=CHARACTERS),
     *(
-        Row(
-            f"{label}{suffix}, freeze at {begins * 100:.0f} %",
-            kind,
-            options,
-            tasks=CHARACTERS,
-            begins=begins,
-        )
+        Row(f"{label}{suffix}, freeze at {begins * 100:.0f} %", kind, options, tasks=CHARACTERS, begins=begins)
         for label, kind in (
             ("frozen Adam", FrozenAllReduce),
             ("QAdam", algorithms.QAdam),

@@ -93,14 +93,7 @@ def background(
 ) -> subprocess.Popen[str]:
     """Starts a command in a session of its own: it does not get the terminal's signals, and all of it can be ended."""
     return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        env=env,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, text=True, errors="replace", start_new_session=True
     )
 
 

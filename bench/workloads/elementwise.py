@@ -55,9 +55,7 @@ OPTIMIZERS = {
         lambda p, kind: torch.optim.SGD(p, LR, MOMENTUM, weight_decay=DECAY, **{kind: True}),
     ),
     "AdamW": Optimizer(
-        ADAM,
-        adamw_scalars(STEP),
-        lambda p, kind: torch.optim.AdamW(p, LR, (BETA1, BETA2), EPS, DECAY, **{kind: True}),
+        ADAM, adamw_scalars(STEP), lambda p, kind: torch.optim.AdamW(p, LR, (BETA1, BETA2), EPS, DECAY, **{kind: True})
     ),
 }
 

@@ -21,10 +21,7 @@ ELEMENTS = 4
 def source(rule: ElementwiseRule, scalars: int) -> str:
     """The text of the kernel for this number of arguments."""
     arguments = [f"a{i}" for i in range(rule.arrays)] + [f"s{i}" for i in range(scalars)]
-    lines = [
-        f"def over_range({', '.join(arguments)}):",
-        "    for i in range(cuda.grid(1), a0.size, cuda.gridsize(1)):",
-    ]
+    lines = [f"def over_range({', '.join(arguments)}):", "    for i in range(cuda.grid(1), a0.size, cuda.gridsize(1)):"]
     lines += [f"        v{i} = load_{i}(a{i}[i])" for i in range(rule.arrays)]
     lines += [f"        {call_lines(rule, scalars)}"]
     lines += [f"        a{i}[i] = store_{i}(r{i})" for i in rule.writes]

@@ -172,11 +172,7 @@ class Passes:
         return done.by_stack
 
     def update(
-        self,
-        stacks: Sequence[Memory],
-        chosen: Sequence[int],
-        updates: Sequence[Sequence[TensorUpdate]],
-        kept: int,
+        self, stacks: Sequence[Memory], chosen: Sequence[int], updates: Sequence[Sequence[TensorUpdate]], kept: int
     ) -> list[list[bool]]:
         """Updates tensors by P Q^T of all stacks, and then keeps what the next step needs of some.
 

@@ -245,9 +245,5 @@ def bindings(variant: Variant, load: Mapping[torch.dtype, Any], store: Mapping[t
     if MASTER in variant.extras:
         found["resumed"] = resumed
     if variant.stochastic:
-        found |= {
-            "random_key": random_key,
-            "random_bits": random_bits,
-            "store_stochastic": float_bfloat16_stochastic,
-        }
+        found |= {"random_key": random_key, "random_bits": random_bits, "store_stochastic": float_bfloat16_stochastic}
     return found

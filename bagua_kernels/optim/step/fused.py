@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Fused(States):
     """A mixin before an optimizer class: its constructor, states and checkpoints stay, its `step` becomes one pass.
 
-    A subclass defines the rule of a group (`_update`) and its scalars (`_advance`), see `States`.
+    A subclass defines the rule (`_rule`, or `_update` by group) and its scalars (`_advance`), see `States`.
 
     Attributes beside those of `torch.optim`: `clip_grad_norm_`, and the constructor's `extras`, see
     `bagua_kernels.optim.Extras`. Gradients are only read, also under `torch.amp.GradScaler`.

@@ -26,12 +26,14 @@ class States(Optimizer):
     _by_address = True
     # What of a parameter must not be spread over ranks.
     _whole: str | None = None
+    # The rule and states of every group, unless `_update` is overridden.
+    _rule: Update
     _made: list[tuple[Tensor, str]]
     _extras: Extras = Extras()
 
     def _update(self, group: Group) -> Update:
         """The rule and states of a group."""
-        raise NotImplementedError
+        return self._rule
 
     def _advance(self, group: Group, counters: Counters) -> Mapping[str, Any]:
         """Moves the counters to this step, and returns the rule's scalars by the names of its parameters.
