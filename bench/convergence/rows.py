@@ -92,6 +92,8 @@ class Row:
 
 
 FORGET = {"error_feedback": False}
+# Algorithms that freeze the second moment of Adam.
+FREEZING = {"frozen Adam": FrozenAllReduce, "QAdam": algorithms.QAdam, "1-bit Adam": algorithms.OneBitAdam}
 # Adam's bias correction at a freeze, by the text in a row's name.
 CORRECTIONS = {"": {}, ", v uncorrected": {"v_correction": "none"}, ", v corrected": {"v_correction": "frozen"}}
 ROWS = [
@@ -167,22 +169,14 @@ ROWS = [
             begins=0.2,
             bar="none",
         )
-        for label, kind in (
-            ("frozen Adam", FrozenAllReduce),
-            ("QAdam", algorithms.QAdam),
-            ("1-bit Adam", algorithms.OneBitAdam),
-        )
+        for label, kind in FREEZING.items()
         for suffix, options in CORRECTIONS.items()
     ),
     # AdamW on characters: what sends more, and what begins later.
     Row("QSGD, 8 bits", algorithms.QSGD, {"bits": 8}, tasks=CHARACTERS),
     *(
         Row(f"{label}{suffix}, freeze at {begins * 100:.0f} %", kind, options, tasks=CHARACTERS, begins=begins)
-        for label, kind in (
-            ("frozen Adam", FrozenAllReduce),
-            ("QAdam", algorithms.QAdam),
-            ("1-bit Adam", algorithms.OneBitAdam),
-        )
+        for label, kind in FREEZING.items()
         for begins in (0.2, 0.5)
         for suffix, options in CORRECTIONS.items()
     ),

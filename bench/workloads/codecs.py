@@ -1,4 +1,4 @@
-"""Block codecs: `encode` and `decode`, beside a copy and beside PyTorch."""
+"""Codecs: `encode` and `decode` of blocks, `encode` of sparsifiers, beside a copy and beside PyTorch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from bagua_kernels.compression import (
     AbsMaxInt4,
     AbsMaxInt8,
     BlockCodec,
+    Codec,
     MinMaxUInt4,
     MinMaxUInt8,
     Natural,
     Sign,
     TernGrad,
+    ThresholdTopK,
+    TopK,
 )
 from bench.workloads.rivals import Rival, full_blocks, rivals
 from bench.workloads.rows import Run, Workload, backend_rows, copy_row, encode_rows, gradient, relative_error
 
 Codecs = dict[str, BlockCodec]
+RATIO = 0.01  # of sparsifiers
 
 INT8: Codecs = {"AbsMaxInt8": AbsMaxInt8(), "MinMaxUInt8": MinMaxUInt8()}
 INT4: Codecs = {"AbsMaxInt4": AbsMaxInt4(), "MinMaxUInt4": MinMaxUInt4()}
@@ -80,6 +84,25 @@ def decode_group(group: str, codecs: Codecs, n: int, device: torch.device) -> li
     return rows
 
 
+def eager_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k as one writes it with PyTorch operations: (indices, values)."""
+    index = torch.topk(x.abs(), k, sorted=False).indices
+    return index, x[index]
+
+
+def sparse_group(group: str, subject: str, codec: Codec, n: int, device: torch.device) -> list[Workload]:
+    def eager() -> Run:
+        x = gradient(n, device)
+        k = max(1, int(RATIO * n))
+        return lambda: eager_topk(x, k)
+
+    return [
+        copy_row(group, n, device),
+        *encode_rows(group, subject, codec, n, device),
+        Workload(group, subject, "torch", 4 * n + codec.payload_size(n), eager),
+    ]
+
+
 def groups(n: int, device: torch.device) -> list[list[Workload]]:
     return [
         encode_group("encode, 8 bits", INT8, n, device),
@@ -90,4 +113,11 @@ def groups(n: int, device: torch.device) -> list[list[Workload]]:
         decode_group("decode, 1 bit", SIGN, n, device),
         encode_group("encode, stochastic", STOCHASTIC, n, device),
         encode_group("encode, FP8", FLOAT8, n, device),
+    ]
+
+
+def sparse_groups(n: int, device: torch.device) -> list[list[Workload]]:
+    return [
+        sparse_group("top 1 % by threshold", "ThresholdTopK", ThresholdTopK(RATIO), n, device),
+        sparse_group("top 1 %, exact", "TopK", TopK(RATIO), n, device),
     ]

@@ -31,7 +31,6 @@ def fused_group(
     codecs: Codecs,
     n: int,
     device: torch.device,
-    *,
     moved: Callable[[BlockCodec], int],
     fused: Ours,
     unfused: Ours,
@@ -81,16 +80,10 @@ def feedback_group(n: int, device: torch.device) -> list[Workload]:
 
         return run
 
-    return fused_group(
-        "error feedback",
-        FEEDBACK,
-        n,
-        device,
-        moved=lambda codec: 12 * n + codec.payload_size(n),
-        fused=fused,
-        unfused=unfused,
-        theirs=theirs,
-    )
+    def moved(codec: BlockCodec) -> int:
+        return 12 * n + codec.payload_size(n)
+
+    return fused_group("error feedback", FEEDBACK, n, device, moved, fused, unfused, theirs)
 
 
 def reduce_group(n: int, device: torch.device) -> list[Workload]:
@@ -127,16 +120,10 @@ def reduce_group(n: int, device: torch.device) -> list[Workload]:
 
         return run
 
-    return fused_group(
-        f"reduce of {RANKS}",
-        INT8,
-        n,
-        device,
-        moved=lambda codec: (RANKS + 1) * codec.payload_size(n),
-        fused=fused,
-        unfused=unfused,
-        theirs=theirs,
-    )
+    def moved(codec: BlockCodec) -> int:
+        return (RANKS + 1) * codec.payload_size(n)
+
+    return fused_group(f"reduce of {RANKS}", INT8, n, device, moved, fused, unfused, theirs)
 
 
 def resnet50() -> Iterator[int]:
@@ -205,16 +192,13 @@ def pieces_group(n: int, device: torch.device) -> list[Workload]:
         payload = payload_of(codec, sum(padded(size, codec.block) for size in sizes), device)
         return in_steps(codec, lambda flat: codec.encode(flat, out=payload))
 
-    return fused_group(
-        "encode pieces",
-        INT8,
-        n,
-        device,
-        moved=lambda codec: 4 * n + codec.payload_size(sum(padded(size, codec.block) for size in sizes)),
-        fused=fused,
-        unfused=unfused,
-        theirs=lambda codec, rival: in_steps(codec, rival.encode),
-    )
+    def moved(codec: BlockCodec) -> int:
+        return 4 * n + codec.payload_size(sum(padded(size, codec.block) for size in sizes))
+
+    def theirs(codec: BlockCodec, rival: Rival) -> Run:
+        return in_steps(codec, rival.encode)
+
+    return fused_group("encode pieces", INT8, n, device, moved, fused, unfused, theirs)
 
 
 def apply_group(name: str, n: int, device: torch.device) -> list[Workload]:
@@ -245,16 +229,10 @@ def apply_group(name: str, n: int, device: torch.device) -> list[Workload]:
 
         return run
 
-    return fused_group(
-        f"decode and apply {name}",
-        SYMMETRIC,
-        n,
-        device,
-        moved=lambda codec: optimizer.moved(n, codec.payload_size(n)),
-        fused=fused,
-        unfused=unfused,
-        theirs=theirs,
-    )
+    def moved(codec: BlockCodec) -> int:
+        return optimizer.moved(n, codec.payload_size(n))
+
+    return fused_group(f"decode and apply {name}", SYMMETRIC, n, device, moved, fused, unfused, theirs)
 
 
 def groups(n: int, device: torch.device) -> list[list[Workload]]:

@@ -9,7 +9,7 @@ import torch
 from bagua_kernels.compression.cast import Identity
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, from_spec
 from bagua_kernels.compression.sparse.form import SparseForm
-from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
 
 
 class SparseCodec(ABC):
@@ -24,12 +24,28 @@ class SparseCodec(ABC):
         """See `Codec.encode`."""
 
     @abstractmethod
-    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """See `Codec.decode_sum`."""
+    def _add_up(self, payloads: torch.Tensor, form: SparseForm, total: torch.Tensor, scale: float) -> None:
+        """Writes `scale` times the sum of all decoded payloads, of one element or more, to `total`, float32."""
 
     def payload_size(self, n: int) -> int:
         """The number of bytes of `n` encoded elements."""
         return self._form(n).size
+
+    @torch.no_grad()
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
+
+        Sums are taken in float32, in the order of the ranks, and rounded to the dtype of `out` at the end. Errors as in
+        `decode`.
+        """
+        check_vector("out", out, FLOAT_DTYPES)
+        form = self._form(out.numel())
+        check_bytes("payloads", payloads, (-1, form.size), out.device, f"n={form.n}")
+        if form.n == 0:
+            return out
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        self._add_up(payloads, form, total, scale)
+        return out if total is out else out.copy_(total)
 
     @torch.no_grad()
     def reduce(
@@ -47,6 +63,14 @@ class SparseCodec(ABC):
         self._form(n)
         total = torch.empty(n, dtype=torch.float32, device=payloads.device)
         return self.encode(self.decode_sum(payloads, total, scale), seed=seed, out=out)
+
+    def _payload(self, x: torch.Tensor, out: torch.Tensor | None) -> tuple[SparseForm, torch.Tensor]:
+        """The form of the payload of a vector, and the memory for it: `out`, checked, or new memory."""
+        form = self._form(x.numel())
+        if out is None:
+            out = torch.empty(form.size, dtype=torch.uint8, device=x.device)
+        check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
+        return form, out
 
 
 def value_codec(values: Codec | str | None) -> Codec:

@@ -86,10 +86,7 @@ class Largest(SparseCodec):
         self, x: torch.Tensor, residual: torch.Tensor | None, seed: int, out: torch.Tensor | None
     ) -> torch.Tensor:
         check_vector("x", x, FLOAT_DTYPES)
-        form = self._form(x.numel())
-        if out is None:
-            out = torch.empty(form.size, dtype=torch.uint8, device=x.device)
-        check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
+        form, out = self._payload(x, out)
         if form.n == 0:
             return out
         header, ends, offsets, encoded = form.parts(out)
@@ -131,22 +128,9 @@ class Largest(SparseCodec):
             self._check(counts, place(ends[0], offsets[0], values[0], out.zero_()), form)
         return out
 
-    @torch.no_grad()
-    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
-
-        Sums are taken in float32, in the order of the ranks, and rounded to the dtype of `out` at the end. Errors as in
-        `decode`.
-        """
-        check_vector("out", out, FLOAT_DTYPES)
-        form = self._form(out.numel())
-        check_bytes("payloads", payloads, (-1, form.size), out.device, f"n={form.n}")
-        if form.n == 0:
-            return out
-        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    def _add_up(self, payloads: torch.Tensor, form: SparseForm, total: torch.Tensor, scale: float) -> None:
         counts, ends, offsets, values = self._entries(payloads, form, torch.float32)
         self._check(counts, place_sum(ends, offsets, values, total, scale), form)
-        return out if total is out else out.copy_(total)
 
     def _entries(
         self, payloads: torch.Tensor, form: SparseForm, dtype: torch.dtype

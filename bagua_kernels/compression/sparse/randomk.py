@@ -134,10 +134,7 @@ class RandomK(SparseCodec):
         self, x: torch.Tensor, seed: int, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The payload, the positions that were drawn, and whether all of `x` is finite, a scalar."""
-        form = self._form(x.numel())
-        if out is None:
-            out = torch.empty(form.size, dtype=torch.uint8, device=x.device)
-        check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
+        form, out = self._payload(x, out)
         positions = permuted(form.n, form.capacity, seed, x.device)
         finite = torch.ones((), dtype=torch.bool, device=x.device)
         if form.n:
@@ -171,19 +168,7 @@ class RandomK(SparseCodec):
             out.copy_(rest.expand_as(out)).index_copy_(0, positions, values.where(rest == 0, rest))
         return out
 
-    @torch.no_grad()
-    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Writes `scale` times the sum of all decoded payloads, of shape (ranks, payload_size(n)), to `out`, of shape (n,).
-
-        Sums are taken in float32, in the order of the ranks, and rounded to the dtype of `out` at the end. Errors as in
-        `decode`.
-        """
-        check_vector("out", out, FLOAT_DTYPES)
-        form = self._form(out.numel())
-        check_bytes("payloads", payloads, (-1, form.size), out.device, f"n={form.n}")
-        if form.n == 0:
-            return out
-        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    def _add_up(self, payloads: torch.Tensor, form: SparseForm, total: torch.Tensor, scale: float) -> None:
         entries = [self._entries(payload, form, torch.float32) for payload in payloads]
         rest = total.new_zeros(())
         for _, values in entries:
@@ -192,7 +177,6 @@ class RandomK(SparseCodec):
         for positions, values in entries:
             total.index_copy_(0, positions, total.index_select(0, positions).add_(values))
         total.mul_(scale)
-        return out if total is out else out.copy_(total)
 
     def _entries(
         self, payload: torch.Tensor, form: SparseForm, dtype: torch.dtype
