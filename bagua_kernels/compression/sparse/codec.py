@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 from bagua_kernels.compression.cast import Identity
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, from_spec
-from bagua_kernels.compression.sparse.form import SparseForm
+from bagua_kernels.compression.sparse.form import SparseForm, checked_fraction
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
 
 
 class SparseCodec(ABC):
     """What codecs of some of the elements share, however these are chosen."""
+
+    ratio: float
+    values: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
+        object.__setattr__(self, "values", value_codec(self.values))
 
     @abstractmethod
     def _form(self, n: int) -> SparseForm:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fractions import Fraction
 
 import torch
 
 from bagua_kernels.compression.cast import Identity
-from bagua_kernels.compression.sparse.choice import Chosen
+from bagua_kernels.compression.sparse.choice import choose, sample_size
 from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual
 from bagua_kernels.compression.sparse.form import SparseForm
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
@@ -15,14 +15,19 @@ from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, INFINITE, plac
 
 
 class Largest(SparseCodec):
-    """A codec of the elements of largest magnitude; subclasses choose their number, exactly or approximately."""
+    """A codec of the elements of largest magnitude; subclasses choose their number, exactly or approximately.
+
+    Attributes:
+        sample: part of the elements in the sample that estimates a threshold.
+        aim: multiple of the wanted number of entries that the first threshold aims at.
+    """
 
     block = 1
     linear = False
     shared_seed = False
 
-    ratio: float
-    values: Any
+    sample: float
+    aim: Fraction
 
     @property
     def stochastic(self) -> bool:
@@ -31,11 +36,6 @@ class Largest(SparseCodec):
 
     def _kept(self, n: int) -> tuple[int, int, int]:
         """The wanted, the least and the greatest number of entries."""
-        raise NotImplementedError
-
-    def _choose(
-        self, x: torch.Tensor, residual: torch.Tensor | None, offsets: torch.Tensor, values: torch.Tensor
-    ) -> Chosen:
         raise NotImplementedError
 
     def _form(self, n: int) -> SparseForm:
@@ -93,7 +93,9 @@ class Largest(SparseCodec):
         plain = isinstance(self.values, Identity)
         # Values that are kept as they are need no memory in between.
         values = encoded.view(torch.float32) if plain else x.new_empty(form.capacity, dtype=torch.float32)
-        chosen = self._choose(x, residual, offsets, values)
+        k, low, high = self._kept(form.n)
+        sample = sample_size(form.n, self.sample, self.ratio)
+        chosen = choose(x, residual, offsets, values, k=k, low=low, high=high, rank=self.aim, sample=sample)
         header[0] = chosen.count
         header[1] = 0
         ends[: form.chunks] = chosen.ends

@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.compression.cast import Elements
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
 from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual, delta_of, value_codec
-from bagua_kernels.compression.sparse.form import SparseForm, checked_fraction, kept
+from bagua_kernels.compression.sparse.form import SparseForm, kept
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
 
@@ -44,8 +44,7 @@ class RandomK(SparseCodec):
     shared_seed = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
-        object.__setattr__(self, "values", value_codec(self.values))
+        super().__post_init__()
         check_switches(self)
         if self.unbiased and delta_of(self._codec) < 1:
             raise ValueError(f"unbiased=True needs values that are kept exactly, got values={self.values!r}")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
-
 from bagua_kernels.compression.codec import Codec, Contractive, register
-from bagua_kernels.compression.sparse.choice import Chosen, choose, sample_size
 from bagua_kernels.compression.sparse.codec import delta_of, value_codec
 from bagua_kernels.compression.sparse.form import checked_fraction, kept
 from bagua_kernels.compression.sparse.largest import Largest
@@ -34,10 +31,11 @@ class ThresholdTopK(Largest):
     sample: float = 0.01
     values: Codec | str | None = None
 
+    aim = Fraction(105, 100)
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
+        super().__post_init__()
         object.__setattr__(self, "sample", checked_fraction("sample", self.sample))
-        object.__setattr__(self, "values", value_codec(self.values))
 
     @property
     def bias(self) -> Contractive:
@@ -48,13 +46,6 @@ class ThresholdTopK(Largest):
     def _kept(self, n: int) -> tuple[int, int, int]:
         k = kept(self.ratio, n)
         return k, -(-4 * k // 5), min(n, -(-13 * k // 10))
-
-    def _choose(
-        self, x: torch.Tensor, residual: torch.Tensor | None, offsets: torch.Tensor, values: torch.Tensor
-    ) -> Chosen:
-        k, low, high = self._kept(x.numel())
-        sample = sample_size(x.numel(), self.sample, self.ratio)
-        return choose(x, residual, offsets, values, k=k, low=low, high=high, rank=Fraction(105, 100), sample=sample)
 
 
 register("threshold_topk", ThresholdTopK)

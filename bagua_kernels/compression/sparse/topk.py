@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
-
 from bagua_kernels.compression.codec import Codec, Contractive, register
-from bagua_kernels.compression.sparse.choice import Chosen, choose, sample_size
 from bagua_kernels.compression.sparse.codec import delta_of, value_codec
-from bagua_kernels.compression.sparse.form import checked_fraction, kept
+from bagua_kernels.compression.sparse.form import kept
 from bagua_kernels.compression.sparse.largest import Largest
 
 
@@ -30,9 +27,8 @@ class TopK(Largest):
     ratio: float = 0.01
     values: Codec | str | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
-        object.__setattr__(self, "values", value_codec(self.values))
+    sample = 0.01
+    aim = Fraction(115, 100)
 
     @property
     def bias(self) -> Contractive:
@@ -48,13 +44,6 @@ class TopK(Largest):
     def _kept(self, n: int) -> tuple[int, int, int]:
         k = kept(self.ratio, n)
         return k, k, k
-
-    def _choose(
-        self, x: torch.Tensor, residual: torch.Tensor | None, offsets: torch.Tensor, values: torch.Tensor
-    ) -> Chosen:
-        k = kept(self.ratio, x.numel())
-        sample = sample_size(x.numel(), 0.01, self.ratio)
-        return choose(x, residual, offsets, values, k=k, low=k, high=k, rank=Fraction(115, 100), sample=sample)
 
 
 register("topk", TopK)
