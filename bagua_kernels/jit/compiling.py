@@ -35,7 +35,7 @@ _clock = _Clock()
 
 
 def seconds() -> float:
-    """Seconds that this process has spent on compiling kernels for the CPU, or on waiting for another process's."""
+    """Seconds that this process has spent on loading the compiler and compiling kernels for the CPU, or on waiting for others."""
     return _clock.seconds()
 
 

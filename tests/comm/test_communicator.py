@@ -35,7 +35,7 @@ PROCESSES = [1, 2, 3, 4]
 
 
 @grid(
-    size=[pytest.param(n, marks=[] if n in (2, 3) else pytest.mark.slow) for n in PROCESSES],
+    size=[pytest.param(n, marks=[] if n in (1, 2, 3) else pytest.mark.slow) for n in PROCESSES],
     sockets=["0", "2"],
     cover=1,
 )

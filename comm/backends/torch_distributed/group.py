@@ -118,7 +118,8 @@ class TorchGroup:
     def set_timeout(self, seconds: float) -> None:
         """Changes the time that operations may take from now on, and that new groups have to connect."""
         self.timeout = seconds
-        if self.kind in ("gloo", "nccl") and self.backend is not None:
+        # One rank has no connections of its own, and waits for nobody.
+        if self.kind in ("gloo", "nccl") and self.size > 1 and self.backend is not None:
             self.backend._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
