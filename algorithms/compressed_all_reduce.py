@@ -130,11 +130,10 @@ class CompressedAllReduce(GradientAlgorithm):
 
     def _policy(self, only_if_faster: bool) -> Policy:
         policy: Policy = Scheduled(self.assignment.last_start)
-        if only_if_faster:
-            policy = OnlyIfFaster(policy)
         if self.guard is not None:
             policy = Guarded(policy, self.guard, self.assignment.schedules, self.alignment)
-        return policy
+        # Outermost: what the guard does not compress is no step of a trial.
+        return OnlyIfFaster(policy) if only_if_faster else policy
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`."""

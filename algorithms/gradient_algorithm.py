@@ -117,7 +117,10 @@ class GradientAlgorithm(Algorithm):
 
     @abc.abstractmethod
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
-        """Returns what happens to a bucket; called on all ranks in the order of buckets when these are laid out."""
+        """Returns what happens to a bucket.
+
+        Called on all ranks in the order of buckets when these are laid out, which is more than once at construction.
+        """
 
     def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._warn`."""
@@ -135,9 +138,13 @@ class GradientAlgorithm(Algorithm):
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
         options = EngineOptions(buckets, self._in_flight, steps, self.scaler, self.name, type(self).__name__)
-        communicators = self._communicator, self._world.duplicate
-        self._engine = Engine(members, self.exchange_for, *communicators, self.policy, options)
-        self._all_communicators = self._engine.communicators
+        self._all_communicators = [self._communicator]
+        self._engine = Engine(members, self.exchange_for, self._communicator, self._duplicate, self.policy, options)
+
+    def _duplicate(self) -> Communicator:
+        # Noted at once: what is closed after an error includes it.
+        self._all_communicators.append(self._world.duplicate())
+        return self._all_communicators[-1]
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
@@ -261,14 +268,16 @@ class GradientAlgorithm(Algorithm):
         """See `Algorithm.algorithm_state_dict`.
 
         Returns:
-            `steps`; `order`, the names of parameters in the order of the buckets; in `vectors` for each thing remembered a
-            tensor for each name; and `decisions`. Each rank has its own, and needs it again.
+            `steps`; `order`, the names of parameters in the order of the buckets, empty while it is not known. In `vectors`, for
+            each key of the exchanges' states, a tensor for each name; and `decisions`. Each rank needs its own again.
         """
         order: list[str] = []
         vectors: dict[str, dict[str, torch.Tensor]] = {}
         if self._engine is not None:
             self._engine.check_idle()
-            order = [self._engine.members[position].name for position in self._engine.buckets.order]
+            # Without an order the buckets of the resumed run will be laid out anew, as those of this one.
+            if self._engine.order_is_known:
+                order = [self._engine.members[position].name for position in self._engine.buckets.order]
             vectors = self._engine.buckets.state()
         return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self.policy.state()}
 

@@ -58,6 +58,8 @@ class GradientAllReduce(GradientAlgorithm):
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""
         if self.hierarchical:
+            if bucket.index == 0:
+                self._close_hierarchies()  # buckets are laid out anew, with other sizes
             return HierarchicalMean(bucket, communicator, self._hierarchy)
         return Mean(bucket, communicator)
 
@@ -69,9 +71,12 @@ class GradientAllReduce(GradientAlgorithm):
 
     def close(self) -> None:
         """See `Algorithm.close`."""
+        self._close_hierarchies()
+        super().close()
+
+    def _close_hierarchies(self) -> None:
         for kind in list(self._hierarchies):
             self._hierarchies.pop(kind).close()
-        super().close()
 
 
 class Mean(Exchange):

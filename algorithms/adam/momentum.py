@@ -59,6 +59,7 @@ class MomentumAllReduce(CompressedAllReduce):
         optimizer: Adam, with decoupled weight decay.
         mask: see the constructor.
         limit: see the constructor.
+        scaler: see the constructor.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class MomentumAllReduce(CompressedAllReduce):
         groups = {name: (p, numbers[p]) for name, p in trained.items()}
         self._momenta = Momenta(self.optimizer, groups, mask, limit, scaler)
         super().__init__(module, self.optimizer, codec=codec, **options)
+        self.scaler = scaler  # not before: momenta are kept without the scale, and residuals with them
         communicator = self._communicator
         if communicator.size == 1:
             self.optimizer.freeze_step = None

@@ -54,6 +54,10 @@ class BackwardSteps:
                     "apply_in_backward=True goes neither with differentiable nor, on a CPU, with capturable"
                 )
         self.optimizer: Fused = optimizer
+        # The same parameters and states, with the options of when backward began: a schedule may change them meanwhile.
+        self._stepping: Fused = object.__new__(type(optimizer))
+        vars(self._stepping).update(vars(optimizer))
+        vars(self._stepping).update(param_groups=[], _launches=None, _made=[], _clipping=None, _encoded=None)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.taken: set[str] = set()
         self._exchanged = dict(parameters)
@@ -70,8 +74,16 @@ class BackwardSteps:
         return name in self.parameters
 
     def start(self) -> None:
-        """Begins a backward pass."""
-        known = {p for group in self.optimizer.param_groups for p in group["params"]}
+        """Begins a backward pass: its steps are taken with the optimizer's options of now."""
+        groups, own = self.optimizer.param_groups, self._stepping.param_groups
+        if len(own) != len(groups):
+            own[:] = [{} for _ in groups]
+        for options, group in zip(own, groups, strict=True):
+            options.clear()
+            # Schedules may write to a learning rate that is a tensor.
+            options.update({name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items()})
+        self._stepping.state = self.optimizer.state
+        known = {p for group in groups for p in group["params"]}
         found = {name: p for name, p in self._exchanged.items() if p in known}
         if found.keys() != self.parameters.keys():
             self.parameters, self._rest = found, None
@@ -80,7 +92,7 @@ class BackwardSteps:
 
     def part(self, names: Sequence[str]) -> Part:
         """The parameters of these names; those of them that have no gradient are left alone."""
-        return Part(self.optimizer, [self.parameters[name] for name in names])
+        return Part(self._stepping, [self.parameters[name] for name in names])
 
     def end(self, names: Sequence[str]) -> None:
         """Stores that parameters have had their step."""

@@ -51,6 +51,7 @@ class CompressedExchange(Exchange):
         super().__init__(bucket, communicator)
         self.policy = policy
         self.feedback = feedback
+        self._guarded = next((each for each in policy.chain() if isinstance(each, Guarded)), None)
         # Residuals are either those of the all-reduce, or vectors that wait for one.
         self._all_reduce: AllReduce | None = None
         self._recalled: dict[str, torch.Tensor] = {}
@@ -64,7 +65,7 @@ class CompressedExchange(Exchange):
     def run(self, step: int) -> Iterator[Work]:
         """See `Exchange.run`."""
         bucket, codec = self.bucket, self.codec(step)
-        guard = self.policy if isinstance(self.policy, Guarded) and self.policy.looks(bucket, step) else None
+        guard = None if self._guarded is None or not self._guarded.looks(bucket, step) else self._guarded
         if guard is not None or not self._reads_pieces(codec):
             bucket.collect()
         if codec is None:

@@ -53,6 +53,7 @@ class Engine:
         weight: what the next gradients are multiplied by before they are averaged.
         counters: what happened so far.
         participation: which parameters take part in a pass.
+        order_is_known: True if buckets follow the order in which gradients come, or will from the next step on.
         interruption: `happened` is True once an exchange failed or a pass broke off; nothing goes on then.
     """
 
@@ -121,7 +122,7 @@ class Engine:
 
     def lay_out(self, order: list[int] | None, state: Mapping[str, Named]) -> None:
         """Makes new buckets, in an order of positions if one is known, and exchanges that remember a state."""
-        self._order_is_known = order is not None
+        self.order_is_known = order is not None
         self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options)
         self.buckets.connect(lambda bucket: self._make_exchange(bucket, self.communicator_of(bucket)))
         if self._options.steps is not None:
@@ -268,18 +269,19 @@ class Engine:
             exchange = self.buckets.exchanges[index]
             load = partial(fill, bucket, self._taken[index], self.weight, exchange, self.interruption)
             updates = (self._bucket_steps[index], [p in present for p in positions]) if steps is not None else None
-            self._start(bucket, partial(exchanged, exchange, self._step, load, self._options.scaler, updates))
+            run = partial(exchanged, exchange, self._step, load, self._options.scaler, updates)
+            self._start(bucket, run, several=not exchange.one_collective)
 
-    def _start(self, bucket: Bucket | Rows, run: Run) -> None:
+    def _start(self, bucket: Bucket | Rows, run: Run, several: bool) -> None:
         label = f"bagua_kernels {self._options.name}, bucket {bucket.index}"
-        self._tasks.append(self._runtime.start(bucket.index, run, label))
+        self._tasks.append(self._runtime.start(bucket.index, run, label, several))
 
     def _asks_for_order(self) -> bool:
         """Returns True if buckets are to be laid out in the order of this pass, which is asked for once."""
         looks = self._device.type != "cuda" or self._step % _LOOK_EVERY == 0
-        if self._order_is_known or not looks or len(self._arrived) < len(self.members):
+        if self.order_is_known or not looks or len(self._arrived) < len(self.members):
             return False
-        self._order_is_known = True
+        self.order_is_known = True
         return list(self._arrived) != self.buckets.order
 
     def end(self) -> None:
@@ -311,7 +313,7 @@ class Engine:
                     "one; make the embedding with sparse=False if it is used otherwise too"
                 )
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
-            self._start(rows, partial(rows.run, self.communicator_of(rows)))
+            self._start(rows, partial(rows.run, self.communicator_of(rows)), several=True)
 
     def _wait(self) -> None:
         begin = compiling.clock()

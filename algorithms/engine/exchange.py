@@ -28,8 +28,8 @@ class Updates(Protocol):
 class Exchange(abc.ABC):
     """The exchange of one bucket in step after step, with its own state.
 
-    A class with a `run` of its own does not inherit the attributes below that are about `run`; it sets them again. By
-    default gradients are in the bucket before `run`, and the mean is expected there afterwards.
+    A class with another `run`, its own or a mixin's, does not inherit the attributes below that are about `run`. It sets them
+    again. By default gradients are in the bucket before `run`, and the mean is expected there afterwards.
 
     It knows its bucket and its communicator. Its driver fills the bucket, lists its frozen tensors (`Bucket.frozen`), and
     sets the loss scale if there is one. It waits for each work that `run` yields. All ranks run the exchanges of one
@@ -55,9 +55,12 @@ class Exchange(abc.ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "run" in cls.__dict__:
-            for name in ("reads_in_place", "one_collective", "takes_memory", "delivers"):
-                setattr(cls, name, cls.__dict__.get(name, False))
+        # What an attribute promises of another class's `run` does not hold for one that comes before it.
+        places = [vars(base) for base in cls.__mro__]
+        runs = next(place for place, names in enumerate(places) if "run" in names)
+        for name in ("reads_in_place", "one_collective", "takes_memory", "delivers", "has_memory"):
+            if not any(name in names for names in places[: runs + 1]):
+                setattr(cls, name, vars(Exchange)[name])
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         """Begins without state."""

@@ -28,6 +28,7 @@ class Task:
         run: what to do; dropped when it is done.
         device: of the bucket.
         label: what profilers call it.
+        several: True if it takes several collectives, between which no other exchange may start one on a shared communicator.
         done: set when the exchange has ended, well or not.
         error: what went wrong.
         follows: True if `error` only means that an exchange before this one failed.
@@ -40,6 +41,7 @@ class Task:
     run: Run
     device: torch.device
     label: str
+    several: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     follows: bool = False
@@ -103,9 +105,9 @@ class Runtime:
             thread.start()
         self.close = weakref.finalize(self, _end_threads, self._connections, threads)
 
-    def start(self, index: int, run: Run, label: str) -> Task:
+    def start(self, index: int, run: Run, label: str, several: bool = False) -> Task:
         """Queues the exchange of a bucket, whose gradients the current stream or `run` itself brings there."""
-        task = Task(run, self._device, label)
+        task = Task(run, self._device, label, several)
         if self._device.type == "cuda":
             task.ready = torch.cuda.Event()
             task.ready.record(torch.cuda.current_stream(self._device))
@@ -159,7 +161,8 @@ def _drain(task: Task, stream: torch.cuda.Stream | None, started: Callable[[], N
     if stream is None or task.ready is None:
         with torch.profiler.record_function(task.label):
             for work in task.run():
-                started()
+                if not task.several:
+                    started()
                 work.wait()
         return
     with torch.cuda.stream(stream), torch.profiler.record_function(task.label), torch.cuda.nvtx.range(task.label):

@@ -169,7 +169,7 @@ class OnlyIfFaster(Policy):
 
     def state(self) -> list[Any]:
         """See `Policy.state`."""
-        return [*super().state(), *([("trial", self.trial.outcome)] if self.trial.decided else [])]
+        return [*([("trial", self.trial.outcome)] if self.trial.decided else []), *super().state()]
 
     def load(self, decisions: list[Any]) -> None:
         """See `Policy.load`."""

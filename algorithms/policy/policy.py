@@ -28,6 +28,10 @@ class Policy:
         """
         self.inner = inner
 
+    def chain(self) -> list[Policy]:
+        """Returns this policy and those inside of it, from the outside in."""
+        return [self] if self.inner is None else [self, *self.inner.chain()]
+
     def codec(self, kind: Hashable, step: int) -> Any:
         """Returns the codec of buckets of a kind in a step; None for no compression."""
         return None if self.inner is None else self.inner.codec(kind, step)

@@ -20,14 +20,14 @@ ARGUMENTS = {
     "check_reduction": "it is not needed: every backward pass ends when all of its gradients are reduced",
     "gradient_as_bucket_view": "it is not needed: gradients are views of their buckets",
     "batched_grad_copy": "it is not needed: gradients are views of their buckets",
-    "static_graph": "it is not needed: buckets follow the order of gradients that was seen last; checkpointing needs "
+    "static_graph": "it is not needed: buckets follow the order of the first gradients; checkpointing needs "
     "use_reentrant=False",
     "forward_sync_buffers": "pass broadcast_buffers instead",
     "init_sync": "it is not needed: rank 0's parameters and buffers are always given to all ranks at the start",
     "delay_all_reduce_named_params": "there is none: each gradient is exchanged as soon as its bucket is complete; "
     "choose how soon with bucket_bytes",
-    "param_to_hook_all_reduce": "there is none: each gradient is exchanged as soon as its bucket is complete; bucket_bytes "
-    "says how soon that is",
+    "param_to_hook_all_reduce": "there is none: each gradient is exchanged as soon as its bucket is complete; choose "
+    "how soon with bucket_bytes",
     "mixed_precision": "there is none: use torch.autocast, or a module of half precision",
     "skip_all_reduce_unused_params": "there is none: a parameter that no rank used travels as zeros in its bucket, and its "
     "grad stays None",

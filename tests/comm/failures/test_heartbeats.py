@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,9 @@ def test_what_is_written_can_be_read() -> None:
     assert Heartbeat.parse(sign.to_json().encode()) == sign
     report = Diagnosis("late", (1, 2), "they sleep", "world", 0)
     assert parse_report(report_to_json(report).encode(), 3) == report
+    for wrong in (replace(report, ranks=(1, 3)), replace(report, by=3), replace(report, ranks=(-1,))):
+        with pytest.raises(ValueError, match="numbers of ranks below 3"):
+            parse_report(report_to_json(wrong).encode(), 3)
 
 
 @pytest.mark.parametrize("text", DAMAGED)
