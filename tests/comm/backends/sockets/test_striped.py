@@ -20,7 +20,7 @@ from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES
-from tests.comm.values import check, oracle, same, values
+from tests.comm.values import bits, check, oracle, same, values
 from tests.grids import grid
 
 BASE = Tuning(
@@ -83,7 +83,7 @@ def test_each_way_of_all_reduce(way: str, size: int) -> None:
             x = parts[c.rank].clone()
             c.all_reduce(x, op).wait()
             check(x, oracle(parts, op))
-            assert len(set(c.all_gather_object(contract.bits(x)))) == 1
+            assert len(set(c.all_gather_object(bits(x)))) == 1
 
     striped(size, fn, by_way(way))
 

@@ -20,8 +20,8 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
-from tests.comm import contract
-from tests.comm.backends.sockets.common import LIGHT, TIGHT, by_way, leaving_nothing, striped
+from tests.comm import contract, trouble
+from tests.comm.backends.sockets.common import LIGHT, TIGHT, by_way, leaving_nothing, striped, until
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,8 @@ def test_abort(thread: bool) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_late_neighbour(size: int) -> None:
     """A message may be late."""
-    striped(size, contract.late_neighbour)
-    striped(size, contract.failure_reaches_all_threads)
+    striped(size, trouble.late_neighbour)
+    striped(size, trouble.failure_reaches_all_threads)
 
 
 def test_different_operations() -> None:
@@ -159,7 +159,7 @@ def over_gloo() -> None:
     world.retune(TIGHT)
     for case in (*LIGHT, contract.case_large_all_reduce, contract.case_split):
         case(world)
-    contract.abort_of_a_duplicate(world)
+    trouble.abort_of_a_duplicate(world)
     print("FINE", flush=True)
 
 
@@ -201,9 +201,14 @@ def falling_out(how: str) -> None:
                 assert c._loop is not None
                 for channel in c._loop._links[1 - c.rank]:
                     c._loop._epoll.unregister(channel.fd)
-            # The third rank gets through the first one, and is ahead of the others then.
-            for _ in range(2):
-                c.all_reduce(torch.ones(1000)).wait()
+            # Nothing may come through before both have cut it: a rank that has it all is ahead, and finds the other one late.
+            store = torch.distributed.distributed_c10d._get_default_store()
+            store.add("cut", 1)
+            until(lambda: store.add("cut", 0) == 3)
+            # The third rank gets through the first one, and is ahead of the others then; its own time runs out after theirs.
+            c.all_reduce(torch.ones(1000)).wait()
+            time.sleep(2)
+            c.all_reduce(torch.ones(1000)).wait()
         if how == "sizes":
             c.all_reduce(torch.ones(2000 if c.rank == 2 else 1000)).wait()
         elif how == "ways":
