@@ -80,6 +80,10 @@ class _Agreement:
                 store.set(f"{_ROOT}/go/{self._name}", str(min([self._deadline - time.monotonic(), *left])))
             if self._name and store.check(f"{_ROOT}/go/{self._name}"):
                 seconds = float(store.get(f"{_ROOT}/go/{self._name}"))
+                # Others may have come since this rank read the list: a list that may start is complete.
+                listed, *self._entries = json.loads(store.get(f"{_ROOT}/list"))
+                if listed != self._name:
+                    continue  # rank 0 has started once more
                 processes = [Process.parse(json.loads(entry)[1:]) for entry in self._entries]
                 return Incarnation(self._name, seconds, tuple(processes))
             time.sleep(_POLL)

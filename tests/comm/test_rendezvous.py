@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from bagua_kernels import comm
 from bagua_kernels.comm.joining.bounded import BoundedStore
-from bagua_kernels.comm.joining.incarnation import agree
+from bagua_kernels.comm.joining.incarnation import Incarnation, agree
 from bagua_kernels.comm.joining.launch import Launch
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
@@ -110,6 +110,32 @@ def test_agree_ignores_what_dead_ranks_left() -> None:
     names = [set(comm.run_ranks(3, start)) for _ in range(4)]
     assert all(len(name) == 1 for name in names)
     assert len(set.union(*names)) == 4
+
+
+def test_agree_reads_the_list_that_may_start() -> None:
+    """Rank 1 has confirmed a list without rank 2, and looks next when all may start."""
+    store = HashStore()
+
+    class Slow(BoundedStore):
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value)
+            if "/confirmed/" in key:
+                store.set("rank 1 has confirmed", "")
+
+        def check(self, key: str) -> bool:
+            while "/go/" in key and not super().check(key):
+                time.sleep(0.001)
+            return super().check(key)
+
+    def start(c: comm.Communicator) -> Incarnation:
+        while c.rank == 2 and not store.check(["rank 1 has confirmed"]):
+            time.sleep(0.001)
+        with (Slow if c.rank == 1 else BoundedStore)(store, time.monotonic() + 10) as bounded:
+            return agree(bounded, c.rank, c.size, timeout=10)
+
+    first, *others = comm.run_ranks(3, start)
+    assert [each.name for each in others] == [first.name] * 2
+    assert [len(each.processes) for each in (first, *others)] == [3] * 3
 
 
 def test_agree_names_who_is_missing() -> None:
