@@ -25,7 +25,7 @@ from bagua_kernels.algorithms import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.jit import compiling
 
-NAMES = ("bytegrad", "signsgd", "powersgd", "adamw")
+NAMES = ("bytegrad", "sign", "powersgd", "adamw")
 THREADS = (1, 2)
 INPUTS, HIDDEN, OUTPUTS = 300, 600, 10
 STEPS = 3
