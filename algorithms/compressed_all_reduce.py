@@ -110,7 +110,7 @@ class CompressedAllReduce(GradientAlgorithm):
             **options: as for `GradientAlgorithm`.
 
         Raises:
-            TypeError: a codec is none.
+            TypeError: a value that should be a codec is not one.
             ValueError: a spec or a number does not fit, or as for `GradientAlgorithm`.
         """
         self.assignment = Assignment.make(codec, warmup_steps, groups, exact, min_numel)

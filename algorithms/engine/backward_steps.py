@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class BackwardSteps:
-    """Updates the parameters of each bucket as soon as their mean has arrived; their `grad` is None afterwards.
+    """Updates the parameters of each bucket as soon as its mean has arrived; `grad` is None afterwards.
 
     A parameter without a gradient on this rank waits for the end of backward, when it is known whether any rank has one.
     Means that arrive as payloads of a block codec, or as thin factors, are decoded in the same pass over memory that updates the

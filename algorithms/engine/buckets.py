@@ -16,7 +16,7 @@ from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Work
 
 _FIRST_BYTES = 1 << 20  # of the first bucket: the wire is idle until it is full
-# From this size on it costs less to exchange a gradient by itself than to copy it. ResNet-18 has 7 of 10 elements in such ones.
+# A gradient of this size or more costs less to exchange by itself than to copy. ResNet-18 has 7 of 10 elements in such gradients.
 _ALONE_BYTES = 4 << 20
 
 # A slot of a bucket, the gradient that belongs there, and the parameter if its `grad` is to be the slot's view from then on.
@@ -26,7 +26,7 @@ Taken = tuple[int, torch.Tensor | None, torch.nn.Parameter | None]
 class Buckets:
     """The buckets of some members, in an order.
 
-    The last one carries, uncompressed, one flag a parameter and one more.
+    The last one carries, uncompressed, one flag per parameter and one more.
 
     Attributes:
         order: positions of members in the order that buckets follow.

@@ -22,7 +22,7 @@ from bagua_kernels.compression import Codec, Contractive, fold_seed
 
 @dataclass(frozen=True)
 class Feedback:
-    """What is kept of what payloads lack, and the seed of random numbers.
+    """Which ranks keep residuals, and the seed of random numbers.
 
     Attributes:
         workers: True if each rank keeps what its payloads lack; None: if the codec is biased.

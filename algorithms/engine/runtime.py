@@ -76,10 +76,10 @@ class _Connection:
 class Runtime:
     """Runs up to `in_flight` exchanges at a time: bucket k belongs to slot k % in_flight.
 
-    A slot is a thread with a communicator of its own, or with one that all slots share where each exchange makes one collective.
+    A slot is a thread with a communicator of its own, or with one that all slots share if exchanges make one collective each.
     On a communicator exchanges start in the order in which they are given. So all ranks start its collectives in one
     order; otherwise those of different buckets would meet. The next one starts when the one before it has ended or, on
-    a shared communicator, when that waits for its collective.
+    a shared communicator, when that waits for its only collective.
     """
 
     def __init__(self, device: torch.device, in_flight: int, connections: int) -> None:

@@ -1,4 +1,4 @@
-"""Vectors like a bucket's, taken apart into one tensor a parameter and put together again."""
+"""Vectors like a bucket's, taken apart into one tensor per parameter and put together again."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
 
     Raises:
         ValueError: a step is negative, a spec is none, or `warmup_steps` is negative.
-        TypeError: what should be a codec is none.
+        TypeError: a value that should be a codec is not one.
     """
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}")
