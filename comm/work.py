@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 
 from bagua_kernels.errors import CommunicationError
 
@@ -31,8 +32,12 @@ class Work(abc.ABC):
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
 
-    def count_from(self, started: float) -> None:  # noqa: B027
-        """Makes the timeout begin at a time of `time.monotonic`, instead of when `wait` is called."""
+    def count_from(self, started: float | None = None) -> None:  # noqa: B027
+        """Makes the timeout begin now, or at an earlier time, instead of when `wait` is called.
+
+        Args:
+            started: the time, by the clock of the communication: `time.monotonic`, unless ranks are threads of a test.
+        """
 
 
 CLOSED = "it was closed"  # why a communicator cannot be used any more after `close`
@@ -58,13 +63,20 @@ class Pending(Work):
     """A communication that the first thread which waits for it completes; the other threads wait for that thread.
 
     `_conclude` runs once, however many threads wait and however often. All of them return, or raise the same error.
+
+    Args:
+        completing: the lock of the thread that completes it; an ordinary one by default.
+        now: the clock that its timeout runs by.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, completing: AbstractContextManager[object] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
         self._done = False
         self._error: Exception | None = None
         self._started: float | None = None
-        self._completing = threading.Lock()
+        self._completing = threading.Lock() if completing is None else completing
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -77,9 +89,9 @@ class Pending(Work):
                 raise self._error
         self._follow()
 
-    def count_from(self, started: float) -> None:
+    def count_from(self, started: float | None = None) -> None:
         """See `Work.count_from`."""
-        self._started = started
+        self._started = self._now() if started is None else started
 
     def _complete_once(self) -> None:
         # An interruption (Ctrl-C) of this wait leaves the communication as it is: the next call waits again.
@@ -118,13 +130,11 @@ class Together(Work):
 
     def wait(self) -> None:
         """Waits for all of them, in order, within one timeout; raises what the first to fail raises."""
-        started = time.monotonic()
-        for work in self._works:
-            work.count_from(started)
+        self.count_from()
         for work in self._works:
             work.wait()
 
-    def count_from(self, started: float) -> None:
+    def count_from(self, started: float | None = None) -> None:
         """See `Work.count_from`."""
         for work in self._works:
             work.count_from(started)

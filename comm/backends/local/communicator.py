@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -230,7 +230,7 @@ def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 20.0
         else:
             world.lose(rank, "its function has returned")
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [world.clock.thread(functools.partial(run, rank), f"rank {rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + _LONGEST_RUN

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bagua_kernels.comm.backends.local.clock import Clock, RealClock
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
@@ -49,9 +48,12 @@ class LocalWorld:
         size: the number of ranks.
         timeout: seconds after which an operation that does not finish raises an error.
         device: where tensors are; the CPU by default.
+        clock: where time and waiting come from; real time by default.
     """
 
-    def __init__(self, size: int, timeout: float = 20.0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, size: int, timeout: float = 20.0, device: torch.device | None = None, clock: Clock | None = None
+    ) -> None:
         if size < 1:
             raise ValueError(f"expected at least one rank, got {size=}")
         if not timeout > 0:
@@ -59,7 +61,8 @@ class LocalWorld:
         self.size = size
         self.timeout = timeout
         self.device = torch.device("cpu") if device is None else device
-        self.changed = threading.Condition()
+        self.clock = RealClock() if clock is None else clock
+        self.changed = self.clock.condition()
         self.lost: dict[int, str] = {}
         self._groups: dict[object, LocalGroup] = {}
 
@@ -102,7 +105,7 @@ class LocalWork(Pending):
     output: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__(self.world.clock.condition(), self.world.clock.now)
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
@@ -113,10 +116,10 @@ class LocalWork(Pending):
                 return True
 
     def _complete(self) -> None:
-        deadline = (time.monotonic() if self._started is None else self._started) + self.world.timeout
+        deadline = (self.world.clock.now() if self._started is None else self._started) + self.world.timeout
         with self.world.changed:
             while not self._ready():
-                left = deadline - time.monotonic()
+                left = deadline - self.world.clock.now()
                 if left <= 0:
                     raise self._late(self.missing())
                 self.world.changed.wait(left)
