@@ -93,7 +93,8 @@ MAY_READ_THE_ENVIRONMENT = (
     "bagua_kernels/knobs.py",
     "comm/joining/interfaces.py",  # what other tools' variables say, to report it
     "comm/joining/launch.py",  # what launchers say
-    "comm/testing.py",
+    "comm/testing/fork_server.py",
+    "comm/testing/processes.py",
     "comm/tune.py",  # passes the environment on to the command that it starts
     "comm/tuning/launcher.py",
 )

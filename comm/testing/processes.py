@@ -16,12 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import bagua_kernels
+from bagua_kernels.comm.testing.fork_server import servers
 
 Target = Callable[..., object] | str | Path
 _ROOT = Path(bagua_kernels.__path__[0]).parent
+_MAIN = f"import sys; from {__name__} import run_file; run_file(*sys.argv[1:])"
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and `ForkedProcess` have in common."""
+
+    returncode: Any
+
+    def poll(self) -> int | None: ...  # noqa: D102
+    def wait(self, timeout: float | None = None) -> int: ...  # noqa: D102
+    def send_signal(self, number: signal.Signals, /) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ def run_processes(
     target: Target, size: int, *, args: Sequence[Any] = (), env: Mapping[str, str] | None = None, timeout: float = 60.0
 ) -> list[ProcessResult]:
     """Runs `target` in `size` processes that find one another on 127.0.0.1, and waits for them.
+
+    A function runs in copies of a process that has imported this package. If `env` has a variable that libraries read when
+    they are imported (`READ_AT_IMPORT`), it runs in new processes, as a script does.
 
     Args:
         target: a function at the top level of a file, or the path of a script.
@@ -71,22 +87,15 @@ class Processes:
         self, target: Target, size: int, *, args: Sequence[Any] = (), env: Mapping[str, str] | None = None
     ) -> None:
         self._files: list[tuple[IO[bytes], IO[bytes]]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         command = process_command(target, args)
         port = str(free_port())
         try:
             for rank in range(size):
                 files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115
                 self._files.append(files)
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=files[0],
-                        stderr=files[1],
-                        env={**_environment(rank, size, port), **(env or {})},
-                    )
-                )
+                environment = {**_environment(rank, size, port), **(env or {})}
+                self._processes.append(_start(command, rank, environment, files))
         except BaseException:
             self.close()
             raise
@@ -180,12 +189,21 @@ def process_command(target: Target, args: Sequence[Any]) -> list[str]:
     source = inspect.getsourcefile(target)
     if source is None:
         raise ValueError(f"expected a function whose file is known, got {target!r}")
-    main = f"from {__name__} import _main; _main()"
-    return [sys.executable, "-c", main, str(Path(source).resolve()), target.__qualname__, json.dumps(list(args))]
+    return [sys.executable, "-c", _MAIN, str(Path(source).resolve()), target.__qualname__, json.dumps(list(args))]
 
 
-def _main() -> None:
-    path, name, args = sys.argv[1:]
+def _start(command: list[str], rank: int, environment: dict[str, str], files: tuple[IO[bytes], IO[bytes]]) -> Process:
+    if command[1:3] == ["-c", _MAIN]:
+        server = servers()[rank % len(servers())]
+        if server.serves(environment):
+            return server.start(command[3:], environment, files[0].fileno(), files[1].fileno())
+    out, errors = files
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environment)
+
+
+def run_file(path: str, name: str, args: str) -> None:
+    """Calls the function `name` of a file with arguments that are a list in JSON."""
+    sys.argv[1:] = [path, name, args]
     # Loaded from its file, for a test module has no name under which it could be imported.
     spec = importlib.util.spec_from_file_location("rank_main", path)
     if spec is None or spec.loader is None:
