@@ -56,6 +56,13 @@ class CollectiveTimeoutError(_WithRanks):
     """
 
 
+class DeadlockError(AssertionError):
+    """Threads under a `comm.Schedule` cannot go on; the message lists what each thread waits for.
+
+    An assertion rather than a `CommunicationError`: the fault is in the program, and no handler of lost ranks catches it.
+    """
+
+
 def follow_up(error: BaseException, text: str) -> RuntimeError:
     """Returns an error of the same kind and with the same ranks as an earlier one, for operations that fail because of it.
 

@@ -11,7 +11,9 @@ if __name__ != "bagua_kernels.comm":
         f"this package is imported as bagua_kernels.comm, not as {__name__}: remove its folder from sys.path"
     )
 
-from bagua_kernels.comm.backends.local.communicator import LocalCommunicator, run_ranks
+from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
+from bagua_kernels.comm.backends.local.run import run_ranks
+from bagua_kernels.comm.backends.local.schedule import Schedule
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
@@ -31,6 +33,7 @@ __all__ = [
     "NcclCommunicator",
     "Nodes",
     "ReduceOp",
+    "Schedule",
     "StripedCommunicator",
     "TorchCommunicator",
     "Tuning",

@@ -40,6 +40,9 @@ class Clock(Protocol):
     def condition(self) -> Condition:
         """Makes a condition whose timeouts run by this clock."""
 
+    def latency(self) -> float:
+        """Returns the seconds after which a letter that is posted now arrives."""
+
     def thread(self, target: Callable[[], object], name: str) -> threading.Thread:
         """Makes a daemon thread that may wait by this clock; `start` starts it."""
 
@@ -54,6 +57,10 @@ class RealClock:
     def condition(self) -> Condition:
         """See `Clock.condition`."""
         return threading.Condition()
+
+    def latency(self) -> float:
+        """See `Clock.latency`; between real threads a letter arrives at once."""
+        return 0.0
 
     def thread(self, target: Callable[[], object], name: str) -> threading.Thread:
         """See `Clock.thread`."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import time
+import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -13,11 +12,7 @@ from bagua_kernels.comm.backends.local.world import Collective, Combine, LocalGr
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import CLOSED, FINISHED, Work
-from bagua_kernels.errors import CollectiveTimeoutError, MismatchError
-
-T = TypeVar("T")
-
-_LONGEST_RUN = 600.0  # seconds: a rank that computes for ever must not hold a test for ever
+from bagua_kernels.errors import MismatchError
 
 
 class LocalCommunicator(Communicator):
@@ -34,6 +29,7 @@ class LocalCommunicator(Communicator):
         self._world = world
         self._group = group
         self._sequence = 0
+        self._shared = itertools.count()
         self._messages: dict[tuple[int, int, int], int] = {}
 
     def set_timeout(self, seconds: float) -> None:
@@ -49,6 +45,11 @@ class LocalCommunicator(Communicator):
         if not self._unusable():
             self.barrier().wait()
             self._leave(CLOSED)
+
+    def shared_by_ranks(self, name: str) -> tuple[LocalWorld, object, tuple[int, ...]]:
+        """Returns the world, a key that is the same on all ranks and new at each call, and the ranks in the world."""
+        self._check_usable()
+        return self._world, (self._group, name, next(self._shared)), self._group.ranks
 
     def _leave(self, reason: str) -> None:
         with self._world.changed:
@@ -195,50 +196,3 @@ class LocalCommunicator(Communicator):
 def _call(signature: tuple[object, ...]) -> str:
     name, *arguments = signature
     return f"{name}({', '.join(map(str, arguments))})"
-
-
-def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 20.0) -> list[T]:
-    """Runs `fn(communicator, *args)` on `size` threads, each a rank of one `LocalWorld`.
-
-    A rank that returns or raises while others still wait for it makes them raise `RankLostError`.
-
-    Args:
-        size: the number of ranks.
-        fn: what every rank runs.
-        args: given to every rank after its communicator: the same objects, shared.
-        timeout: seconds after which an operation that does not finish raises an error.
-
-    Returns:
-        What each rank returned, in rank order.
-
-    Raises:
-        BaseException: what the first rank to fail raised, with a note that names the rank.
-        CollectiveTimeoutError: if a rank still runs after ten minutes.
-    """
-    world = LocalWorld(size, timeout)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        communicator = LocalCommunicator(world, world.group("world", tuple(range(size))), rank)
-        try:
-            results[rank] = fn(communicator, *args)
-        except BaseException as error:  # of whatever kind: it is raised again below, on the caller's thread
-            error.add_note(f"raised by rank {rank} of {size}")
-            errors.append(error)
-            world.lose(rank, f"it raised {type(error).__name__}: {error}")
-        else:
-            world.lose(rank, "its function has returned")
-
-    threads = [world.clock.thread(functools.partial(run, rank), f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _LONGEST_RUN
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if running:
-        raise CollectiveTimeoutError(f"ranks {running} still run after {_LONGEST_RUN:g} s", ranks=running)
-    return [results[rank] for rank in range(size)]
