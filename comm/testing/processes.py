@@ -53,7 +53,13 @@ class ProcessResult:
 
 
 def run_processes(
-    target: Target, size: int, *, args: Sequence[Any] = (), env: Mapping[str, str] | None = None, timeout: float = 60.0
+    target: Target,
+    size: int,
+    *,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    fresh: bool = False,
 ) -> list[ProcessResult]:
     """Runs `target` in `size` processes that find one another on 127.0.0.1, and waits for them.
 
@@ -66,6 +72,7 @@ def run_processes(
         args: JSON values for the function, or the script's command line.
         env: variables on top of the environment and of torchrun's.
         timeout: seconds after which all that still run are killed.
+        fresh: True for new processes in any case, as a function needs them that forks.
 
     Returns:
         The results in rank order.
@@ -73,7 +80,7 @@ def run_processes(
     Raises:
         TimeoutError: if a process did not end in time; the message holds the end of every rank's output.
     """
-    with Processes(target, size, args=args, env=env) as processes:
+    with Processes(target, size, args=args, env=env, fresh=fresh) as processes:
         return processes.wait(timeout)
 
 
@@ -84,7 +91,13 @@ class Processes:
     """
 
     def __init__(
-        self, target: Target, size: int, *, args: Sequence[Any] = (), env: Mapping[str, str] | None = None
+        self,
+        target: Target,
+        size: int,
+        *,
+        args: Sequence[Any] = (),
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
         self._files: list[tuple[IO[bytes], IO[bytes]]] = []
         self._processes: list[Process] = []
@@ -95,7 +108,7 @@ class Processes:
                 files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115
                 self._files.append(files)
                 environment = {**_environment(rank, size, port), **(env or {})}
-                self._processes.append(_start(command, rank, environment, files))
+                self._processes.append(_start(command, None if fresh else rank, environment, files))
         except BaseException:
             self.close()
             raise
@@ -192,8 +205,10 @@ def process_command(target: Target, args: Sequence[Any]) -> list[str]:
     return [sys.executable, "-c", _MAIN, str(Path(source).resolve()), target.__qualname__, json.dumps(list(args))]
 
 
-def _start(command: list[str], rank: int, environment: dict[str, str], files: tuple[IO[bytes], IO[bytes]]) -> Process:
-    if command[1:3] == ["-c", _MAIN]:
+def _start(
+    command: list[str], rank: int | None, environment: dict[str, str], files: tuple[IO[bytes], IO[bytes]]
+) -> Process:
+    if rank is not None and command[1:3] == ["-c", _MAIN]:
         server = servers()[rank % len(servers())]
         if server.serves(environment):
             return server.start(command[3:], environment, files[0].fileno(), files[1].fileno())

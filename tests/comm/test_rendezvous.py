@@ -269,7 +269,7 @@ def test_settings_that_differ_between_ranks(variable: str, values: list[str]) ->
 
 def test_a_forked_child_leaves_the_connections_to_its_parent() -> None:
     """It ends at once, and the parents go on."""
-    for result in run_processes(forks, 2, timeout=60):
+    for result in run_processes(forks, 2, timeout=60, fresh=True):
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 

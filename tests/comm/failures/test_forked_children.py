@@ -50,7 +50,7 @@ def working() -> None:
 def test_a_killed_rank_with_a_forked_child_is_named_at_once(sockets: str) -> None:
     """No connection of Gloo's breaks, and the timeout is far; but the process is gone."""
     environment = {"BAGUA_KERNELS_HEARTBEAT": str(BEAT), "BAGUA_KERNELS_SOCKETS": sockets}
-    with Processes(working, 3, env=environment) as processes:
+    with Processes(working, 3, env=environment, fresh=True) as processes:
         for rank in range(3):
             processes.wait_for_output(rank, "GOING", timeout=60)
         child = int(processes.output(VICTIM).split()[1])

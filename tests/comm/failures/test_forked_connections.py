@@ -85,7 +85,7 @@ def parent() -> None:
 
 def test_killed_rank_with_a_child_is_missed_by_its_connections() -> None:
     """Gloo's sockets too."""
-    with Processes(parent, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}) as processes:
+    with Processes(parent, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}, fresh=True) as processes:
         for rank in range(2):
             processes.wait_for_output(rank, "GOING", timeout=60)
         child = int(processes.output(1).split()[1])
