@@ -14,6 +14,7 @@ if __name__ != "bagua_kernels.comm":
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.run import run_ranks
 from bagua_kernels.comm.backends.local.schedule import Schedule
+from bagua_kernels.comm.backends.mailboxes import open_mailbox
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
@@ -21,6 +22,7 @@ from bagua_kernels.comm.backends.torch_distributed.communicator import TorchComm
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce
 from bagua_kernels.comm.hierarchical.nodes import Nodes
+from bagua_kernels.comm.mailbox import Mailbox
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.rendezvous import device, init, is_initialized, rank, shutdown, size, world
 from bagua_kernels.comm.tuning.measure import tune
@@ -30,6 +32,7 @@ __all__ = [
     "Communicator",
     "HierarchicalAllReduce",
     "LocalCommunicator",
+    "Mailbox",
     "NcclCommunicator",
     "Nodes",
     "ReduceOp",
@@ -41,6 +44,7 @@ __all__ = [
     "device",
     "init",
     "is_initialized",
+    "open_mailbox",
     "rank",
     "run_ranks",
     "shutdown",

@@ -12,6 +12,27 @@ from bagua_kernels.comm.work import FINISHED, Together, Work
 from bagua_kernels.errors import CommunicationError
 
 
+def check_tensor(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor detached from autograd, if an operation can send it or receive into it.
+
+    Raises:
+        TypeError: if it is not a tensor.
+        ValueError: if it is not dense, contiguous and on `device`.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{operation} expects {name} to be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{operation} expects {name} to be dense, got {tensor.layout}: call to_dense()")
+    if tensor.device != device:
+        raise ValueError(f"{operation} expects {name} on {device}, got it on {tensor.device}: move it there")
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{operation} expects {name} to be contiguous, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}: call contiguous(), resolve_conj() or resolve_neg()"
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 class Collectives(abc.ABC):
     """The operations on tensors of a `Communicator`; see there for rules that all of them follow.
 
@@ -174,18 +195,7 @@ class Collectives(abc.ABC):
     def _enter(self, operation: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Checks one tensor, and returns it detached from autograd."""
         self._check_usable()
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{operation} expects {name} to be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{operation} expects {name} to be dense, got {tensor.layout}: call to_dense()")
-        if tensor.device != self.device:
-            raise ValueError(f"{operation} expects {name} on {self.device}, got it on {tensor.device}: move it there")
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"{operation} expects {name} to be contiguous, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}: call contiguous(), resolve_conj() or resolve_neg()"
-            )
-        return tensor.detach() if tensor.requires_grad else tensor
+        return check_tensor(operation, name, tensor, self.device)
 
     def _enter_pair(
         self, operation: str, output: torch.Tensor, input: torch.Tensor, output_factor: int = 1, input_factor: int = 1

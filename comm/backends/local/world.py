@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 
+T = TypeVar("T")
 Parts = list[torch.Tensor]
 Combine = Callable[[list[Any]], Parts]
 
@@ -64,12 +65,18 @@ class LocalWorld:
         self.clock = RealClock() if clock is None else clock
         self.changed = self.clock.condition()
         self.lost: dict[int, str] = {}
-        self._groups: dict[object, LocalGroup] = {}
+        self._shared: dict[object, object] = {}
 
     def group(self, key: object, ranks: tuple[int, ...]) -> LocalGroup:
         """Returns the group of that key, made by the first thread that calls this."""
+        return self.shared(key, lambda: LocalGroup(ranks))
+
+    def shared(self, key: object, make: Callable[[], T]) -> T:
+        """Returns the object of that key, made by the first thread that calls this."""
         with self.changed:
-            return self._groups.setdefault(key, LocalGroup(ranks))
+            if key not in self._shared:
+                self._shared[key] = make()
+            return cast(T, self._shared[key])
 
     def lose(self, rank: int, reason: str) -> None:
         """Marks a rank as lost: ranks that wait for it raise `RankLostError`."""

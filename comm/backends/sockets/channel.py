@@ -14,6 +14,7 @@ from bagua_kernels.comm.backends.sockets.transfer import Transfer
 # number and code of the operation, tag of the message, offset and length of the part, length of the message
 HEADER = struct.Struct("<QQIQQQ")
 STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
+_WASTE = memoryview(bytearray(STAGING))  # where bytes go that nobody wants
 
 
 class MessagePart:
@@ -32,7 +33,7 @@ class Channel:
 
     __slots__ = (
         "arrival", "begin", "end", "expected", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "torn",
-        "writing",
+        "unwanted", "writing",
     )  # fmt: skip
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -48,6 +49,7 @@ class Channel:
         self.arrival: Arrival | None = None
         self.rest = memoryview(b"")
         self.parked: Key | None = None
+        self.unwanted = 0  # bytes that come next and are thrown away
         self.expected = 1
 
     def expect(self, count: int) -> None:
@@ -94,8 +96,16 @@ class Channel:
         self.torn = False
         return False
 
-    def read(self, inbox: Inbox, limit: int) -> None:
+    def discard(self) -> None:
+        """Throws away what is still to come of the message that is arriving."""
+        self.arrival = None
+        self._skip(len(self.rest))
+
+    def read(self, inbox: Inbox, limit: int) -> int:
         """Takes what has arrived, about `limit` bytes at most; stops where `inbox` has no room for a message (`parked`).
+
+        Returns:
+            The number of bytes that it took.
 
         Raises:
             OSError: if the connection has ended.
@@ -106,7 +116,7 @@ class Channel:
             try:
                 count = self.sock.recv_into(into)
             except BlockingIOError:
-                return
+                break
             if not count:
                 raise ConnectionResetError("it was closed at the other end")
             taken += count
@@ -116,19 +126,24 @@ class Channel:
                 self.end += count
                 self.parse(inbox)
             if count < len(into):
-                return
+                break
+        return taken
 
     def parse(self, inbox: Inbox) -> bool:
         """Takes headers, and what follows each, out of what was read ahead; returns True if it has stopped (`parked`)."""
         while self.end - self.begin >= HEADER.size:
             number, code, tag, offset, length, total = HEADER.unpack_from(self.staging, self.begin)
-            arrival = inbox.place((self.peer, number, tag), code, total)
-            if arrival is None:
-                self.parked = (self.peer, number, tag)
-                break
-            self.begin += HEADER.size
-            self.arrival = arrival
-            self.rest = arrival.data[offset : offset + length]
+            if number < inbox.below:
+                self.begin += HEADER.size
+                self._skip(length)
+            else:
+                arrival = inbox.place((self.peer, number, tag), code, total)
+                if arrival is None:
+                    self.parked = (self.peer, number, tag)
+                    break
+                self.begin += HEADER.size
+                self.arrival = arrival
+                self.rest = arrival.data[offset : offset + length]
             count = min(length, self.end - self.begin)
             self.rest[:count] = self.staging[self.begin : self.begin + count]
             self.begin += count
@@ -142,10 +157,18 @@ class Channel:
         self.begin, self.end = 0, left
         return self.parked is not None
 
+    def _skip(self, count: int) -> None:
+        self.unwanted = count
+        self.rest = _WASTE[: min(count, STAGING)]
+
     def _filled(self, inbox: Inbox, count: int) -> None:
         arrival = self.arrival
-        assert arrival is not None
         self.rest = self.rest[count:]
+        if arrival is None:
+            self.unwanted -= count
+            if not len(self.rest):
+                self._skip(self.unwanted)
+            return
         arrival.left -= count
         if not len(self.rest):
             # Even an empty view would keep the tensor's memory.

@@ -46,6 +46,7 @@ class Inbox:
 
     Attributes:
         scratch: memory for what arrives early, or may arrive anywhere.
+        below: messages of operations with lower numbers are thrown away.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Inbox:
         compare: Callable[[int, int, int], None],
     ) -> None:
         self.scratch = Scratch()
+        self.below = 0
         self._posted: dict[Key, Transfer] = {}
         self._arrivals: dict[Key, Arrival] = {}
         self._ahead = dict.fromkeys(peers, 0)
@@ -77,7 +79,7 @@ class Inbox:
         """
         arrival, peer = self._arrivals.get(key), transfer.peer
         if arrival is not None:
-            _check(arrival.code, len(arrival.data), transfer)
+            self._check(arrival.code, len(arrival.data), transfer)
         if lost is not None and (arrival is None or arrival.left):
             raise lost
         self._wanted[peer] += 1
@@ -112,7 +114,7 @@ class Inbox:
         transfer = self._posted.pop(key, None)
         if transfer is not None:
             try:
-                _check(code, total, transfer)
+                self._check(code, total, transfer)
             except PeerError as error:
                 self._wanted[key[0]] -= 1
                 self._fail(transfer.lane.operation, error)
@@ -147,15 +149,15 @@ class Inbox:
             self.scratch.give(arrival.own)
         self._done(transfer)
 
+    def _check(self, code: int, total: int, transfer: Transfer) -> None:
+        """Raises if a message that has arrived is not the one that is expected."""
+        lane, expected = transfer.lane, transfer.left
+        if code != lane.code:
+            raise different(transfer.peer, code, lane.code)
+        if total != expected:
+            raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, lane.operation.name))
 
-def different(peer: int, code: int, operation: Operation) -> MismatchPeerError:
-    """Returns the error of an operation where rank `peer` called something else, by its code."""
-    return MismatchPeerError(peer, *mismatch(code, operation.code))
 
-
-def _check(code: int, total: int, transfer: Transfer) -> None:
-    operation, expected = transfer.lane.operation, transfer.left
-    if code != operation.code:
-        raise different(transfer.peer, code, operation)
-    if total != expected:
-        raise MismatchPeerError(transfer.peer, *wrong_size(total, expected, operation.name))
+def different(peer: int, theirs: int, ours: int) -> MismatchPeerError:
+    """Returns the error of an operation where rank `peer` called something else; both by their codes."""
+    return MismatchPeerError(peer, *mismatch(theirs, ours))

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,18 +36,30 @@ class Loop:
         name: of the thread.
         links: the connected sockets to each other rank; the loop owns them from now on.
         sent: told the bytes of every message that this rank sends.
+        beside: a further channel to each other rank, which messages of operations do not use.
     """
 
-    def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], sent: Callable[[int], None]) -> None:
+    _inbox_type: ClassVar[type[Inbox]] = Inbox
+
+    def __init__(
+        self,
+        name: str,
+        links: Mapping[int, Sequence[socket.socket]],
+        sent: Callable[[int], None],
+        beside: Mapping[int, Channel] | None = None,
+    ) -> None:
         self._links = {peer: [Channel(peer, sock) for sock in socks] for peer, socks in links.items()}
+        for peer, channel in (beside or {}).items():
+            self._links[peer].append(channel)
         self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
         self._stripes = self._split = 1
         self._sent = sent
-        self._inbox = Inbox(self._links, self._done, self._fail, self._compare)
+        self._inbox = self._inbox_type(self._links, self._done, self._fail, self._compare)
         self._running: dict[Operation, set[Transfer]] = {}
         self._ready: deque[Lane] = deque()
         self._lost: dict[int, BaseException] = {}
         self._submitted: deque[Operation] = deque()
+        self._called: deque[Callable[[], None]] = deque()
         self._stopping = ""
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -72,7 +84,7 @@ class Loop:
     def submit(self, operation: Operation) -> None:
         """Starts an operation; from any thread."""
         operation.missing = partial(self._missing, operation)
-        if operation.brief and self._start_here(operation):
+        if operation.brief and self._do_here(partial(self._start, operation), operation.name):
             return
         with self._lock:
             if not self._stopping:
@@ -82,13 +94,29 @@ class Loop:
                 return
         operation.end(ConnectionAbortedError(self._stopping))
 
+    def call(self, function: Callable[[], None], name: str) -> None:
+        """Runs a function on this thread if the loop is idle, else soon on the loop's; not at all once it is stopping.
+
+        Functions run in the order of the calls. They must not block, or raise.
+
+        Args:
+            function: reads or writes channels, transfers and lanes.
+            name: for the error if it is interrupted.
+        """
+        if self._do_here(function, name):
+            return
+        with self._lock:
+            if not self._stopping:
+                self._called.append(function)
+                self._nudge()
+
     def stop(self, reason: str) -> None:
         """Ends what is under way, closes the sockets and ends the thread; from any thread, more than once."""
         with self._lock:
             if not self._stopping:
                 self._stopping = reason
                 self._nudge()
-        # A signal handler may interrupt `_start_here`, for whose end the thread waits.
+        # A signal handler may interrupt `_do_here`, for whose end the thread waits.
         if threading.current_thread() is not self._thread and not self._moving._is_owned():
             self._thread.join(5.0)
 
@@ -123,7 +151,7 @@ class Loop:
         self._sent(total)
         for offset, channel in zip(starts, channels, strict=False):
             part = data[offset : offset + step]
-            header = HEADER.pack(operation.number, operation.code, tag, offset, len(part), total)
+            header = HEADER.pack(operation.number, lane.code, tag, offset, len(part), total)
             channel.out.append(MessagePart(header, part, transfer))
             channel.queued += len(part)
             if not channel.writing:
@@ -152,21 +180,21 @@ class Loop:
         """See `Lane.free`."""
         self._inbox.scratch.give(own)
 
-    def _start_here(self, operation: Operation) -> bool:
-        """Takes an operation's first steps on this thread; returns True if it did, which it must not while others wait."""
+    def _do_here(self, function: Callable[[], None], name: str) -> bool:
+        """Does on this thread what is the loop's; returns True if it did, which it must not while something else waits."""
         if self._moving._is_owned():  # in a signal handler
             return False
         try:
-            if not self._moving.acquire(blocking=False) or self._stopping or self._submitted:
+            if not self._moving.acquire(blocking=False) or self._stopping or self._submitted or self._called:
                 return False
             with torch.inference_mode():
-                self._start(operation)
+                function()
                 self._advance()
         except BaseException as error:
             # For example raised by a signal's handler before sent bytes were counted: the stream of bytes cannot be
             # continued.
             with self._lock:
-                self._stopping = self._stopping or f"{operation.name} was interrupted: {error!r}"
+                self._stopping = self._stopping or f"{name} was interrupted: {error!r}"
                 self._nudge()
             raise
         finally:
@@ -204,6 +232,8 @@ class Loop:
             self._advance()
         while self._submitted:
             self._start(self._submitted.popleft())
+        while self._called:
+            self._called.popleft()()
         self._advance()
 
     def _end(self) -> None:
@@ -224,8 +254,9 @@ class Loop:
             operation.end(error)
         for channel in self._channels.values():
             channel.sock.close()
-        for kept in (self._running, self._channels, self._links, self._ready, self._submitted, self._inbox):
-            kept.clear()
+        kept = self._running, self._channels, self._links, self._ready, self._submitted, self._called, self._inbox
+        for each in kept:
+            each.clear()
         self._epoll.close()
 
     def _nudge(self) -> None:
@@ -328,12 +359,15 @@ class Loop:
         """Ends an operation of this number that is another one than a rank's: its messages may never be asked for."""
         for operation in list(self._running):
             if operation.number == number and operation.code != code:
-                self._fail(operation, different(peer, code, operation))
+                self._fail(operation, different(peer, code, operation.code))
 
     def _unpark(self, peer: int) -> None:
         for channel in self._links[peer]:
             if channel.parked is not None and channel.fd in self._channels:
-                channel.parked = None
-                self._register(channel)
-                if channel.parse(self._inbox):
-                    self._register(channel)
+                self._guarded(channel, self._resume)
+
+    def _resume(self, channel: Channel) -> None:
+        channel.parked = None
+        self._register(channel)
+        if channel.parse(self._inbox):
+            self._register(channel)

@@ -53,14 +53,19 @@ class Lane:
 
     The steps are a generator. It calls `send`, `receive` and `receive_anywhere`, which start at once, and yields the transfers
     that it has to wait for. Messages of two ranks match in the order in which their lanes of the same number issue them.
+
+    Attributes:
+        tag: the lowest tag of its messages; the same on all ranks.
+        code: that of the operation, unless the messages of different lanes differ.
     """
 
-    __slots__ = ("_received", "_sent", "carrier", "operation", "pending", "steps", "tag")
+    __slots__ = ("_received", "_sent", "carrier", "code", "operation", "pending", "steps", "tag")
 
     def __init__(self, operation: Operation, number: int, carrier: Carrier) -> None:
         self.operation = operation
         self.carrier = carrier
         self.tag = number << _MESSAGES
+        self.code = operation.code
         self.pending = 0
         self.steps: Transfers | None = None
         self._sent: dict[int, int] = {}

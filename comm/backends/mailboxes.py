@@ -1,0 +1,32 @@
+"""Which mailbox the ranks of a communicator use."""
+
+from __future__ import annotations
+
+from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
+from bagua_kernels.comm.backends.local.mailbox import LocalMailbox
+from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
+from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.mailbox import Mailbox
+
+
+def open_mailbox(communicator: Communicator) -> Mailbox:
+    """Opens a mailbox of the same ranks, with the communicator's device and timeout; every rank calls it.
+
+    The communicator is needed for the start only. Its failure or its end do not concern the mailbox.
+
+    Raises:
+        CommunicationError: if the ranks cannot connect.
+    """
+    communicator._check_usable()
+    if isinstance(communicator, LocalCommunicator):
+        return LocalMailbox(communicator)
+    return SocketMailbox(communicator, host=_host(communicator))
+
+
+def _host(communicator: Communicator) -> str:
+    """Returns the address at which a communicator's ranks listen; empty for the default."""
+    if isinstance(communicator, StripedCommunicator):
+        return communicator._host or _host(communicator.base)
+    return communicator._group.host if isinstance(communicator, TorchCommunicator) else ""

@@ -1,0 +1,203 @@
+"""A mailbox over sockets: between CPUs, and for the letters between GPUs."""
+
+from __future__ import annotations
+
+import select
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+
+import torch
+
+from bagua_kernels.comm.backends.sockets import mesh
+from bagua_kernels.comm.backends.sockets.letters import Kind, LetterBox
+from bagua_kernels.comm.backends.sockets.mailbox_loop import MailboxLoop, code_of
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.failures.failure import MismatchPeerError
+from bagua_kernels.comm.mailbox import Mailbox, late_error, left_reason, lost_error
+from bagua_kernels.comm.work import Pending, Work
+from bagua_kernels.errors import CommunicationError, MismatchError
+
+_BRIEF = 64 << 10  # bytes of an exchange that are sent on the caller's thread
+_LOOKS = 32  # looks at the other ranks within the timeout; the second half of them ask whether the ranks are there
+_LONGEST_PAUSE = 1.0  # seconds between two of these
+
+
+class SocketMailbox(Mailbox):
+    """The mailbox of a rank that is joined to each other rank by two sockets: one for tensors, one for letters.
+
+    One thread moves everything. It keeps up to 64 MiB that a rank sends before it is asked for; more stays in the network.
+    While something of that rank is awaited it keeps all, because that may lie behind it. Letters have no limit.
+
+    Making one is collective over the communicator, which is not used afterwards.
+
+    Args:
+        communicator: of the same ranks.
+        host: the address to listen on; by default that of the interface which Gloo would use.
+        tensors: False if only letters will be sent.
+
+    Raises:
+        CommunicationError: if the ranks cannot connect.
+    """
+
+    def __init__(self, communicator: Communicator, *, host: str = "", tensors: bool = True) -> None:
+        if not hasattr(select, "epoll"):
+            raise ValueError("SocketMailbox needs epoll, which only Linux has")
+        self.rank, self.size, self.timeout = communicator.rank, communicator.size, communicator.timeout
+        self.device = torch.device("cpu")
+        secret = communicator._sealed().secret.derive("mailbox")
+        gather, stripes = communicator.all_gather_object, 1 + tensors
+        links = mesh.connect(self.rank, self.size, stripes, gather, self.timeout, host, secret=secret)
+        self._box = LetterBox()
+        self._loop = MailboxLoop(f"bagua_kernels mailbox of rank {self.rank}", links, self._box)
+        weakref.finalize(self, self._loop.stop, left_reason("its mailbox was forgotten, or its process exits"))
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Mailbox.bytes_sent`."""
+        return self._loop.bytes_sent
+
+    def lost(self) -> dict[int, str]:
+        """See `Mailbox.lost`."""
+        return dict(self._loop.reasons)
+
+    def leave(self, reason: str = "") -> None:
+        """See `Mailbox.leave`; takes up to two seconds if the host of another rank does not answer."""
+        self._loop.stop(left_reason(reason))
+
+    def _unusable(self) -> str:
+        return self._loop.ended
+
+    def _exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], number: int) -> Work:
+        if number < self._loop.below:
+            raise ValueError(f"expected a number from {self._loop.below} on, which `drop` set, got {number}")
+        messages = [partial(_send, peer, tensor.view(-1)) for peer, tensor in inputs.items()]
+        messages += [partial(_receive, peer, tensor.view(-1)) for peer, tensor in outputs.items()]
+        # What concerns a lost rank last, for it ends the exchange: the other partners get what is sent to them.
+        messages.sort(key=lambda message: message.args[0] in self._loop.reasons)
+        brief = sum(tensor.nbytes for tensor in inputs.values()) <= _BRIEF
+        operation = Operation(f"exchange #{number}", number, 0, iter(messages), len(messages), brief)
+        self._loop.submit(operation)
+        return SocketMailboxWork(self, operation)
+
+    def _post(self, dst: int, letter: bytes) -> None:
+        self._loop.post([dst], Kind.LETTER, letter)
+
+    def _take(self, timeout: float) -> tuple[int, bytes] | None:
+        letter = self._box.take(timeout)
+        if letter is None:
+            self._check_usable()
+        return letter
+
+    def _drop(self, ranks: frozenset[int], below: int) -> None:
+        self._loop.drop(ranks, below)
+
+
+def _send(peer: int, tensor: torch.Tensor, lane: Lane) -> Transfers:
+    lane.tag, lane.code = 0, code_of(tensor.dtype)
+    yield [lane.send(peer, tensor)]
+
+
+def _receive(peer: int, tensor: torch.Tensor, lane: Lane) -> Transfers:
+    lane.tag, lane.code = 0, code_of(tensor.dtype)
+    yield [lane.receive(peer, tensor)]
+
+
+class SocketMailboxWork(Pending):
+    """One rank's part of an exchange under way.
+
+    In the second half of the timeout it asks the ranks that it waits for whether they are there. The answer names the ranks
+    that they wait for, which are asked in turn: the rank at fault may be no partner of this exchange.
+    """
+
+    def __init__(self, mailbox: SocketMailbox, operation: Operation) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+        self._operation = operation
+        self._asked: dict[int, float] = {}
+
+    def is_completed(self) -> bool:
+        """Returns True if `wait` would return, or raise, at once."""
+        return self._done or self._error is not None or self._operation.is_completed()
+
+    def _complete(self) -> None:
+        loop = self._mailbox._loop
+        loop.waiting[self._operation] = None
+        try:
+            self._wait()
+        finally:
+            loop.waiting.pop(self._operation, None)
+
+    def _wait(self) -> None:
+        mailbox, timeout = self._mailbox, self._mailbox.timeout
+        started = self._now() if self._started is None else self._started
+        pause, missing = min(timeout / _LOOKS, _LONGEST_PAUSE), list[int]()
+        while not self._ended(min(pause, started + timeout - self._now())):
+            # Empty if the loop is busy.
+            missing = self._operation.missing() or missing
+            behind = self._behind(missing)
+            if self._now() >= started + timeout:
+                self._give_up(missing, behind)
+                return
+            if self._now() >= started + timeout / 2:
+                for peer in behind:
+                    self._asked.setdefault(peer, self._now())
+                mailbox._loop.post(behind, Kind.PING)
+
+    def _ended(self, seconds: float) -> bool:
+        """Returns True if the exchange has ended well within some seconds; raises if it has failed."""
+        try:
+            self._operation.wait(timedelta(seconds=max(0.0, seconds)))
+            return True
+        except RuntimeError as error:
+            if not self._operation.is_completed():
+                return False
+            if self._operation.error is None:
+                return True
+            raise self._failure(self._operation.error) from error
+
+    def _behind(self, missing: Iterable[int]) -> list[int]:
+        """Returns the ranks that are missing, those that these wait for, and so on."""
+        found, follow = list[int](), list(missing)
+        while follow:
+            peer = follow.pop()
+            if peer not in found and peer != self._mailbox.rank:
+                found.append(peer)
+                follow.extend(self._mailbox._loop.awaited.get(peer, ()))
+        return found
+
+    def _silent(self) -> dict[int, str]:
+        """Returns the ranks that have been asked and not answered for a quarter of the timeout, with the reason."""
+        now, heard, patience = self._now(), self._mailbox._loop.heard, self._mailbox.timeout / 4
+        silent = [peer for peer, asked in self._asked.items() if now - max(heard[peer], asked) >= patience]
+        return {peer: f"nothing came from it for {now - heard[peer]:.1f} s" for peer in silent}
+
+    def _give_up(self, missing: list[int], behind: list[int]) -> None:
+        """Ends an exchange whose time has run out: raises, unless it has ended just now."""
+        mailbox, name, loop = self._mailbox, self._operation.name, self._mailbox._loop
+        for peer, reason in self._silent().items():
+            loop.lose(peer, reason)
+        lost = {**self._silent(), **mailbox.lost()}
+        error: CommunicationError
+        if culprits := [peer for peer in behind if peer in lost]:
+            error = lost_error(name, culprits, lost)
+        else:
+            error = late_error(name, mailbox.timeout, missing, lost)
+        loop.fail(self._operation, error)
+        if not self._ended(1.0):
+            raise error
+
+    def _failure(self, error: BaseException) -> CommunicationError:
+        mailbox, name = self._mailbox, self._operation.name
+        if isinstance(error, CommunicationError):
+            return error
+        if isinstance(error, MismatchPeerError):
+            text = f"in {name} rank {error.peer} {error.theirs} where this rank {error.ours}"
+            return MismatchError(f"{text}: make both ends use the same size and dtype", (mailbox.rank, error.peer))
+        peer = getattr(error, "peer", None)
+        if peer is not None:
+            lost = {**self._silent(), **mailbox.lost()}
+            return lost_error(name, [peer], lost)
+        return CommunicationError(f"{name} was given up: {error}")

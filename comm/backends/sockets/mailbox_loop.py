@@ -1,0 +1,277 @@
+"""The thread of a mailbox: as `Loop`, but a lost rank concerns only its partners, and letters have sockets of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from bagua_kernels.comm.backends.sockets.channel import Channel
+from bagua_kernels.comm.backends.sockets.farewell import say_farewell
+from bagua_kernels.comm.backends.sockets.inbox import Arrival, Inbox, Key
+from bagua_kernels.comm.backends.sockets.letters import Kind, LetterBox, LetterChannel
+from bagua_kernels.comm.backends.sockets.loop import Loop
+from bagua_kernels.comm.backends.sockets.transfer import Operation, Transfer
+from bagua_kernels.comm.failures.failure import MismatchPeerError
+from bagua_kernels.comm.mailbox import left_reason
+
+_RANK = struct.Struct("<I")
+
+
+class MailboxInbox(Inbox):
+    """Matches messages by number alone: two ranks may be in different exchanges, of any sizes and dtypes."""
+
+    def ask(self, key: Key, transfer: Transfer, lost: BaseException | None) -> None:
+        """See `Inbox.ask`."""
+        arrival = self._arrivals.get(key)
+        if key in self._posted or (arrival is not None and arrival.transfer is not None):
+            raise ValueError(f"number {key[1]} is under way with rank {key[0]}: use another one")
+        super().ask(key, transfer, lost)
+
+    def place(self, key: Key, code: int, total: int) -> Arrival | None:
+        """See `Inbox.place`; a message has one part."""
+        if key in self._arrivals:
+            raise ConnectionAbortedError(f"it sent number {key[1]} again before the first message was received")
+        return super().place(key, code, total)
+
+    def calls(self) -> list[tuple[int, int, int]]:
+        """Returns nothing: no two exchanges have to be alike."""
+        return []
+
+    def lift_limit(self, peer: int) -> None:
+        """Lets anything come that a rank has still in the network; for when that is all that will come."""
+        self._wanted[peer] += 1
+
+    def free(self, arrivals: Iterable[Arrival]) -> None:
+        """Frees messages that have arrived in whole or in part."""
+        for arrival in arrivals:
+            peer = arrival.key[0]
+            del self._arrivals[arrival.key]
+            if arrival.transfer is not None:
+                self._wanted[peer] -= 1
+            if arrival.early:
+                self._ahead[peer] -= len(arrival.data)
+
+    def unasked(self) -> list[Arrival]:
+        """Returns the messages that have arrived in whole or in part before they were asked for."""
+        return [arrival for arrival in self._arrivals.values() if arrival.transfer is None]
+
+    def _check(self, code: int, total: int, transfer: Transfer) -> None:
+        lane = transfer.lane
+        if (code, total) != (lane.code, transfer.left):
+            theirs, ours = (
+                f"{size} bytes of {dtype_of(of)}" for of, size in ((code, total), (lane.code, transfer.left))
+            )
+            raise MismatchPeerError(transfer.peer, f"sent {theirs}", f"expected {ours}")
+
+
+class MailboxLoop(Loop):
+    """Moves the messages of exchanges and letters; for its rules see `Loop`.
+
+    Args:
+        name: of the thread.
+        links: the connected sockets to each other rank; the last one is for letters.
+        box: where letters go.
+
+    Attributes:
+        bytes_sent: of tensors and letters, without headers.
+        reasons: why ranks are lost; grows as they are.
+        waiting: the exchanges for which a thread waits.
+        heard: when something came last, by rank.
+        awaited: the ranks for which a rank waited when it last answered, by rank.
+    """
+
+    _inbox_type: ClassVar[type[Inbox]] = MailboxInbox
+    _inbox: MailboxInbox
+
+    def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], box: LetterBox) -> None:
+        self.bytes_sent = 0
+        self.reasons: dict[int, str] = {}
+        self.waiting: dict[Operation, None] = {}
+        self.heard = dict.fromkeys(links, time.monotonic())
+        self.awaited: dict[int, tuple[int, ...]] = {}
+        self._box = box
+        self._leaving: dict[int, str] = {}
+        self._letters = {peer: LetterChannel(peer, socks[-1], self._deliver) for peer, socks in links.items()}
+        tensors = {peer: socks[:-1] for peer, socks in links.items()}
+        super().__init__(name, tensors, self._count, self._letters)
+
+    @property
+    def ended(self) -> str:
+        """Why the loop has ended or is about to; empty while it runs."""
+        return self._stopping
+
+    @property
+    def below(self) -> int:
+        """The lowest number that is still used."""
+        return self._inbox.below
+
+    def post(self, peers: Iterable[int], kind: Kind, contents: bytes = b"") -> None:
+        """Sends a frame to some ranks; from any thread."""
+        self.call(partial(self._put_all, tuple(peers), kind, contents), "post")
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Gives a rank up; from any thread."""
+        self.call(partial(self._give_up, peer, reason), "losing a rank")
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """Ends an operation with an error; from any thread."""
+        self.call(partial(self._fail, operation, error), operation.name)
+
+    def drop(self, ranks: frozenset[int], below: int) -> None:
+        """See `Mailbox.drop`; from any thread."""
+        self.call(partial(self._drop_all, ranks, below), "drop")
+
+    def forget(self) -> None:
+        """See `Loop.forget`."""
+        super().forget()
+        self._box.forget()
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_sent += nbytes
+
+    def _put_all(self, peers: Iterable[int], kind: Kind, contents: bytes) -> None:
+        for peer in peers:
+            self._put(peer, kind, contents)
+
+    def _put(self, peer: int, kind: Kind, contents: bytes) -> None:
+        if peer in self._lost or peer in self._leaving:
+            return
+        channel = self._letters[peer]
+        channel.put(kind, contents)
+        if kind == Kind.LETTER:
+            self._count(len(contents))
+        if not channel.writing:
+            self._guarded(channel, self._write)
+
+    def _deliver(self, peer: int, kind: int, contents: bytes) -> None:
+        if kind == Kind.LETTER:
+            self._box.put(peer, contents)
+        elif kind == Kind.LEAVE:
+            self._leaving[peer] = contents.decode(errors="replace")
+        elif kind == Kind.PING:
+            missing = {t.peer for one in list(self.waiting) for t in self._running.get(one, ()) if not t.done}
+            self._put(peer, Kind.PONG, b"".join(map(_RANK.pack, sorted(missing))))
+        else:
+            self.awaited[peer] = tuple(rank for (rank,) in _RANK.iter_unpack(contents))
+
+    def _compare(self, peer: int, number: int, code: int) -> None:
+        """Does nothing: of one number, messages of different ranks may differ."""
+
+    def _read(self, channel: Channel) -> None:
+        self.heard[channel.peer] = time.monotonic()
+        super()._read(channel)
+
+    def _lose(self, channel: Channel, error: BaseException) -> None:
+        """Gives a rank up after everything that has arrived from it was taken."""
+        peer = channel.peer
+        if peer in self.reasons:
+            return
+        letters, *tensors = reversed(self._links[peer])
+        if channel is letters and peer in self._leaving and tensors and tensors[0].fd in self._channels:
+            # Its tensors may still be on the way.
+            self._epoll.unregister(channel.fd)
+            del self._channels[channel.fd]
+            return
+        self.reasons[peer] = f"its connection broke: {error}"
+        self._inbox.lift_limit(peer)
+        for each in (*tensors, letters):
+            self._drain(each)
+        if peer in self._leaving:
+            self.reasons[peer] = self._leaving[peer]
+        self._end_connection(channel, error)
+
+    def _drain(self, channel: Channel) -> None:
+        with contextlib.suppress(OSError):
+            if channel.parked is not None:
+                channel.parked = None
+                channel.parse(self._inbox)
+            while channel.read(self._inbox, 1 << 30):
+                pass
+
+    def _end_connection(self, channel: Channel, error: BaseException) -> None:
+        """Closes the sockets of a rank, ends what it takes part in, and frees what is not complete."""
+        peer = channel.peer
+        super()._lose(channel, error)
+        self._inbox.free([each for each in self._inbox.unasked() if each.key[0] == peer and each.left])
+        self._letters[peer].frames.clear()
+        for each in self._links[peer]:
+            each.out.clear()
+            each.discard()
+
+    def _give_up(self, peer: int, reason: str, farewell: str = "") -> None:
+        if peer in self.reasons:
+            return
+        channel = self._letters[peer]
+        if farewell:
+            self._put(peer, Kind.LEAVE, left_reason(farewell).encode())
+        self.reasons[peer] = reason
+        self._end_connection(channel, ConnectionAbortedError(reason))
+
+    def _drop_all(self, ranks: frozenset[int], below: int) -> None:
+        self._inbox.below = below = max(below, self._inbox.below)
+        for rank in ranks:
+            self._give_up(rank, "it was dropped", "it dropped this rank")
+        self._box.remove(ranks)
+        for operation in list(self._running):
+            if operation.number < below:
+                self._fail(operation, RuntimeError("`drop` named its number"))
+        freed = [each for each in self._inbox.unasked() if each.key[0] in ranks or each.key[1] < below]
+        for channels in self._links.values():
+            for channel in channels:
+                if channel.arrival in freed:
+                    channel.discard()
+        self._inbox.free(freed)
+        for peer in self._links:
+            self._unpark(peer)
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        """Ends an operation, whose memory is the caller's again from then on."""
+        transfers = self._running.get(operation, set())
+        for channel in [channel for peer in {t.peer for t in transfers} for channel in self._links[peer]]:
+            if channel.arrival is not None and channel.arrival.transfer in transfers:
+                self._inbox.free([channel.arrival])
+                channel.discard()
+            for part in channel.out:
+                if part.transfer in transfers:
+                    part.rest = memoryview(bytes(part.rest))
+        super()._fail(operation, error)
+
+    def _end(self) -> None:
+        """Ends all operations, sends the letters that wait, and the reason of the end; then as `Loop`."""
+        # Not for ever, for an exception may have come between taking and giving it back.
+        owned = self._moving.acquire(timeout=5.0)
+        for operation in [*self._running, *self._submitted]:
+            operation.end(ConnectionAbortedError(self._stopping))
+        self._box.end()
+        while self._called:
+            self._called.popleft()()
+        if owned:
+            self._moving.release()
+        present = [peer for peer in self._links if peer not in self.reasons]
+        say_farewell(
+            {self._letters[peer]: self._links[peer][:-1] for peer in present if not self._letters[peer].torn},
+            self._stopping,
+        )
+        for channels in self._links.values():
+            for channel in channels:
+                channel.sock.close()
+        super()._end()
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Returns the code of a message; a number that does not depend on PyTorch's version."""
+    return zlib.crc32(str(dtype).encode())
+
+
+def dtype_of(code: int) -> str:
+    """Returns the dtype of a message by its code."""
+    known = {code_of(each): str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return known.get(code, "an unknown dtype")

@@ -1,0 +1,28 @@
+"""One contract for all mailboxes: ranks as threads in memory and over sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bagua_kernels.comm import Communicator, Mailbox, open_mailbox, run_ranks
+from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
+from tests.comm.backends.sockets.common import leaving_nothing
+from tests.comm.mailbox.cases import CASES
+from tests.grids import grid
+
+
+def over_sockets(communicator: Communicator) -> Mailbox:
+    return SocketMailbox(communicator, host="127.0.0.1")
+
+
+@grid(case=CASES, size=[2, 3, 4], make=[open_mailbox, over_sockets], cover=1)
+def test_contract(case: Callable[[Mailbox], None], size: int, make: Callable[[Communicator], Mailbox]) -> None:
+    def run(communicator: Communicator) -> None:
+        with make(communicator) as box:
+            assert (box.rank, box.size, box.timeout) == (communicator.rank, size, communicator.timeout)
+            case(box)
+            # A rank that has returned is lost to the others.
+            communicator.barrier().wait()
+
+    with leaving_nothing():
+        run_ranks(size, run)
