@@ -28,7 +28,7 @@ def mixed(w: F64, values: Floats) -> Floats:
     Terms are added in ascending order of the ranks. If all weights of a rank are 1/n, the sum is divided by n.
     """
     if values.dtype == np.float64:
-        return w @ values
+        return np.asarray(w @ values)
     rows = []
     for weights in w:
         heard = np.flatnonzero(weights)
@@ -253,6 +253,11 @@ def lazy(w: F64) -> F64:
     return (np.eye(len(w)) + w) / 2
 
 
-def hierarchical(w: F64, local: int) -> F64:
-    """Returns the W of ranks of which each `local` in a row share a node, from that of the nodes."""
-    return np.kron(w, np.full((local, local), 1 / local))
+def hierarchical(w: F64, nodes: Sequence[Sequence[int]]) -> F64:
+    """Returns the W of ranks that take the mean of their node before it is mixed, from the W of the nodes."""
+    ranks = sum(map(len, nodes))
+    found = np.zeros((ranks, ranks))
+    for row, inside in zip(w, nodes, strict=True):
+        for weight, others in zip(row, nodes, strict=True):
+            found[np.ix_(inside, others)] = weight / len(others)
+    return found

@@ -214,11 +214,17 @@ def test_a_finite_time_has_no_slope() -> None:
     assert math.isfinite(gossip.expected_slope(matrices[:2]))
 
 
+def lazy_path() -> F64:
+    return gossip.lazy(Graph(3, [(0, 1), (1, 2)]).matrix())
+
+
 def test_nodes_average_before_they_mix() -> None:
-    w = gossip.hierarchical(Ring(3).matrix(), 2)
+    nodes, w = [[0, 3], [1], [2, 4, 5]], lazy_path()
     x = np.random.default_rng(0).standard_normal((6, D))
-    means = x.reshape(3, 2, D).mean(axis=1)
-    assert np.allclose(w @ x, np.repeat(Ring(3).matrix() @ means, 2, axis=0))
+    mixed = w @ np.stack([x[node].mean(axis=0) for node in nodes])
+    found = gossip.hierarchical(w, nodes) @ x
+    for node, expected in zip(nodes, mixed, strict=True):
+        assert np.allclose(found[node], expected)
 
 
 @pytest.mark.parametrize("kind", [gossip.DPSGD, gossip.AdaptThenCombine, gossip.D2, gossip.PushSum])
