@@ -12,8 +12,16 @@ from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce a
 from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
 from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
 from bagua_kernels.algorithms.fp8_all_reduce import FP8AllReduce as FP8AllReduce
+from bagua_kernels.algorithms.gossip.choco import Choco as Choco
+from bagua_kernels.algorithms.gossip.d2 import D2 as D2
+from bagua_kernels.algorithms.gossip.decentralized import Decentralized as Decentralized
+from bagua_kernels.algorithms.gossip.low_precision_decentralized import (
+    LowPrecisionDecentralized as LowPrecisionDecentralized,
+)
+from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
+from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
 from bagua_kernels.algorithms.natural_compression import NaturalCompression as NaturalCompression
 from bagua_kernels.algorithms.one_bit_sgd import OneBitSGD as OneBitSGD
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
@@ -23,6 +31,7 @@ from bagua_kernels.algorithms.qsgd import QSGD as QSGD
 from bagua_kernels.algorithms.registry import from_spec as from_spec
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register
+from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.signsgd import SignSGD as SignSGD
 from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
@@ -31,11 +40,14 @@ from bagua_kernels.algorithms.stats import Stats as Stats
 from bagua_kernels.algorithms.terngrad import TernGrad as TernGrad
 
 __all__ = [
+    "D2",
     "DGC",
     "QSGD",
     "Algorithm",
     "ByteGrad",
+    "Choco",
     "CompressedAllReduce",
+    "Decentralized",
     "DoubleSqueeze",
     "Exchange",
     "FP8AllReduce",
@@ -43,6 +55,8 @@ __all__ = [
     "GradientAlgorithm",
     "GradientAllReduce",
     "Guard",
+    "LowPrecisionDecentralized",
+    "ModelAlgorithm",
     "NaturalCompression",
     "OneBitAdam",
     "OneBitSGD",
@@ -50,8 +64,10 @@ __all__ = [
     "PowerSGD",
     "QAdam",
     "RandomK",
+    "RoundAlgorithm",
     "SignSGD",
     "Stats",
+    "StochasticGradientPush",
     "TernGrad",
     "TopK",
     "from_spec",

@@ -123,7 +123,7 @@ class Algorithm(WrappedModule, abc.ABC):
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
-        self._setup_bytes = self._communicator.bytes_sent
+        self._setup_bytes = self._bytes_sent
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)
 
@@ -245,9 +245,13 @@ class Algorithm(WrappedModule, abc.ABC):
     def stats(self) -> Stats:
         """What the algorithm has done so far on this rank."""
         counters = self._counters()
-        sent = sum(each.bytes_sent for each in self._communicators()) - self._setup_bytes
         waits = counters.wait_seconds, counters.exchange_seconds
-        return Stats(counters.steps, sent, *waits, self.residual_norm(), {})
+        return Stats(counters.steps, self._bytes_sent - self._setup_bytes, *waits, self.residual_norm(), {})
+
+    @property
+    def _bytes_sent(self) -> int:
+        """Bytes that this rank has put on the wire since it was made."""
+        return sum(each.bytes_sent for each in self._communicators())
 
     def _counters(self) -> EngineCounters:
         return EngineCounters(self._steps_alone)

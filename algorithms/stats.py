@@ -20,6 +20,10 @@ class Stats:
         exchange_seconds: time that a communication thread was busy, most of it beside backward.
         residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
         errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
+        disagreement: root mean square difference between a parameter here and at a neighbour, in the last exchange of
+            parameters; 0 for algorithms that exchange gradients.
+        decay: the factor by which a period of the topology shrinks disagreement at worst, without steps; None if there is
+            no topology.
         trial: of `only_if_faster`: "" before it begins or if it was not asked for, "running", or what was found to be
             faster, "compressed" or "plain".
     """
@@ -31,10 +35,12 @@ class Stats:
     residual_norm: float
     errors: dict[str, float]
     trial: Outcome = ""
+    disagreement: float = 0.0
+    decay: float | None = None
 
     def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
         """Adds all numbers to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
-        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm"):
+        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm", "disagreement"):
             writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
         for name, error in self.errors.items():
             writer.add_scalar(f"{prefix}/error/{name}", error, step)

@@ -63,6 +63,10 @@ class DeadlockError(AssertionError):
     """
 
 
+class DivergenceError(RuntimeError):
+    """An algorithm diverges; the message has the figures, the cause and the cure."""
+
+
 def follow_up(error: BaseException, text: str) -> RuntimeError:
     """Returns an error of the same kind and with the same ranks as an earlier one, for operations that fail because of it.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
@@ -29,11 +31,40 @@ def neighbour_average(communicator: Communicator, topology: Topology, x: torch.T
     values = {peer: torch.empty_like(x) for peer in topology.neighbours_in(rank, step)}
     communicator.neighbour_exchange(values, dict.fromkeys(topology.neighbours_out(rank, step), x)).wait()
     values[rank] = x
-    weights = {peer: weight for peer, weight in topology.weights(rank, step).items() if weight}
+    x.copy_(weighted_sum(values, topology.weights(rank, step), torch.empty_like(x)))
+
+
+def weighted_sum(values: Mapping[int, torch.Tensor], weights: Mapping[int, float], out: torch.Tensor) -> torch.Tensor:
+    """Writes the sum of some ranks' values, each times its weight, to `out`, and returns it.
+
+    Products and sums are in the dtype of the values, for float16 and bfloat16 in float32; terms are added in ascending
+    rank order. If all weights that are not zero are 1/n, the plain sum is divided by n.
+
+    Args:
+        values: by rank, of one shape, dtype and device; left as they are.
+        weights: by rank; ranks of weight 0 need no values.
+        out: of the values' shape, another memory.
+    """
+    weights = {peer: weights[peer] for peer in sorted(weights) if weights[peer]}
+    dtype = next(iter(values.values())).dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    if not weights:
+        return out.zero_()
     # 1/3 rounded to float32 is too large: with three of them the model would grow by 3e-8 in every step. Dividing the
-    # sum has no bias, and gives ranks that average the same values the same bits. -0.0 leaves even 0.0 as it is.
+    # sum has no bias, and gives ranks that average the same values the same bits.
     mean = all(weight == 1 / len(weights) for weight in weights.values())
-    total = torch.full_like(x, -0.0 if weights else 0.0, dtype=torch.float32 if x.dtype in HALF else x.dtype)
-    for peer, weight in weights.items():
-        total += values[peer] if mean else values[peer].to(total.dtype) * weight
-    x.copy_(total / max(1, len(weights)) if mean else total)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    product: torch.Tensor | None = None
+    for place, (peer, weight) in enumerate(weights.items()):
+        value = values[peer].to(wide)
+        if not place:
+            total.copy_(value) if mean else torch.mul(value, weight, out=total)
+        elif mean:
+            total.add_(value)
+        else:
+            # The product is rounded before it is added: `alpha` would round once, and only on some processors.
+            product = torch.mul(value, weight, out=product)
+            total.add_(product)
+    if mean and len(weights) > 1:
+        total.div_(len(weights))
+    return total if total is out else out.copy_(total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -87,6 +87,31 @@ class Graph(Topology):
         # fsum rounds once, whatever the order.
         w[np.diag_indices(self.size)] = [1 - math.fsum(row) for row in w]
         return w
+
+
+@dataclass(frozen=True)
+class Lazy(Topology):
+    """(I + W) / 2 of another topology's W: each rank keeps half of its own value, and no eigenvalue is negative.
+
+    `D2` asks for eigenvalues above -1/3. A plain ring of an even number of ranks has one of exactly -1/3.
+    """
+
+    size: int = field(init=False, default=0)
+    of: Topology
+
+    def __init__(self, of: Topology) -> None:
+        """Takes the topology."""
+        object.__setattr__(self, "of", of)
+        object.__setattr__(self, "size", of.size)
+        self.__post_init__()
+
+    @property
+    def period(self) -> int | None:
+        """That of the other topology."""
+        return self.of.period
+
+    def _matrix(self, step: int) -> Matrix:
+        return (np.eye(self.size) + self.of.matrix(step)) / 2
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""Decentralized training without the bias of unequal data: D2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Unpack
+
+import numpy as np
+import torch
+
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm.topology import Topology
+
+_TOLERANCE = 1e-9  # of eigenvalues in float64
+
+
+@register
+class D2(RoundAlgorithm):
+    """Mixes with neighbours, and corrects for what their data have in common with nobody's (D2, Tang et al., ICML 2018).
+
+    After the optimizer's step from x to x+, with a correction c that is zero at first:
+
+    1. Exchange y = x+ - c with the neighbours: new = sum_j W_ij y_j.
+    2. Keep c = x+ - new.
+    3. Before the next forward pass, put `new` in the place of the parameters.
+
+    With plain SGD that is the paper's algorithm, which keeps the last gradient and the last parameters instead. Here one
+    vector is kept, for any optimizer and schedule of learning rates.
+    """
+
+    name = "d2"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        peers: Peers = "lazy_ring",
+        **options: Unpack[RoundOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `RoundAlgorithm`.
+            optimizer: as for `RoundAlgorithm`.
+            peers: as for `Decentralized`, or "lazy_ring"; of one symmetric matrix W, whose eigenvalues are above -1/3.
+            **options: as for `RoundAlgorithm`.
+
+        Raises:
+            TypeError: as for `RoundAlgorithm`, or `peers` is neither a name nor a topology.
+            ValueError: the topology does not fit, or as for `RoundAlgorithm`.
+        """
+        self.peers = peers
+        super().__init__(module, optimizer, **options)
+
+    def open(self, mailbox: Mailbox) -> None:
+        """See `ModelAlgorithm.open`."""
+        super().open(mailbox)
+        topology = topology_of(self.peers, mailbox.size)
+        topology.check(self._communicator, "symmetric")
+        check_spectrum(topology)
+        self.mixer = Mixer(mailbox, topology, self.flat)
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`."""
+        for bucket in self.flat.buckets:
+            self.flat.kept(bucket, "correction").zero_()
+
+    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
+        """See `RoundAlgorithm.exchange`."""
+        correction, sent, new = self._vectors(bucket)
+        torch.sub(bucket.flat, correction, out=sent)
+        # From here on it holds x+, of which `merge` takes what the parameters become.
+        correction.copy_(bucket.flat)
+        yield from self.mixer.mix(bucket, sent, new, turn, self.number(bucket, turn))
+
+    def merge(self, bucket: Bucket) -> None:
+        """See `RoundAlgorithm.merge`."""
+        correction, _, new = self._vectors(bucket)
+        correction.sub_(new)
+        bucket.flat.copy_(new)
+
+    def _vectors(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kept = self.flat.kept
+        return kept(bucket, "correction"), kept(bucket, "sent", saved=False), kept(bucket, "new", saved=False)
+
+
+def check_spectrum(topology: Topology) -> None:
+    """Raises unless a symmetric topology has one matrix, whose eigenvalues are above -1/3.
+
+    Raises:
+        ValueError: it has several matrices, or an eigenvalue of -1/3 or below, with which D2 does not converge.
+    """
+    if topology.period != 1:
+        raise ValueError(f"D2 expects one matrix for all steps, got {topology!r}: use a static topology such as a ring")
+    least = float(np.linalg.eigvalsh(topology.matrix())[0])
+    if least <= -1 / 3 + _TOLERANCE:
+        raise ValueError(
+            f"D2 converges if all eigenvalues of the mixing matrix are above -1/3, got {least:.6f} for {topology!r}: pass "
+            f"peers=Lazy({topology!r}), which is (I + W) / 2"
+        )

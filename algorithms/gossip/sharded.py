@@ -1,0 +1,87 @@
+"""A gossip step between nodes: exact means inside each node, and a shard of the bucket for each of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Mailbox, Nodes, ReduceOp, Work
+from bagua_kernels.comm.work import FINISHED
+
+
+class ShardedMixer(Mixer):
+    """Mixes over nodes.
+
+    1. Reduce-scatter inside the node: each rank has the exact mean of one shard.
+    2. Mix the shard with those of the ranks of the same place on other nodes.
+    3. All-gather inside the node.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        mailbox: Mailbox,
+        peers: Peers,
+        nodes: Nodes | Iterable[Iterable[int]] | None,
+        flat: FlatParameters,
+    ) -> None:
+        """Finds the nodes, and connects the ranks inside; collective.
+
+        Raises:
+            ValueError: nodes have different numbers of ranks, or the topology has not the number of nodes.
+        """
+        if nodes is None:
+            nodes = Nodes.find(communicator)
+        elif not isinstance(nodes, Nodes):
+            nodes = Nodes.given(nodes)
+        sizes = {len(node) for node in nodes.members}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"hierarchical mixing gives each rank of a node a shard, and expects as many ranks on each node, got nodes "
+                f"{[list(node) for node in nodes.members]}: leave out hierarchical, or ranks"
+            )
+        rank = communicator.rank
+        own = next(number for number, node in enumerate(nodes.members) if rank in node)
+        self._place = nodes.members[own].index(rank)
+        ranks = [node[self._place] for node in nodes.members]
+        super().__init__(mailbox, topology_of(peers, len(ranks)), flat, ranks=ranks)
+        local = communicator.split(nodes.members[own])
+        across = communicator.split(ranks)
+        assert local is not None
+        self._local: Communicator = local
+        self.communicator = across
+        self._vectors: dict[int, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def mix(
+        self,
+        bucket: Bucket,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        turn: int,
+        number: int,
+        scalar: torch.Tensor | None = None,
+    ) -> Iterator[Work]:
+        """See `Mixer.mix`; the first step copies `x`."""
+        size = self._local.size
+        if bucket.index not in self._vectors:
+            share = -(-out.numel() // size)
+            self._vectors[bucket.index] = [out.new_zeros(count) for count in (share * size, share, share)]
+        whole, shard, mixed = self._vectors[bucket.index]
+        whole[: x.numel()] = x
+        # Communications of all buckets begin on the runtime's threads, in one order.
+        yield FINISHED
+        yield self._local.reduce_scatter(shard, whole, ReduceOp.AVG)
+        yield from super().mix(bucket, shard, mixed, turn, number, scalar)
+        yield self._local.all_gather(whole, mixed)
+        out.copy_(whole[: out.numel()])
+
+    def close(self) -> None:
+        """See `Mixer.close`."""
+        for communicator in (self._local, self.communicator):
+            if communicator is not None:
+                communicator.abort("the algorithm was closed")

@@ -1,0 +1,112 @@
+"""Decentralized training on directed graphs: stochastic gradient push."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Mailbox, Work
+
+
+@register
+class StochasticGradientPush(RoundAlgorithm):
+    """Pushes shares of a numerator and of a weight along a directed graph (SGP, Assran et al., ICML 2019, algorithm 1).
+
+    Each rank has a numerator n, at first its parameters, and a weight w, at first 1; its parameters are x = n / w. After the
+    optimizer's step from x to x+:
+
+    1. Add the step to the numerator: n += x+ - n / w.
+    2. Push: n = sum_j W_ij n_j and w = sum_j W_ij w_j. Columns of W sum to 1, so that the sums over all ranks stay.
+    3. Before the next forward pass, put x = n / w in the place of the parameters.
+
+    If the rows of W sum to 1 as well, w stays 1. Then it is not sent, and there is no numerator beside the parameters.
+    """
+
+    name = "sgp"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        peers: Peers = "one_peer_exponential",
+        **options: Unpack[RoundOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `RoundAlgorithm`.
+            optimizer: as for `RoundAlgorithm`.
+            peers: as for `Decentralized`; columns of each matrix sum to 1.
+            **options: as for `RoundAlgorithm`.
+
+        Raises:
+            TypeError: as for `RoundAlgorithm`, or `peers` is neither a name nor a topology.
+            ValueError: the topology does not fit, or as for `RoundAlgorithm`.
+        """
+        self.peers = peers
+        self._weight = torch.ones(1, dtype=torch.float64, device="cpu")
+        super().__init__(module, optimizer, **options)
+
+    def open(self, mailbox: Mailbox) -> None:
+        """See `ModelAlgorithm.open`."""
+        super().open(mailbox)
+        topology = topology_of(self.peers, mailbox.size)
+        topology.check(self._communicator, "columns")
+        self.mixer = Mixer(mailbox, topology, self.flat)
+        self._weighs = not topology.doubly_stochastic
+        self._weight = self._weight.to(mailbox.device)
+
+    @property
+    def push_weight(self) -> float:
+        """The weight w of this rank."""
+        return float(self._weight)
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`."""
+        self._weight.fill_(1.0)
+        if self._weighs:
+            for bucket in self.flat.buckets:
+                self.flat.kept(bucket, "numerator").copy_(bucket.flat)
+
+    def mean_source(self, bucket: Bucket) -> torch.Tensor:
+        """See `ModelAlgorithm.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""
+        return self.flat.kept(bucket, "numerator") if self._weighs else bucket.flat
+
+    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
+        """See `RoundAlgorithm.exchange`."""
+        pushed = self.flat.kept(bucket, "pushed", saved=False)
+        number = self.number(bucket, turn)
+        if not self._weighs:
+            yield from self.mixer.mix(bucket, bucket.flat, pushed, turn, number)
+            return
+        numerator = self.flat.kept(bucket, "numerator")
+        # What the parameters were set to, whatever their dtype.
+        before = (numerator / self.push_weight).to(bucket.flat.dtype)
+        numerator.add_(bucket.flat.to(numerator.dtype) - before.to(numerator.dtype))
+        # The last bucket brings the weight: those before have read the old one by then.
+        last = bucket.index == len(self.flat.buckets) - 1
+        yield from self.mixer.mix(bucket, numerator, pushed, turn, number, self._weight if last else None)
+
+    def merge(self, bucket: Bucket) -> None:
+        """See `RoundAlgorithm.merge`."""
+        pushed = self.flat.kept(bucket, "pushed", saved=False)
+        if not self._weighs:
+            bucket.flat.copy_(pushed)
+            return
+        self.flat.kept(bucket, "numerator").copy_(pushed)
+        bucket.flat.copy_(pushed / self.push_weight)
+
+    def numbers(self) -> dict[str, float]:
+        """See `ModelAlgorithm.numbers`."""
+        return {"weight": self.push_weight}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `ModelAlgorithm.load_numbers`."""
+        self._weight.fill_(numbers["weight"])

@@ -1,0 +1,338 @@
+"""Algorithms that exchange parameters instead of gradients."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.rounds.points import Points
+from bagua_kernels.algorithms.rounds.states import averaged_states, load_states
+from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, open_mailbox
+
+BUCKET_BYTES = 10 << 20
+_STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
+
+
+class ModelOptions(TypedDict, total=False):
+    """Keyword arguments of `ModelAlgorithm`."""
+
+    communicator: Communicator | None
+    bucket_bytes: int
+    average_states: bool
+    scaler: torch.amp.GradScaler | None
+
+
+class ModelAlgorithm(Algorithm):
+    """Base of the algorithms that exchange parameters; each rank has its own parameters between exchanges.
+
+    Trainable parameters become views of flat buckets. Gradients stay this rank's. The optimizer's step is local, and so is
+    its state. Buffers, such as the statistics of batch norm, stay local in training: a rank's statistics belong to its
+    parameters. `synchronize` averages them.
+
+    A subclass has `at_forward`, `at_step_begin` and `at_step_end`, which are called on the training thread.
+
+    Attributes:
+        alignment: elements to whose multiples parameters are aligned in a bucket.
+        keeps_float64: True if vectors beside float64 parameters are float64, too; else they are float32.
+        average_states: True if `synchronize` averages the optimizer's states, too.
+    """
+
+    alignment = 1
+    keeps_float64 = True
+    # Ranks that mix with neighbours have no common mean of gradients that weights could change.
+    weighable = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        communicator: Communicator | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        average_states: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `Algorithm`. Move it before, and `fuse_optimizer` is not used with it: parameters move into buckets.
+            optimizer: whose steps change the parameters; its state is set to rank 0's.
+            communicator: as for `Algorithm`.
+            bucket_bytes: parameters are exchanged in buckets of about this size.
+            average_states: True if `synchronize` averages the optimizer's states, too.
+            scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. The round of that step is then
+                counted at the next forward pass. Optimizers of this package need no scaler here.
+
+        Raises:
+            TypeError: there is no optimizer, or as for `Algorithm`.
+            ValueError: `bucket_bytes` is below 1, two parameters share memory, or as for `Algorithm`.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__} acts before and after the steps of an optimizer, got {optimizer!r}: make the optimizer "
+                "first, and pass it as the second argument"
+            )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
+        self.average_states = average_states
+        self._bucket_bytes, self._scaler = bucket_bytes, scaler
+        self._optimizer = optimizer
+        self._steps = 0
+        self._mailbox: Mailbox | None = None
+        self._points: Points | None = None
+        self.flat = FlatParameters({})
+        super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`."""
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.flat = FlatParameters(
+            trained, bucket_bytes=self._bucket_bytes, align=self.alignment, keeps_float64=self.keeps_float64
+        )
+        self._mailbox = open_mailbox(self._communicator)
+        self.open(self._mailbox)
+        self.restart()
+        self._points = Points(module, self._optimizer, self, self._scaler)
+        self._setup_bytes = self._bytes_sent
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """What carries the exchanges."""
+        assert self._mailbox is not None
+        return self._mailbox
+
+    def open(self, mailbox: Mailbox) -> None:
+        """Makes what exchanges need; called once on several ranks, with parameters in `flat`; collective."""
+
+    def restart(self) -> None:
+        """Sets vectors beside the parameters to what they are where all ranks have the same parameters."""
+
+    @abc.abstractmethod
+    def at_forward(self, training: bool) -> None:
+        """Called before a forward pass of the module, wherever that is called from.
+
+        Args:
+            training: True if the module is in training mode and gradients are recorded.
+        """
+
+    @abc.abstractmethod
+    def at_step_begin(self) -> None:
+        """Called when the gradients are complete, before the optimizer's step changes parameters."""
+
+    @abc.abstractmethod
+    def at_step_end(self) -> None:
+        """Called after the optimizer's step."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits for the exchanges under way, and puts their results in place."""
+
+    def mean_source(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the vector whose mean over all ranks is that of the bucket's parameters."""
+        return bucket.flat
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Gives all ranks the exact mean of parameters and of buffers of floating point; collective.
+
+        Optimizer states stay local, unless `average_states` is True.
+        """
+        self._check_open("synchronize()")
+        self.wait()
+        if self._communicator.size == 1:
+            return
+        for bucket, mean in zip(self.flat.buckets, self._means(), strict=True):
+            bucket.flat.copy_(mean)
+        floating = [each for each in self.module.buffers() if each.is_floating_point()]
+        average(floating, self._communicator, write=lambda buffer, values: buffer.data.copy_(values))
+        if self.average_states:
+            mean_states = averaged_states(self._optimizer.state_dict(), self._communicator)
+            self._optimizer.load_state_dict(mean_states)
+        self.restart()
+
+    def _means(self) -> list[torch.Tensor]:
+        self.flat.check()
+        means = []
+        for bucket in self.flat.buckets:
+            source = self.mean_source(bucket)
+            mean = source.to(torch.promote_types(source.dtype, torch.float32), copy=True)
+            self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
+            means.append(mean)
+        return means
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module has the mean parameters within the block, and this rank's own afterwards; collective at its beginning.
+
+        Buffers of floating point are averaged, too. Within the block, evaluate: training raises.
+        """
+        self._check_open("averaged()")
+        self.wait()
+        if self._communicator.size == 1:
+            yield
+            return
+        own = [bucket.flat.clone() for bucket in self.flat.buckets]
+        floating = [each for each in self.module.buffers() if each.is_floating_point()]
+        buffers = [each.clone() for each in floating]
+        for bucket, mean in zip(self.flat.buckets, self._means(), strict=True):
+            bucket.flat.copy_(mean)
+        average(floating, self._communicator, write=lambda buffer, values: buffer.data.copy_(values))
+        try:
+            yield
+        finally:
+            for bucket, values in zip(self.flat.buckets, own, strict=True):
+                bucket.flat.copy_(values)
+            for buffer, values in zip(floating, buffers, strict=True):
+                buffer.data.copy_(values)
+
+    @torch.no_grad()
+    def consensus(self) -> float:
+        """Returns the root mean square distance of the ranks' parameters from their mean; collective.
+
+        That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
+        """
+        self._check_open("consensus()")
+        self.wait()
+        if self._communicator.size == 1:
+            return 0.0
+        squares = [
+            sum(
+                float((view.double() - mean[span].double().view(view.shape)).square().sum())
+                for view, span in _views(bucket)
+            )
+            for bucket, mean in zip(self.flat.buckets, self._plain_means(), strict=True)
+        ]
+        total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=self._communicator.device)
+        self._communicator.all_reduce(total).wait()
+        return math.sqrt(float(total) / self._communicator.size)
+
+    def _plain_means(self) -> list[torch.Tensor]:
+        means = []
+        for bucket in self.flat.buckets:
+            mean = bucket.flat.double()
+            self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
+            means.append(mean)
+        return means
+
+    def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
+        """As `Algorithm.switch_to`, after `synchronize`, so that no rank's progress is lost."""
+        self.synchronize()
+        if self._points is not None:
+            self._points.close()
+        try:
+            return super().switch_to(algorithm, **arguments)
+        except Exception:
+            if self._mailbox is not None and not self._closed:
+                self._points = Points(self.module, self._optimizer, self, self._scaler)
+            raise
+
+    def close(self) -> None:
+        """See `Algorithm.close`; what is under way is put in place before."""
+        if not self._closed:
+            self.wait()
+        super().close()
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        if self._points is not None:
+            self._points.close()
+        if self._mailbox is not None:
+            self._mailbox.leave(f"{type(self).__name__} was closed")
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
+
+    def _take_steps(self, steps: int) -> None:
+        super()._take_steps(steps)
+        self._steps = steps
+
+    @property
+    def _bytes_sent(self) -> int:
+        return super()._bytes_sent + (0 if self._mailbox is None else self._mailbox.bytes_sent)
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers that checkpoints contain beside vectors."""
+        return {}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Restores what `numbers` returned."""
+
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.algorithm_state_dict`; exchanges under way are put in place first.
+
+        Returns:
+            `steps`. This rank's `parameters` and `buffers` by name, and the state of its `optimizer`. In `vectors`, for each key
+            a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
+        """
+        self._check_open("algorithm_state_dict()")
+        self.wait()
+        trained = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
+        return {
+            "steps": self.stats().steps,
+            "parameters": {**trained, **self.flat.named()},
+            "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "vectors": self.flat.state(),
+            "numbers": self.numbers(),
+        }
+
+    def load_algorithm_state_dict(self, state: Any) -> None:
+        """See `Algorithm.load_algorithm_state_dict`.
+
+        If the number of ranks has changed, each rank begins with the mean of parameters, buffers and optimizer states.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if set(one) != _STATE:
+                raise ValueError(
+                    f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
+                )
+        self._load(states)
+
+    @torch.no_grad()
+    def _load(self, states: list[Mapping[str, Any]]) -> None:
+        """See `Algorithm._load`."""
+        self._check_open("load_algorithm_state_dict()")
+        self.wait()
+        named = mean_of([{"parameters": one["parameters"], "buffers": one["buffers"]} for one in states])
+        parameters = {name: p for name, p in self.module.named_parameters() if name in named["parameters"]}
+        if differ := sorted(set(named["parameters"]) ^ (set(parameters) | set(self.flat.parameters))):
+            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+        for name, parameter in parameters.items():
+            values = named["parameters"][name]
+            if values.shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {name!r} has shape {tuple(values.shape)}, the parameter {tuple(parameter.shape)}"
+                )
+            parameter.data.copy_(values)
+        buffers = dict(self.module.named_buffers())
+        for name, values in named.get("buffers", {}).items():
+            buffers[name].data.copy_(values)
+        self._optimizer.load_state_dict(load_states([one["optimizer"] for one in states]))
+        self._take_steps(int(states[0]["steps"]))
+        if self._communicator.size == 1:
+            return
+        self.restart()
+        if len(states) == 1:
+            self.flat.load(states[0]["vectors"])
+            self.load_numbers(states[0]["numbers"])
+        else:
+            # Other ranks have other neighbours, and their parameters are the mean now: it is the only common start.
+            self.synchronize()
+
+
+def _views(bucket: Bucket) -> Iterator[tuple[torch.Tensor, slice]]:
+    for span in bucket.spans:
+        yield bucket.flat[span], span

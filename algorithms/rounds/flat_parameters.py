@@ -1,0 +1,148 @@
+"""The trainable parameters of a module as views of a few flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+
+from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
+from bagua_kernels.bucket import Bucket, partition
+
+
+class FlatParameters:
+    """Parameters that lie in buckets, in the order in which the module names them, and float32 vectors beside each bucket.
+
+    The parameters stay the same objects; their `data` becomes views of the buckets. Autograd does not notice a write to a
+    bucket. So nothing may write between a forward pass and the end of its backward pass.
+
+    Attributes:
+        parameters: by name.
+        buckets: each holds parameters of one dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        bucket_bytes: int = 10 << 20,
+        align: int = 1,
+        keeps_float64: bool = True,
+    ) -> None:
+        """Moves parameters into buckets.
+
+        Args:
+            parameters: dense, by name, on one device.
+            bucket_bytes: size from which a bucket takes no more parameters.
+            align: elements to whose multiples parameters are aligned in a bucket.
+            keeps_float64: True if vectors beside float64 parameters are float64, too.
+
+        Raises:
+            ValueError: two parameters share memory, which a bucket would separate.
+        """
+        self.parameters = dict(parameters)
+        self._keeps_float64 = keeps_float64
+        _check_apart(self.parameters)
+        names = list(parameters)
+        tensors = [parameter.detach() for parameter in parameters.values()]
+        self.buckets: list[Bucket] = []
+        self._slots: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
+        self._vectors: dict[tuple[int, str], torch.Tensor] = {}
+        self._saved: dict[str, None] = {}
+        for index, positions in enumerate(partition(tensors, bucket_bytes) if tensors else []):
+            bucket = Bucket(
+                [tensors[position] for position in positions],
+                align=align,
+                index=index,
+                names=[names[position] for position in positions],
+            )
+            self.buckets.append(bucket)
+            for slot, name in enumerate(bucket.names):
+                bucket.fill(slot, self.parameters[name])
+                self.parameters[name].data = bucket.views[slot]
+                self._slots.append((name, self.parameters[name], bucket.views[slot]))
+
+    def check(self) -> None:
+        """Raises if a parameter is not a view of its bucket any more.
+
+        Raises:
+            RuntimeError: it was moved out, such as by `fuse_optimizer`, `.to()` or an assignment to `.data`.
+        """
+        for name, parameter, view in self._slots:
+            moved = parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride()
+            if moved or parameter.dtype != view.dtype or parameter.shape != view.shape:
+                raise RuntimeError(
+                    f"parameter {name!r} was moved out of the memory from which it is exchanged, such as by fuse_optimizer, "
+                    ".to(), .half() or an assignment to .data: do that before the module is wrapped"
+                )
+
+    def kept(self, bucket: Bucket, key: str, *, saved: bool = True) -> torch.Tensor:
+        """Returns a float32 vector like `bucket.flat`, zeros at first; see `keeps_float64`.
+
+        Args:
+            bucket: beside which it is kept.
+            key: its name.
+            saved: True if checkpoints contain it.
+        """
+        found = self._vectors.get((bucket.index, key))
+        if found is None:
+            double = self._keeps_float64 and bucket.flat.dtype == torch.float64
+            dtype = torch.float64 if double else torch.float32
+            found = self._vectors[bucket.index, key] = torch.zeros_like(bucket.flat, dtype=dtype)
+            if saved:
+                self._saved[key] = None
+        return found
+
+    def vectors(self) -> int:
+        """Returns the number of vectors beside the model, counted in models."""
+        return len({key for _, key in self._vectors})
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of each parameter's values, by name."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def load_named(self, values: Named) -> None:
+        """Writes values into the parameters.
+
+        Raises:
+            ValueError: the names or a shape differ.
+        """
+        if differ := sorted(set(values) ^ set(self.parameters)):
+            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+        for name, parameter in self.parameters.items():
+            if values[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {name!r} has shape {tuple(values[name].shape)}, the parameter {tuple(parameter.shape)}"
+                )
+            parameter.data.copy_(values[name])
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name."""
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for key in self._saved:
+            state[key] = {}
+            for bucket in self.buckets:
+                state[key].update(scatter(bucket, self.kept(bucket, key)))
+        return state
+
+    def load(self, state: Mapping[str, Named]) -> None:
+        """Restores what `state` returned."""
+        for key, named in state.items():
+            for bucket in self.buckets:
+                self.kept(bucket, key).copy_(gather(bucket, named))
+
+
+def _check_apart(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    ends: list[tuple[int, int, str]] = []
+    for name, parameter in parameters.items():
+        if parameter.numel():
+            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            ends.append((parameter.data_ptr(), parameter.data_ptr() + (extent + 1) * parameter.element_size(), name))
+    ends.sort()
+    for (_, end, name), (begin, _, other) in pairwise(ends):
+        if begin < end:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory, which flat parameters would separate: make them one "
+                "parameter, or clone one"
+            )

@@ -1,0 +1,89 @@
+"""The points of a training loop at which a model algorithm acts, taken from hooks of the module and of the optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Listener(Protocol):
+    """What is called at the points."""
+
+    def at_forward(self, training: bool) -> None: ...  # noqa: D102
+    def at_step_begin(self) -> None: ...  # noqa: D102
+    def at_step_end(self) -> None: ...  # noqa: D102
+
+
+class Points:
+    """Calls a listener before each forward pass of a module, and before and after each step of an optimizer.
+
+    A forward pass inside a step, as `LBFGS` makes them in its closure, is no point. The hooks hold the listener weakly.
+
+    A `GradScaler` leaves out the step of an optimizer of PyTorch if a gradient overflowed on this rank. Its scale shrinks
+    then. With `scaler` given, the next forward pass counts the step that was left out. Optimizers of this package are
+    called in any case, and count by themselves.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        listener: Listener,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Registers the hooks."""
+        self._listener: Callable[[], Listener | None] = weakref.ref(listener)
+        self._scaler = scaler
+        self._scale = self._read_scale()
+        self._counted = False
+        self._stepping = False
+        self._hooks: list[Any] = [
+            module.register_forward_pre_hook(self._before_forward),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks; again is harmless."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # messages cannot be traced
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        listener = self._listener()
+        if listener is None or self._stepping:
+            return
+        training = module.training and torch.is_grad_enabled()
+        if training:
+            self._count_skipped(listener)
+        listener.at_forward(training)
+
+    def _count_skipped(self, listener: Listener) -> None:
+        scale, before = self._read_scale(), self._scale
+        if scale < before and not self._counted:
+            listener.at_step_begin()
+            listener.at_step_end()
+        # The scale is that of the passes from now on.
+        self._scale, self._counted = scale, False
+
+    def _read_scale(self) -> float:
+        return 0.0 if self._scaler is None or not self._scaler.is_enabled() else float(self._scaler.get_scale())
+
+    def _before_step(self, *_: Any) -> None:
+        listener = self._listener()
+        if listener is not None:
+            # A step that raised has no end.
+            self._stepping = False
+            listener.at_step_begin()
+            self._stepping = True
+
+    def _after_step(self, *_: Any) -> None:
+        listener = self._listener()
+        self._stepping = False
+        if listener is not None:
+            self._counted = True
+            listener.at_step_end()

@@ -1,0 +1,275 @@
+"""Algorithms whose exchanges belong to steps: one round of exchanges of all buckets for a step, or for some."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar, Literal, Unpack
+
+import torch
+
+from bagua_kernels.algorithms.engine.member import EngineCounters
+from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
+from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.errors import CollectiveTimeoutError, RankLostError
+
+_IN_FLIGHT = 2
+_ROUND = struct.Struct("<BQ")  # of a letter in `join`: its kind, and a number of steps
+_TAKES_PART, _IS_THROUGH = 0, 1
+
+
+class RoundOptions(ModelOptions, total=False):
+    """Keyword arguments of `RoundAlgorithm`."""
+
+    interval: int
+
+
+class RoundAlgorithm(ModelAlgorithm):
+    """Base of the algorithms that exchange all buckets after a step, or beside it.
+
+    All ranks take the same number of steps, at their own pace: a rank waits for the neighbours of its round, and for no one
+    else. A rank that leaves out `optimizer.step()` calls `skip_step()` instead.
+
+    A subclass has `exchange` and `merge`.
+
+    Attributes:
+        due: when results are put in place. With "forward", exchanges begin after the optimizer's step and end before the next
+            forward pass. With "step", they begin before the forward pass and end before the optimizer's step.
+        interval: the number of steps for which there is one round.
+        several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
+    """
+
+    due: ClassVar[Literal["forward", "step"]] = "forward"
+    several = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 1,
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `ModelAlgorithm`.
+            optimizer: as for `ModelAlgorithm`.
+            interval: the number of steps for which there is one round of exchanges.
+            **options: as for `ModelAlgorithm`.
+
+        Raises:
+            TypeError: as for `ModelAlgorithm`.
+            ValueError: `interval` is below 1, or as for `ModelAlgorithm`.
+        """
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1, got {interval=}")
+        self.interval = interval
+        self._runtime: Runtime | None = None
+        self._tasks: list[tuple[Bucket, Task]] = []
+        self._under_way = False
+        self._failure: BaseException | None = None
+        self._joining = False
+        self._wait_seconds = self._exchange_seconds = 0.0
+        super().__init__(module, optimizer, **options)
+
+    @abc.abstractmethod
+    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
+        """Exchanges one bucket; yields each communication that it waits for.
+
+        What comes before the first `yield` runs on the training thread, and reads parameters. The rest runs beside training: it
+        neither reads nor writes parameters.
+
+        Args:
+            bucket: to exchange.
+            turn: number of the round, from 0, equal on all ranks.
+        """
+
+    @abc.abstractmethod
+    def merge(self, bucket: Bucket) -> None:
+        """Puts the results of a bucket's exchange in place, on the training thread."""
+
+    def number(self, bucket: Bucket, turn: int) -> int:
+        """Returns the number of the exchange of a bucket in a round, for `Mailbox.exchange` or `Mixer.mix`."""
+        return turn * len(self.flat.buckets) + bucket.index
+
+    def open(self, mailbox: Mailbox) -> None:
+        """See `ModelAlgorithm.open`."""
+        self._runtime = Runtime(self._communicator.device, _IN_FLIGHT, 1)
+
+    def at_forward(self, training: bool) -> None:
+        """See `ModelAlgorithm.at_forward`."""
+        self._check_failure()
+        if self.due == "forward":
+            self.wait()
+        elif training and not self._under_way:
+            self._begin()
+
+    def at_step_begin(self) -> None:
+        """See `ModelAlgorithm.at_step_begin`."""
+        self._check_failure()
+        if self.due == "forward":
+            self.wait()
+            return
+        if not self._under_way:
+            self._begin()
+        self.wait()
+
+    def at_step_end(self) -> None:
+        """See `ModelAlgorithm.at_step_end`."""
+        if self.due == "forward":
+            self._begin()
+        self._steps += 1
+
+    def skip_step(self) -> None:
+        """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""
+        self.at_step_begin()
+        self.at_step_end()
+
+    def _begin(self) -> None:
+        """Starts the round that belongs to the present step, if there is one."""
+        if self._runtime is None or (self._steps + 1) % self.interval:
+            return
+        self.flat.check()
+        if self._joining:
+            self._tell(_TAKES_PART)
+        turn, self._under_way = self._steps // self.interval, True
+        try:
+            with torch.no_grad():
+                for bucket in self.flat.buckets:
+                    steps = self.exchange(bucket, turn)
+                    run = partial(_rest, next(steps, None), steps)
+                    label = f"bagua_kernels {self.name}, bucket {bucket.index}"
+                    self._tasks.append((bucket, self._runtime.start(bucket.index, run, label, self.several)))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def wait(self) -> None:
+        """See `ModelAlgorithm.wait`."""
+        if not self._under_way:
+            return
+        self._check_failure()
+        begin = time.perf_counter()
+        tasks, self._tasks = self._tasks, []
+        for _, task in tasks:
+            # Each exchange is bounded by the mailbox's timeout.
+            task.done.wait()
+        self._wait_seconds += time.perf_counter() - begin
+        self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
+        self._under_way = False
+        try:
+            for _, task in sorted(tasks, key=lambda each: each[1].follows):
+                task.check()
+            self.flat.check()
+            with torch.no_grad():
+                for bucket, _ in tasks:
+                    self.merge(bucket)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        if self._mailbox is not None:
+            self._mailbox.leave(f"an exchange failed: {error}")
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"this {type(self).__name__} cannot go on since an exchange failed: {self._failure}"
+            ) from self._failure
+
+    @contextlib.contextmanager
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Lets ranks have different numbers of batches: a rank that is through goes on mixing until all are.
+
+        1. Within the block a rank announces each round in which it takes part to all others.
+        2. At the end of the block it announces that it is through.
+        3. It then takes part in each round that another rank has announced, without a step of its own.
+        4. When all ranks are through, all have taken part in the same rounds.
+
+        Parameters and states stay this rank's; call `synchronize()` for their mean. All ranks enter the block at the same step.
+
+        Args:
+            optimizer: not needed, for its state stays local.
+        """
+        if self._runtime is None:
+            yield
+            return
+        self._joining = True
+        try:
+            yield
+            self._finish_join()
+        finally:
+            self._joining = False
+
+    def _finish_join(self) -> None:
+        # A round that began and has no step yet belongs to the step that is left out here.
+        if self.due == "step" and self._under_way:
+            self.skip_step()
+        self._tell(_IS_THROUGH)
+        steps = dict.fromkeys(range(self._communicator.size), 0)
+        left = set(steps) - {self._communicator.rank}
+        while True:
+            # A round is under way elsewhere if a rank has told of it, or its own steps lie behind ours.
+            while left and max(steps.values()) <= self._steps:
+                peer, kind, count = self._hear(left)
+                steps[peer] = max(steps[peer], count + (kind == _TAKES_PART))
+                if kind == _IS_THROUGH:
+                    left.discard(peer)
+            if max(steps.values()) <= self._steps:
+                break
+            # No letter: those who are through hear of the rounds of ranks that train.
+            self._joining = False
+            while self._steps < max(steps.values()):
+                self.skip_step()
+        self.wait()
+
+    def _tell(self, kind: int) -> None:
+        letter = _ROUND.pack(kind, self._steps)
+        for peer in range(self._communicator.size):
+            if peer != self._communicator.rank:
+                self.mailbox.post(peer, letter)
+
+    def _hear(self, left: set[int]) -> tuple[int, int, int]:
+        """Returns the next letter's sender, kind and number of steps."""
+        deadline = time.monotonic() + self.mailbox.timeout
+        while True:
+            found = self.mailbox.take(0.25)
+            if found is not None:
+                peer, letter = found
+                return peer, *_ROUND.unpack(letter)
+            lost = self.mailbox.lost()
+            if gone := sorted(left & set(lost)):
+                raise RankLostError(
+                    f"{'; '.join(f'rank {rank} was lost ({lost[rank]})' for rank in gone)} during join()", gone
+                )
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"in join() ranks {sorted(left)} told nothing for {self.mailbox.timeout:g} s: let them enter join(), or "
+                    "raise timeout=",
+                    sorted(left),
+                )
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        super()._stop()
+        if self._runtime is not None:
+            self._runtime.close()
+
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(self._steps, self._wait_seconds, self._exchange_seconds)
+
+
+def _rest(first: Work | None, steps: Iterator[Work]) -> Iterator[Work]:
+    if first is not None:
+        yield first
+    with torch.no_grad():
+        yield from steps

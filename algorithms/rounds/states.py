@@ -1,0 +1,56 @@
+"""Means of optimizer states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm import Communicator, ReduceOp
+
+_COUNTERS = ("step",)  # of a parameter's state: numbers of updates are no vectors
+
+
+def averaged_states(state: Mapping[str, Any], communicator: Communicator) -> dict[str, Any]:
+    """Returns an optimizer's `state_dict` with the means over all ranks of its tensors of floating point; collective.
+
+    Counters of steps and options stay this rank's. A tensor that only some ranks have, since only they have used its
+    parameter, stays as it is.
+    """
+    averaged = copy.deepcopy(dict(state))
+    mine = _tensors(averaged)
+    everywhere = set(mine).intersection(
+        *communicator.all_gather_object({key: tuple(t.shape) for key, t in mine.items()})
+    )
+    for key in sorted(everywhere, key=str):
+        tensor = mine[key]
+        mean = (
+            tensor.detach()
+            .to(communicator.device, torch.promote_types(tensor.dtype, torch.float32), copy=True)
+            .contiguous()
+        )
+        communicator.all_reduce(mean, ReduceOp.AVG).wait()
+        tensor.copy_(mean)
+    return averaged
+
+
+def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the mean of the `state_dict`s of several ranks; one rank's own is returned as it is."""
+    loaded = copy.deepcopy(dict(states[0]))
+    if len(states) > 1:
+        others = [_tensors(state) for state in states]
+        for key, tensor in _tensors(loaded).items():
+            found = [one[key].double() for one in others if key in one]
+            tensor.copy_(torch.stack(found).mean(0))
+    return loaded
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[tuple[Any, str], torch.Tensor]:
+    return {
+        (parameter, name): value
+        for parameter, entries in state["state"].items()
+        for name, value in entries.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in _COUNTERS
+    }
