@@ -206,6 +206,8 @@ def test_runs_follow_one_another() -> None:
         condition.notify_all()
         with pytest.raises(RuntimeError, match="'MainThread' waits by the clock of a Schedule that has not started it"):
             condition.wait(1)
+    with pytest.raises(ZeroDivisionError):
+        schedule.run(each([lambda: 1 / 0]))
     schedule.run(each([lambda: schedule.sleep(3)]))
     assert schedule.now() == 5.0
-    assert repr(schedule) == "Schedule(3) at 5 s after 4 choices"
+    assert repr(schedule) == "Schedule(3) at 5 s after 5 choices"

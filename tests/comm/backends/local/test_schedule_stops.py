@@ -1,10 +1,9 @@
-"""How a `Schedule` ends threads that cannot go on, and threads that others have started."""
+"""How a `Schedule` ends threads that cannot go on."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,6 +109,23 @@ def test_a_thread_that_was_woken_raises_once_its_lock_is_free() -> None:
     assert raised == ["holds", "waits"]
 
 
+def test_the_lock_of_a_thread_that_has_ended_is_never_free() -> None:
+    """The thread that needs it after its wait is stopped, for nothing can give it back its lock."""
+    schedule = Schedule(0)
+    condition = schedule.condition()
+
+    def waits() -> None:
+        with condition:
+            condition.wait(1)
+
+    def ends() -> None:
+        schedule.sleep(0.5)
+        condition.acquire()
+
+    with pytest.raises(DeadlockError, match=r"deadlock at 1 s: .*: waits waits in .* for the lock that ends holds"):
+        schedule.run({"waits": waits, "ends": ends})
+
+
 def test_a_deadlock_that_is_caught_again_and_again_ends() -> None:
     """Threads that go on waiting are stopped after `most` choices."""
     schedule = Schedule(0, most=50)
@@ -170,98 +186,34 @@ def test_a_thread_that_blocks_elsewhere_is_named(seed: int) -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith("rank ")]
 
 
-def test_an_unknown_thread_is_refused() -> None:
-    """Its waits would be in no order; the message names it and what to use instead."""
-    errors = list[str]()
+def test_a_stopped_thread_keeps_its_own_error() -> None:
+    """What it raises with a lock in its hands is not replaced when it releases the lock of a stopped schedule."""
+    elsewhere, schedule = threading.Event(), Schedule(0, patience=0.1)
+    condition = schedule.condition()
 
-    def fn(c: Communicator) -> None:
-        def wait() -> None:
-            with pytest.raises(RuntimeError, match=r"'stranger' waits.*schedule.thread\(target, name\)") as caught:
-                c.barrier().wait()
-            errors.append(str(caught.value))
+    def fn() -> None:
+        with condition:
+            elsewhere.wait()
+            raise ValueError("own")
 
-        thread = threading.Thread(target=wait, name="stranger")
-        thread.start()
-        thread.join()
-
-    run_ranks(2, fn, schedule=Schedule(0))
-    assert len(errors) == 2
-
-
-def courier(c: Communicator, schedule: Schedule) -> list[object]:
-    """A rank whose messages are received by a thread of its own, which sleeps before."""
-    received, heard = torch.empty(1), list[object]()
-
-    def receive() -> None:
-        schedule.sleep(7)
-        c.recv(received, 1 - c.rank).wait()
-
-    thread = schedule.thread(receive, f"courier {c.rank}")
-    heard.append(thread.is_alive())
-    thread.start()
-    c.send(torch.ones(1) * c.rank, 1 - c.rank).wait()
-    thread.join(2)
-    heard += [thread.is_alive(), schedule.now()]
-    thread.join()
-    thread.join()
-    return [*heard, thread.is_alive(), schedule.now(), received.item()]
+    with pytest.raises(DeadlockError, match=r"a has reached no waiting point for 0.1 s"):
+        schedule.run({"a": fn})
+    elsewhere.set()
+    for thread in [each for each in threading.enumerate() if each.name == "a"]:
+        thread.join(5)
+    assert [type(error) for error in schedule.errors] == [DeadlockError, ValueError]
 
 
-def test_ranks_start_threads() -> None:
-    """A started thread is in the trace, and `join` waits in virtual time."""
-    traces = []
-    for _ in range(2):
-        schedule = Schedule(1)
-        expected = [False, True, 2.0, False, 7.0]
-        assert run_ranks(2, courier, schedule, schedule=schedule) == [[*expected, 1.0], [*expected, 0.0]]
-        traces.append(schedule.trace)
-    assert traces[0] == traces[1]
-    assert {name for _, name, _ in traces[0]} == {"rank 0", "rank 1", "courier 0", "courier 1"}
+def test_patience_counts_from_the_last_waiting_point() -> None:
+    """A run may take longer than any of its threads between two waiting points."""
+    schedule = Schedule(0, patience=1.0)
 
+    def fn() -> None:
+        for _ in range(30):
+            time.sleep(0.02)
+            schedule.pass_on()
 
-def start(c: Communicator, schedule: Schedule, target: Callable[[], object]) -> None:
-    """A rank that starts a thread and returns."""
-    schedule.thread(target, f"courier {c.rank}").start()
-    schedule.sleep(1)
-
-
-def test_the_error_of_a_started_thread_is_raised() -> None:
-    """The first error by time counts, although the ranks have raised theirs since."""
-    schedule = Schedule(0)
-
-    def fn(c: Communicator) -> None:
-        start(c, schedule, lambda: 1 / c.rank)
-        raise ValueError("later")
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        run_ranks(2, fn, schedule=schedule)
-    assert caught.value.__notes__[0] == "raised by thread 'courier 0'"
-
-
-def test_started_threads_end_before_the_run() -> None:
-    """One that sleeps is waited for; one that waits for ever, or wakes again and again, is an error."""
-    schedule, ended = Schedule(0), list[float]()
-
-    def sleep() -> None:
-        schedule.sleep(10)
-        ended.append(schedule.now())
-
-    run_ranks(2, start, schedule, sleep, schedule=schedule)
-    assert ended == [10.0, 10.0]
-
-    schedule = Schedule(0)
-    with pytest.raises(DeadlockError, match=r"courier . waits in Unending.*; courier . waits in Unending"):
-        run_ranks(2, start, schedule, lambda: Unending(schedule.condition(), "").wait(), schedule=schedule)
-
-    def wake() -> None:
-        while True:
-            schedule.sleep(1)
-
-    schedule = Schedule(0, most=50)
-    with pytest.raises(
-        DeadlockError, match="after the end of all functions of the run, threads that they started still run"
-    ):
-        run_ranks(2, start, schedule, wake, schedule=schedule)
+    schedule.run({"a": fn, "b": fn})
 
 
 def test_a_stopped_schedule_is_not_used_again() -> None:
