@@ -87,11 +87,11 @@ class Choco(Differences):
         work = self.flat.kept(bucket, "work", saved=False)
         torch.sub(bucket.flat.to(work.dtype), own, out=work)
         yield from self.sent(bucket, work, turn)
-        for rank, weight in self.weights.items():
-            decoded = self.codec.decode(self.payload(bucket, rank), work)
-            if rank == self.mailbox.rank:
-                own.add_(decoded)
-            total.add_(decoded.mul_(weight))
+        received = self.flat.kept(bucket, "received", saved=False)
+        self.codec.decode(self.payload(bucket, self.mailbox.rank), work)
+        own.add_(work)
+        self.weighted_payloads(bucket, received, work)
+        total.add_(received)
 
     def merge(self, bucket: Bucket) -> None:
         """See `RoundAlgorithm.merge`."""

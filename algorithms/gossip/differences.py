@@ -107,6 +107,25 @@ class Differences(RoundAlgorithm):
             self._payloads[key] = torch.zeros(size, dtype=torch.uint8, device=bucket.flat.device)
         return self._payloads[key]
 
+    def weighted_payloads(self, bucket: Bucket, out: torch.Tensor, work: torch.Tensor) -> None:
+        """Writes sum_j W_ij q_j over this rank and its neighbours to `out`, in the order of `weighted_sum`.
+
+        Args:
+            bucket: whose payloads have arrived.
+            out: float32, like `bucket.flat`.
+            work: another vector like it.
+        """
+        weights = {rank: weight for rank, weight in self.weights.items() if weight}
+        mean = all(weight == 1 / len(weights) for weight in weights.values())
+        for place, (rank, weight) in enumerate(weights.items()):
+            decoded = self.codec.decode(self.payload(bucket, rank), work if place else out)
+            if not mean:
+                decoded.mul_(weight)
+            if place:
+                out.add_(decoded)
+        if mean:
+            out.div_(len(weights))
+
     def noise(self) -> float:
         """Returns the codec's squared error relative to what was encoded, |C(z) - z|^2 / |z|^2, when the guard last looked."""
         return max((guard.noise for guard in self._guards.values()), default=0.0)

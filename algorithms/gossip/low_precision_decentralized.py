@@ -85,7 +85,7 @@ class LowPrecisionDecentralized(Differences):
         rank, work = self.mailbox.rank, self.flat.kept(bucket, "work", saved=False)
         replicas = {each: self.replica(bucket, each) for each in (rank, *self.neighbours)}
         weighted_sum(replicas, self.weights, work)
-        work.add_(bucket.flat).sub_(replicas[rank]).sub_(replicas[rank])
+        work.add_(bucket.flat).sub_(replicas[rank], alpha=2)
         yield from self.sent(bucket, work, turn)
         for each, replica in replicas.items():
             replica.add_(self.codec.decode(self.payload(bucket, each), work))
