@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,8 @@ class PostOffice:
     Attributes:
         ranks: the members as numbers of the world.
         tensors: what was sent and not received. A tensor is the sender's own until the sender's `wait` returns.
-        letters: for each member the letters that it has not taken, with their senders.
+        letters: for each member the letters that it has not taken, in the order in which they arrive: the time, by the
+            world's clock, the sender and the letter.
         gone: the members that left, with the reasons.
         dropped: for each member the ranks that it dropped.
         below: for each member the lowest number that it still uses.
@@ -33,13 +34,13 @@ class PostOffice:
 
     ranks: tuple[int, ...]
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
-    letters: list[deque[tuple[int, bytes]]] = field(init=False)
+    letters: list[list[tuple[float, int, bytes]]] = field(init=False)
     gone: dict[int, str] = field(default_factory=dict)
     dropped: list[set[int]] = field(init=False)
     below: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.letters = [deque() for _ in self.ranks]
+        self.letters = [[] for _ in self.ranks]
         self.dropped = [set() for _ in self.ranks]
         self.below = [0 for _ in self.ranks]
 
@@ -121,7 +122,9 @@ class LocalMailbox(Mailbox):
         with self._world.changed:
             if self._why_lost(dst):
                 return
-            self._office.letters[dst].append((self.rank, letter))
+            letters, clock = self._office.letters[dst], self._world.clock
+            earlier = max((time for time, src, _ in letters if src == self.rank), default=0.0)
+            bisect.insort(letters, (max(earlier, clock.now() + clock.latency()), self.rank, letter), key=_time)
             self._sent += len(letter)
             self._world.changed.notify_all()
 
@@ -129,13 +132,14 @@ class LocalMailbox(Mailbox):
         clock, letters = self._world.clock, self._office.letters[self.rank]
         with self._world.changed:
             deadline = clock.now() + timeout
-            while not letters:
+            while not letters or letters[0][0] > clock.now():
                 self._check_usable()
                 left = deadline - clock.now()
                 if left <= 0:
                     return None
-                self._world.changed.wait(left)
-            return letters.popleft()
+                self._world.changed.wait(min(left, letters[0][0] - clock.now()) if letters else left)
+            _, src, letter = letters.pop(0)
+            return src, letter
 
     def _drop(self, ranks: frozenset[int], below: int) -> None:
         with self._world.changed:
@@ -149,9 +153,7 @@ class LocalMailbox(Mailbox):
         office, letters = self._office, self._office.letters[self.rank]
         for key in [key for key in office.tensors if key[1] == self.rank and (key[0] in ranks or key[2] < below)]:
             del office.tensors[key]
-        kept = [letter for letter in letters if letter[0] not in ranks]
-        letters.clear()
-        letters.extend(kept)
+        letters[:] = [letter for letter in letters if letter[1] not in ranks]
 
     def _settle(self, key: Key) -> None:
         """Copies a tensor that its sender may change from now on, if it has not been received; the caller holds the lock."""
@@ -235,6 +237,10 @@ class LocalMailboxWork(Pending):
     def _settle(self) -> None:
         for key in self._sent:
             self._mailbox._settle(key)
+
+
+def _time(letter: tuple[float, int, bytes]) -> float:
+    return letter[0]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
