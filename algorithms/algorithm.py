@@ -115,10 +115,14 @@ class Algorithm(WrappedModule, abc.ABC):
     def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns, on one rank, of what does not go together."""
 
+    def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
+        """Returns why trainable parameters do not fit this algorithm; empty if they do."""
+        return ""
+
     def _agree(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Recorded) -> None:
         """Compares this rank with the others, and makes replicas equal."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        problem = exchanging(module, Algorithm) or taken(trained)
+        problem = exchanging(module, Algorithm) or taken(trained) or self._misfit(trained)
         check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:

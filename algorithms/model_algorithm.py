@@ -94,6 +94,22 @@ class ModelAlgorithm(Algorithm):
         self.flat = FlatParameters({})
         super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
 
+    def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
+        """See `Algorithm._misfit`: steps of another optimizer would be lost, for exchanges belong to this one's."""
+        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        if lacking := [name for name, parameter in trained.items() if parameter not in stepped]:
+            return (
+                f"the optimizer does not have the trainable parameters {lacking[:3]}: give all to one optimizer, or freeze "
+                "those that are not trained"
+            )
+        others = stepped - set(trained.values())
+        if any(parameter.requires_grad for parameter in others):
+            return (
+                "the optimizer has parameters that the module does not have, and that would not be exchanged: wrap one module "
+                "that holds all"
+            )
+        return ""
+
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -59,6 +59,7 @@ class Decentralized(RoundAlgorithm):
             ValueError: the topology does not fit, nodes have different numbers of ranks, or as for `RoundAlgorithm`.
         """
         self.peers, self.hierarchical, self.nodes = peers, hierarchical, nodes
+        self.mixer: Mixer | None = None
         # Collectives inside nodes run one after the other on all ranks.
         self.several = hierarchical
         super().__init__(module, optimizer, **options)
@@ -67,9 +68,7 @@ class Decentralized(RoundAlgorithm):
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
         if self.hierarchical:
-            self.mixer: Mixer | ShardedMixer = ShardedMixer(
-                self._communicator, mailbox, self.peers, self.nodes, self.flat
-            )
+            self.mixer = ShardedMixer(self._communicator, mailbox, self.peers, self.nodes, self.flat)
         else:
             self.mixer = Mixer(mailbox, topology_of(self.peers, mailbox.size), self.flat)
         self.mixer.topology.check(self.mixer.communicator or self._communicator, "doubly")
@@ -77,6 +76,7 @@ class Decentralized(RoundAlgorithm):
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         mixed = self.flat.kept(bucket, "mixed", saved=False)
+        assert self.mixer is not None
         if isinstance(self.mixer.topology, Complete) and not self.hierarchical:
             mixed.copy_(bucket.flat)
             yield self._communicator.all_reduce(mixed, ReduceOp.AVG)
@@ -90,5 +90,5 @@ class Decentralized(RoundAlgorithm):
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
         super()._stop()
-        if self._runtime is not None:
+        if self.mixer is not None:
             self.mixer.close()
