@@ -25,8 +25,8 @@ class PostOffice:
     Attributes:
         ranks: the members as numbers of the world.
         tensors: what was sent and not received. A tensor is the sender's own until the sender's `wait` returns.
-        letters: for each member the letters that it has not taken, in the order in which they arrive: the time, by the
-            world's clock, the sender and the letter.
+        letters: for each member the letters that it has not taken, in the order in which they arrive. Each has the time of
+            its arrival, by the world's clock, and its sender.
         gone: the members that left, with the reasons.
         dropped: for each member the ranks that it dropped.
         below: for each member the lowest number that it still uses.
