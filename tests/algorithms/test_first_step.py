@@ -4,7 +4,7 @@ import time
 
 from bagua_kernels.algorithms import GradientAllReduce
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
-from bagua_kernels.comm.backends.local.communicator import run_ranks
+from bagua_kernels.comm import run_ranks
 from bagua_kernels.jit import compiling
 from tests.algorithms.ranks import train
 
