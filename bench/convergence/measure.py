@@ -1,6 +1,7 @@
 """Trains with every algorithm and compares losses and accuracies: `python -m bench.convergence [--output …/convergence.json]`.
 
     digits      1,437 digits of 8x8 pixels, a perceptron of 4,810 parameters, 4 x 16 examples per step, SGD or Adam
+    ring        the same with 8 x 16 examples per step, for algorithms that exchange parameters with neighbours
     fashion     Fashion-MNIST, the network of the example, 4 x 16 examples per step, SGD
     characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters per step, AdamW
 
@@ -11,6 +12,10 @@ float32 without compression.
 Bars on digits: with error feedback signs, the largest 0.1 %, rank 1 and DoubleSqueeze are within 8 % of the training loss of
 all-reduce. Without it they are a fifth or more above. Bars on fashion: the test accuracy is within half a point of all-reduce,
 with default options and for each row that is near on digits.
+
+On the ring, losses are those of the mean of all ranks' parameters. Their bars are in `gossip.py`: means over seeds of ratios to
+all-reduce with the same start and order of examples. In rows "by label" each rank sees only its part of the examples, which are
+sorted by label, as does all-reduce with which they are compared. `noise` is the codec's alpha^2 = |C(z) - z|^2 / |z|^2.
 
 The optimizers of digits and fashion have no momentum: with it, error feedback by signs fails at the learning rate of
 fashion, as the last row there shows. `DGC` has its own momentum, and is compared with all-reduce and momentum in the
@@ -30,7 +35,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,26 +43,49 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms import Algorithm, OptimizerFitWarning, Stats
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.gossip.differences import Differences
 from bagua_kernels.comm import Communicator, run_ranks
 from bench import speed
-from bench.convergence.rows import BASELINE, ROWS, Row
+from bench.convergence.dealing import order_by_label, order_of
+from bench.convergence.report import finite, judge, summary, table, unread
+from bench.convergence.row import BASELINE, Row
+from bench.convergence.rows import ROWS
 from bench.convergence.tasks import TASKS, Data, Task
 
-NEAR, WORSE, POINTS = 1.08, 1.2, 0.005
 DECAY = 0.01  # of AdamW
+_LOOKS = 40  # steps from one look at an algorithm's noise to the next
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank has at the end of a run."""
+    """What one rank has at the end of a run.
+
+    Attributes:
+        model: with its final parameters; where ranks differ, with the mean of all.
+        stats: of the algorithm.
+        told: further numbers of the algorithm, by name.
+    """
 
     model: torch.nn.Module
     stats: Stats
+    told: dict[str, float]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank's run ended early.
+
+    Attributes:
+        error: what it raised.
+        finite: True if all its parameters were finite then.
+    """
+
+    error: Exception
+    finite: bool
 
 
 def wrap(
@@ -81,7 +109,13 @@ def wrap(
 
 
 def train(
-    communicator: Communicator, task: Task, row: Row, start: torch.nn.Module, data: Data, order: torch.Tensor
+    communicator: Communicator,
+    task: Task,
+    row: Row,
+    start: torch.nn.Module,
+    data: Data,
+    order: torch.Tensor,
+    ends: list[End],
 ) -> Trained:
     """One rank's part of a run.
 
@@ -92,30 +126,41 @@ def train(
         start: the model at the beginning; left alone.
         data: all of it.
         order: which examples each rank sees at each step, shape (steps, ranks, batch).
+        ends: takes this rank's end if it raises.
     """
     model = copy.deepcopy(start)
     algorithm, optimizer = wrap(communicator, task, row, model, len(order))
-    rate = optimizer.param_groups[0]["lr"]
-    mine = order[:, communicator.rank]
+    try:
+        noise = take_steps(algorithm, optimizer, task, data, order[:, communicator.rank])
+    except Exception as error:
+        ends.append(End(error, all(bool(p.isfinite().all()) for p in model.parameters())))
+        raise
+    told = {"noise": statistics.fmean(noise)} if noise else {}
+    if isinstance(algorithm, algorithms.Choco) and algorithm.eta is not None:
+        told["eta"] = algorithm.eta
+    # Before what follows, whose bytes are not those of steps.
+    stats = algorithm.stats()
+    if isinstance(algorithm, algorithms.ModelAlgorithm):
+        told["consensus"] = algorithm.consensus()
+        algorithm.synchronize()
+    algorithm.close()
+    return Trained(model, stats, told)
+
+
+def take_steps(
+    algorithm: Algorithm, optimizer: torch.optim.Optimizer, task: Task, data: Data, mine: torch.Tensor
+) -> list[float]:
+    """Trains on a rank's examples of each step; returns the codec's noise, looked at now and then."""
+    rate, noise = optimizer.param_groups[0]["lr"], []
     for step, batch in enumerate(mine):
         for group in optimizer.param_groups:
             group["lr"] = rate * task.schedule(step / len(mine))
         optimizer.zero_grad()
         F.cross_entropy(algorithm(data.x[batch]), data.y[batch]).backward()
         optimizer.step()
-    stats = algorithm.stats()
-    algorithm.close()
-    return Trained(model, stats)
-
-
-def order_of(examples: int, task: Task, steps: int, seed: int) -> torch.Tensor:
-    """Draws the examples of all steps and ranks, shape (steps, ranks, batch): each once before any comes again."""
-    # Of its own: PyTorch's global generator is shared by all threads, in whatever order they come.
-    generator = torch.Generator().manual_seed(seed)
-    each = task.ranks * task.batch
-    passes = -(-steps // (examples // each))
-    orders = [torch.randperm(examples, generator=generator)[: examples // each * each] for _ in range(passes)]
-    return torch.cat(orders)[: steps * each].view(steps, task.ranks, task.batch)
+        if isinstance(algorithm, Differences) and step % _LOOKS == 0:
+            noise.append(algorithm.noise())
+    return noise
 
 
 @torch.no_grad()
@@ -134,9 +179,19 @@ def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, An
     """
     torch.manual_seed(seed)
     start = task.model()
-    order = order_of(len(data.x), task, steps, seed)
+    order = order_by_label(data.y, task, steps, seed) if row.by_label else order_of(len(data.x), task, steps, seed)
+    ends: list[End] = []
     began = time.perf_counter()
-    trained = run_ranks(task.ranks, train, task, row, start, data, order, timeout=120.0)
+    try:
+        trained = run_ranks(task.ranks, train, task, row, start, data, order, ends, timeout=120.0)
+    except Exception:
+        # The other ranks raise that they have lost that one.
+        expected = [end.error for end in ends if row.raises is not None and isinstance(end.error, row.raises)]
+        if not expected:
+            raise
+        told = {"error": f"{type(expected[0]).__name__}: {expected[0]}", "finite": all(end.finite for end in ends)}
+        lost = dict.fromkeys(("loss", "accuracy", "bytes_per_step"), math.nan)
+        return {"seed": seed, **lost, "seconds": time.perf_counter() - began, **told}
     seconds = time.perf_counter() - began
     first, *others = ([p.detach().view(torch.int32) for p in one.model.parameters()] for one in trained)
     if not all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True)):
@@ -144,71 +199,8 @@ def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, An
     loss, _ = evaluate(trained[0].model, data.x[: task.looked_at], data.y[: task.looked_at])
     _, accuracy = evaluate(trained[0].model, data.test_x, data.test_y)
     sent = max(one.stats.bytes_sent for one in trained) / steps
-    return {"seed": seed, "loss": loss, "accuracy": accuracy, "bytes_per_step": sent, "seconds": seconds}
-
-
-def summary(task: Task, row: Row, steps: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The means of a row's runs, and what it takes to repeat them."""
-    options = {"momentum": row.momentum, "rate": row.rate, "optimizer": row.optimizer}
-    return {
-        "label": row.label,
-        "algorithm": row.kind.name,
-        "options": row.arguments(steps),
-        **{key: value for key, value in options.items() if value is not None},
-        "baseline": row.baseline,
-        "steps": steps,
-        "loss": statistics.fmean(one["loss"] for one in runs),
-        "accuracy": statistics.fmean(one["accuracy"] for one in runs),
-        "bytes_per_step": runs[0]["bytes_per_step"],
-        "runs": runs,
-    }
-
-
-def judge(task: Task, rows: list[dict[str, Any]]) -> None:
-    """Adds to each row how it compares with its baseline, and whether its bar is met; None where there is no bar."""
-    found = {one["label"]: one for one in rows}
-    bars = {row.label: row for row in ROWS}
-    for one in rows:
-        base, row = found[one["baseline"]], bars[one["label"]]
-        one["loss_ratio"] = one["loss"] / base["loss"]
-        one["loss_ratios"] = [r["loss"] / b["loss"] for r, b in zip(one["runs"], base["runs"], strict=True)]
-        one["loss_difference"] = one["loss"] - base["loss"]
-        one["accuracy_difference"] = one["accuracy"] - base["accuracy"]
-        one["bar"], one["met"] = "", None
-        if one is base:
-            continue
-        if task.name == "digits" and row.bar == "near":
-            one["bar"], one["met"] = f"loss ≤ {NEAR} x", one["loss_ratio"] <= NEAR
-        elif task.name == "digits" and row.bar == "worse":
-            # What has diverged to NaN is worse, too.
-            one["bar"], one["met"] = f"loss ≥ {WORSE} x", not one["loss_ratio"] < WORSE
-        elif task.name == "fashion" and row.bar != "none" and (row.bar or not row.options):
-            one["bar"], one["met"] = f"accuracy ≥ -{POINTS:.1%}", one["accuracy_difference"] >= -POINTS
-
-
-def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
-    seeds = len(rows[0]["runs"])
-    grid = Table(
-        title=f"{task.name}: {task.ranks} ranks, {rows[0]['steps']} steps, means of {seeds} seeds", title_justify="left"
-    )
-    grid.add_column("")
-    for heading in ("training loss", "of all-reduce's", "by seed", "test accuracy", "difference", "bytes a step", "s"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("bar")
-    for one in rows:
-        verdict = "" if one["met"] is None else "met" if one["met"] else "[bold]MISSED[/bold]"
-        grid.add_row(
-            one["label"],
-            f"{one['loss']:.4f}",
-            f"{one['loss_ratio']:.3f}",
-            " ".join(f"{ratio:.3f}" for ratio in one["loss_ratios"]),
-            f"{one['accuracy']:.2%}",
-            f"{one['accuracy_difference'] * 100:+.2f}",
-            f"{one['bytes_per_step']:,.0f}",
-            f"{statistics.fmean(r['seconds'] for r in one['runs']):.0f}",
-            f"{one['bar']} {verdict}",
-        )
-    return grid
+    told = {name: statistics.fmean(one.told[name] for one in trained) for name in trained[0].told}
+    return {"seed": seed, "loss": loss, "accuracy": accuracy, "bytes_per_step": sent, "seconds": seconds, **told}
 
 
 def wanted(task: Task, only: list[str] | None) -> list[Row]:
@@ -221,21 +213,6 @@ def wanted(task: Task, only: list[str] | None) -> list[Row]:
     chosen = [row for row in rows if row.label in only or any(name in row.label for name in names)]
     needed = {BASELINE, *(row.baseline for row in chosen)}
     return [row for row in rows if row in chosen or row.label in needed]
-
-
-def finite(value: Any) -> Any:
-    """The value with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def unread(row: dict[str, Any]) -> dict[str, Any]:
-    """A row that was written before, with NaN for losses that were not finite."""
-    runs = [{**one, "loss": math.nan if one["loss"] is None else one["loss"]} for one in row["runs"]]
-    return {**row, "runs": runs, "loss": math.nan if row["loss"] is None else row["loss"]}
 
 
 def compare(
@@ -258,7 +235,7 @@ def compare(
     known = {one["label"] for one in results} if new else set()
     for row in [row for row in rows if row.label not in known]:
         runs = [run(task, row, data, steps, seed) for seed in range(seeds)]
-        last = summary(task, row, steps, runs)
+        last = summary(row, steps, runs)
         others = [one for one in results if one["label"] != row.label]
         results = sorted([*others, last], key=lambda one: labels.index(one["label"]))
         seconds = statistics.fmean(one["seconds"] for one in runs)
@@ -291,7 +268,7 @@ def main() -> None:
         parser.error("steps and seeds must be 1 or more")
     # What does not go together is measured all the same.
     warnings.simplefilter("ignore", OptimizerFitWarning)
-    # Four ranks fill a small machine without further threads.
+    # The ranks fill a small machine without further threads.
     torch.set_num_threads(1)
     console = speed.console()
     report: dict[str, Any] = {}

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from bagua_kernels import algorithms
-from bagua_kernels.algorithms import Algorithm
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work
+from bench.convergence import gossip
+from bench.convergence.row import ALL, BASELINE, CHARACTERS, DIGITS, FASHION, IMAGES, RING, Row
 
 MOMENTUM = 0.9
 ADAM_RATE = 3e-3  # on images; at 1e-3 longer steps than Adam's, for whatever reason, would look like a merit
-BASELINE, WITH_MOMENTUM, WITH_ADAM = "all-reduce", "all-reduce, momentum", "all-reduce, Adam"
-DIGITS, FASHION, CHARACTERS = ("digits",), ("fashion",), ("characters",)
-IMAGES = (*DIGITS, *FASHION)
-ALL = (*IMAGES, *CHARACTERS)
+WITH_MOMENTUM, WITH_ADAM = "all-reduce, momentum", "all-reduce, Adam"
 
 
 class ForgetfulPowerSGD(algorithms.PowerSGD):
@@ -53,51 +50,13 @@ class FrozenAllReduce(MomentumAllReduce):
         super().__init__(*arguments, **{**options, "codec": None})
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to train.
-
-    Attributes:
-        label: unique.
-        kind: the algorithm.
-        options: of its constructor; with none it counts as the algorithm's default.
-        bar: what is expected on digits: "near" the training loss of the baseline, "worse" than it, or nothing; "none": nor on
-            fashion.
-        rate: learning rate instead of the task's.
-        momentum: of the optimizer instead of the task's; `DGC` has its own.
-        optimizer: instead of the task's.
-        baseline: label of the row it is compared with.
-        tasks: those it is trained on.
-        begins: part of the steps before compression begins.
-    """
-
-    label: str
-    kind: type[Algorithm]
-    options: dict[str, Any] = field(default_factory=dict)
-    bar: str = ""
-    rate: float | None = None
-    momentum: float | None = None
-    optimizer: str | None = None
-    baseline: str = BASELINE
-    tasks: tuple[str, ...] = IMAGES
-    begins: float | None = None
-
-    def arguments(self, steps: int) -> dict[str, Any]:
-        """The options of a run of so many steps."""
-        if self.begins is None:
-            return self.options
-        own = issubclass(self.kind, MomentumAllReduce), issubclass(self.kind, algorithms.PowerSGD)
-        name = "freeze_step" if own[0] else "start_step" if own[1] else "warmup_steps"
-        return {**self.options, name: round(self.begins * steps)}
-
-
 FORGET = {"error_feedback": False}
 # Algorithms that freeze the second moment of Adam.
 FREEZING = {"frozen Adam": FrozenAllReduce, "QAdam": algorithms.QAdam, "1-bit Adam": algorithms.OneBitAdam}
 # Adam's bias correction at a freeze, by the text in a row's name.
 CORRECTIONS = {"": {}, ", v uncorrected": {"v_correction": "none"}, ", v corrected": {"v_correction": "frozen"}}
 ROWS = [
-    Row(BASELINE, algorithms.GradientAllReduce, tasks=ALL),
+    Row(BASELINE, algorithms.GradientAllReduce, tasks=(*ALL, *RING)),
     Row(WITH_MOMENTUM, algorithms.GradientAllReduce, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
     Row("sign", algorithms.SignSGD, bar="near", tasks=ALL),
     Row("sign, no feedback", algorithms.SignSGD, FORGET, bar="worse", tasks=(*DIGITS, *CHARACTERS)),
@@ -195,4 +154,5 @@ ROWS = [
         for begins in (0.2, 0.5)
     ),
     Row("DGC 1 %, AdamW", algorithms.DGC, tasks=CHARACTERS),
+    *gossip.ROWS,
 ]

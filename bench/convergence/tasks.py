@@ -1,4 +1,4 @@
-"""What `bench.convergence` trains: three small tasks, each with its data, its model and its learning rates."""
+"""What `bench.convergence` trains: small tasks, each with its data, its model and its learning rates."""
 
 from __future__ import annotations
 
@@ -182,6 +182,7 @@ def up_and_down(done: float) -> float:
 
 TASKS = {
     "digits": Task("digits", digits, perceptron, 16, 2000, 0.1, 0.0, one_drop),
+    "ring": Task("ring", digits, perceptron, 16, 2000, 0.1, 0.0, one_drop, ranks=8),
     "fashion": Task("fashion", fashion, convolutions, 16, 937, 0.2, 0.0, up_and_down),
     "characters": Task(
         "characters",
