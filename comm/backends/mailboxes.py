@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.mailbox import LocalMailbox
+from bagua_kernels.comm.backends.nccl.mailbox import DeviceMailbox
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
@@ -14,7 +15,8 @@ from bagua_kernels.comm.mailbox import Mailbox
 def open_mailbox(communicator: Communicator) -> Mailbox:
     """Opens a mailbox of the same ranks, with the communicator's device and timeout; every rank calls it.
 
-    The communicator is needed for the start only. Its failure or its end do not concern the mailbox.
+    The communicator is needed for the start only. Its failure or its end do not concern the mailbox. Ranks on GPUs exchange
+    tensors by a duplicate of it, and letters by sockets.
 
     Raises:
         CommunicationError: if the ranks cannot connect.
@@ -22,7 +24,15 @@ def open_mailbox(communicator: Communicator) -> Mailbox:
     communicator._check_usable()
     if isinstance(communicator, LocalCommunicator):
         return LocalMailbox(communicator)
-    return SocketMailbox(communicator, host=_host(communicator))
+    host = _host(communicator)
+    if communicator.device.type == "cpu":
+        return SocketMailbox(communicator, host=host)
+    tensors = communicator.duplicate()
+    try:
+        return DeviceMailbox(tensors, SocketMailbox(communicator, host=host, tensors=False))
+    except BaseException as error:
+        tensors.abort(f"its mailbox could not be opened: {error}")
+        raise
 
 
 def _host(communicator: Communicator) -> str:

@@ -232,6 +232,7 @@ class Loop:
             self._advance()
         while self._submitted:
             self._start(self._submitted.popleft())
+        self._advance()
         while self._called:
             self._called.popleft()()
         self._advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import weakref
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from bagua_kernels.comm.backends.sockets.mailbox_loop import MailboxLoop, code_o
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.failure import MismatchPeerError
+from bagua_kernels.comm.failures.forked import FORKED
 from bagua_kernels.comm.mailbox import Mailbox, late_error, left_reason, lost_error
 from bagua_kernels.comm.work import Pending, Work
 from bagua_kernels.errors import CommunicationError, MismatchError
@@ -76,7 +78,7 @@ class SocketMailbox(Mailbox):
         messages = [partial(_send, peer, tensor.view(-1)) for peer, tensor in inputs.items()]
         messages += [partial(_receive, peer, tensor.view(-1)) for peer, tensor in outputs.items()]
         # What concerns a lost rank last, for it ends the exchange: the other partners get what is sent to them.
-        messages.sort(key=lambda message: message.args[0] in self._loop.reasons)
+        messages.sort(key=lambda message: bool(self._loop.why_lost(message.args[0])))
         brief = sum(tensor.nbytes for tensor in inputs.values()) <= _BRIEF
         operation = Operation(f"exchange #{number}", number, 0, iter(messages), len(messages), brief)
         self._loop.submit(operation)
@@ -124,6 +126,8 @@ class SocketMailboxWork(Pending):
 
     def _complete(self) -> None:
         loop = self._mailbox._loop
+        if loop.ended == FORKED:
+            raise CommunicationError(f"{self._operation.name} was given up: {FORKED}")
         loop.waiting[self._operation] = None
         try:
             self._wait()
@@ -159,13 +163,15 @@ class SocketMailboxWork(Pending):
             raise self._failure(self._operation.error) from error
 
     def _behind(self, missing: Iterable[int]) -> list[int]:
-        """Returns the ranks that are missing, those that these wait for, and so on."""
+        """Returns the ranks that are missing, those that these wait for by their answers, and so on."""
         found, follow = list[int](), list(missing)
         while follow:
             peer = follow.pop()
             if peer not in found and peer != self._mailbox.rank:
                 found.append(peer)
-                follow.extend(self._mailbox._loop.awaited.get(peer, ()))
+                answered, awaited = self._mailbox._loop.awaited.get(peer, (0.0, ()))
+                if answered >= self._asked.get(peer, math.inf):
+                    follow.extend(awaited)
         return found
 
     def _silent(self) -> dict[int, str]:
@@ -174,13 +180,17 @@ class SocketMailboxWork(Pending):
         silent = [peer for peer, asked in self._asked.items() if now - max(heard[peer], asked) >= patience]
         return {peer: f"nothing came from it for {now - heard[peer]:.1f} s" for peer in silent}
 
+    def _lost(self) -> dict[int, str]:
+        """Returns the ranks that an error names as lost."""
+        loop = self._mailbox._loop
+        return {peer: why for peer, why in {**self._silent(), **loop.reasons}.items() if peer not in loop.dropped}
+
     def _give_up(self, missing: list[int], behind: list[int]) -> None:
         """Ends an exchange whose time has run out: raises, unless it has ended just now."""
         mailbox, name, loop = self._mailbox, self._operation.name, self._mailbox._loop
         for peer, reason in self._silent().items():
             loop.lose(peer, reason)
-        lost = {**self._silent(), **mailbox.lost()}
-        error: CommunicationError
+        lost, error = self._lost(), CommunicationError()
         if culprits := [peer for peer in behind if peer in lost]:
             error = lost_error(name, culprits, lost)
         else:
@@ -198,6 +208,5 @@ class SocketMailboxWork(Pending):
             return MismatchError(f"{text}: make both ends use the same size and dtype", (mailbox.rank, error.peer))
         peer = getattr(error, "peer", None)
         if peer is not None:
-            lost = {**self._silent(), **mailbox.lost()}
-            return lost_error(name, [peer], lost)
+            return lost_error(name, [peer], {**self._lost(), peer: mailbox._loop.why_lost(peer)})
         return CommunicationError(f"{name} was given up: {error}")

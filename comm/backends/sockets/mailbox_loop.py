@@ -18,8 +18,8 @@ from bagua_kernels.comm.backends.sockets.farewell import say_farewell
 from bagua_kernels.comm.backends.sockets.inbox import Arrival, Inbox, Key
 from bagua_kernels.comm.backends.sockets.letters import Kind, LetterBox, LetterChannel
 from bagua_kernels.comm.backends.sockets.loop import Loop
-from bagua_kernels.comm.backends.sockets.transfer import Operation, Transfer
-from bagua_kernels.comm.failures.failure import MismatchPeerError
+from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
+from bagua_kernels.comm.failures.failure import MismatchPeerError, PeerError
 from bagua_kernels.comm.mailbox import left_reason
 
 _RANK = struct.Struct("<I")
@@ -82,10 +82,11 @@ class MailboxLoop(Loop):
 
     Attributes:
         bytes_sent: of tensors and letters, without headers.
-        reasons: why ranks are lost; grows as they are.
+        reasons: for each lost rank the reason; grows as they are lost.
+        dropped: the ranks that `drop` named.
         waiting: the exchanges for which a thread waits.
-        heard: when something came last, by rank.
-        awaited: the ranks for which a rank waited when it last answered, by rank.
+        heard: for each rank the time at which something last came from it.
+        awaited: for each rank that has answered the time, and the ranks for which it waited then.
     """
 
     _inbox_type: ClassVar[type[Inbox]] = MailboxInbox
@@ -94,11 +95,13 @@ class MailboxLoop(Loop):
     def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], box: LetterBox) -> None:
         self.bytes_sent = 0
         self.reasons: dict[int, str] = {}
+        self.dropped: frozenset[int] = frozenset()
         self.waiting: dict[Operation, None] = {}
         self.heard = dict.fromkeys(links, time.monotonic())
-        self.awaited: dict[int, tuple[int, ...]] = {}
+        self.awaited: dict[int, tuple[float, tuple[int, ...]]] = {}
         self._box = box
         self._leaving: dict[int, str] = {}
+        self._ending: set[int] = set()
         self._letters = {peer: LetterChannel(peer, socks[-1], self._deliver) for peer, socks in links.items()}
         tensors = {peer: socks[:-1] for peer, socks in links.items()}
         super().__init__(name, tensors, self._count, self._letters)
@@ -112,6 +115,16 @@ class MailboxLoop(Loop):
     def below(self) -> int:
         """The lowest number that is still used."""
         return self._inbox.below
+
+    def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
+        """See `Loop.send`; a rank that is about to leave takes nothing any more."""
+        if peer in self._leaving:
+            raise PeerError(peer, self._leaving[peer])
+        return super().send(lane, peer, tag, data)
+
+    def why_lost(self, peer: int) -> str:
+        """Returns why a rank is lost, or about to leave; else an empty text."""
+        return self.reasons.get(peer) or self._leaving.get(peer, "")
 
     def post(self, peers: Iterable[int], kind: Kind, contents: bytes = b"") -> None:
         """Sends a frame to some ranks; from any thread."""
@@ -142,7 +155,7 @@ class MailboxLoop(Loop):
             self._put(peer, kind, contents)
 
     def _put(self, peer: int, kind: Kind, contents: bytes) -> None:
-        if peer in self._lost or peer in self._leaving:
+        if peer in self._ending or peer in self._leaving:
             return
         channel = self._letters[peer]
         channel.put(kind, contents)
@@ -157,10 +170,15 @@ class MailboxLoop(Loop):
         elif kind == Kind.LEAVE:
             self._leaving[peer] = contents.decode(errors="replace")
         elif kind == Kind.PING:
-            missing = {t.peer for one in list(self.waiting) for t in self._running.get(one, ()) if not t.done}
-            self._put(peer, Kind.PONG, b"".join(map(_RANK.pack, sorted(missing))))
+            # Not from here, in the middle of what has arrived: sending may find that the connection has ended.
+            self._called.append(partial(self._answer, peer))
+            self._nudge()
         else:
-            self.awaited[peer] = tuple(rank for (rank,) in _RANK.iter_unpack(contents))
+            self.awaited[peer] = time.monotonic(), tuple(rank for (rank,) in _RANK.iter_unpack(contents))
+
+    def _answer(self, peer: int) -> None:
+        missing = {each.peer for one in list(self.waiting) for each in self._running.get(one, ()) if not each.done}
+        self._put(peer, Kind.PONG, b"".join(map(_RANK.pack, sorted(missing))))
 
     def _compare(self, peer: int, number: int, code: int) -> None:
         """Does nothing: of one number, messages of different ranks may differ."""
@@ -172,7 +190,7 @@ class MailboxLoop(Loop):
     def _lose(self, channel: Channel, error: BaseException) -> None:
         """Gives a rank up after everything that has arrived from it was taken."""
         peer = channel.peer
-        if peer in self.reasons:
+        if peer in self._ending:
             return
         letters, *tensors = reversed(self._links[peer])
         if channel is letters and peer in self._leaving and tensors and tensors[0].fd in self._channels:
@@ -180,13 +198,11 @@ class MailboxLoop(Loop):
             self._epoll.unregister(channel.fd)
             del self._channels[channel.fd]
             return
-        self.reasons[peer] = f"its connection broke: {error}"
+        self._ending.add(peer)
         self._inbox.lift_limit(peer)
         for each in (*tensors, letters):
             self._drain(each)
-        if peer in self._leaving:
-            self.reasons[peer] = self._leaving[peer]
-        self._end_connection(channel, error)
+        self._end_connection(peer, self._leaving.get(peer, f"its connection broke: {error}"))
 
     def _drain(self, channel: Channel) -> None:
         with contextlib.suppress(OSError):
@@ -196,27 +212,27 @@ class MailboxLoop(Loop):
             while channel.read(self._inbox, 1 << 30):
                 pass
 
-    def _end_connection(self, channel: Channel, error: BaseException) -> None:
+    def _end_connection(self, peer: int, reason: str) -> None:
         """Closes the sockets of a rank, ends what it takes part in, and frees what is not complete."""
-        peer = channel.peer
-        super()._lose(channel, error)
+        self.reasons[peer] = reason
+        super()._lose(self._letters[peer], ConnectionError(reason))
         self._inbox.free([each for each in self._inbox.unasked() if each.key[0] == peer and each.left])
         self._letters[peer].frames.clear()
         for each in self._links[peer]:
+            each.sock.close()
             each.out.clear()
             each.discard()
 
     def _give_up(self, peer: int, reason: str, farewell: str = "") -> None:
-        if peer in self.reasons:
-            return
-        channel = self._letters[peer]
         if farewell:
             self._put(peer, Kind.LEAVE, left_reason(farewell).encode())
-        self.reasons[peer] = reason
-        self._end_connection(channel, ConnectionAbortedError(reason))
+        if peer not in self._ending:
+            self._ending.add(peer)
+            self._end_connection(peer, reason)
 
     def _drop_all(self, ranks: frozenset[int], below: int) -> None:
         self._inbox.below = below = max(below, self._inbox.below)
+        self.dropped |= ranks
         for rank in ranks:
             self._give_up(rank, "it was dropped", "it dropped this rank")
         self._box.remove(ranks)
