@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -14,11 +14,18 @@ import torch
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.rounds.means import (
+    distance_from_mean,
+    floating_buffers,
+    put_buffer_means,
+    put_means,
+    restored,
+)
 from bagua_kernels.algorithms.rounds.points import Points
 from bagua_kernels.algorithms.rounds.states import averaged_states, load_states
-from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, open_mailbox
+from bagua_kernels.comm import Communicator, Mailbox, open_mailbox
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
@@ -158,59 +165,46 @@ class ModelAlgorithm(Algorithm):
         """Returns the vector whose mean over all ranks is that of the bucket's parameters."""
         return bucket.flat
 
+    def disagreement(self) -> float:
+        """Returns the root mean square difference between a parameter here and at a neighbour, when they last met."""
+        return 0.0
+
+    @property
+    def decay(self) -> float | None:
+        """The factor by which a period of the topology shrinks differences at worst; None without a topology."""
+        return None
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        return replace(super().stats(), disagreement=self.disagreement(), decay=self.decay)
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Gives all ranks the exact mean of parameters and of buffers of floating point; collective.
 
         Optimizer states stay local, unless `average_states` is True.
         """
-        self._check_open("synchronize()")
-        self.wait()
-        if self._communicator.size == 1:
-            return
-        for bucket, mean in zip(self.flat.buckets, self._means(), strict=True):
-            bucket.flat.copy_(mean)
-        floating = [each for each in self.module.buffers() if each.is_floating_point()]
-        average(floating, self._communicator, write=lambda buffer, values: buffer.data.copy_(values))
-        if self.average_states:
-            mean_states = averaged_states(self._optimizer.state_dict(), self._communicator)
-            self._optimizer.load_state_dict(mean_states)
-        self.restart()
-
-    def _means(self) -> list[torch.Tensor]:
-        self.flat.check()
-        means = []
-        for bucket in self.flat.buckets:
-            source = self.mean_source(bucket)
-            mean = source.to(torch.promote_types(source.dtype, torch.float32), copy=True)
-            self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
-            means.append(mean)
-        return means
+        if self._in_place("synchronize()"):
+            put_means(self.flat, self.mean_source, self._communicator)
+            put_buffer_means(self.module, self._communicator)
+            if self.average_states:
+                self._optimizer.load_state_dict(averaged_states(self._optimizer.state_dict(), self._communicator))
+            self.restart()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """The module has the mean parameters within the block, and this rank's own afterwards; collective at its beginning.
 
-        Buffers of floating point are averaged, too. Within the block, evaluate: training raises.
+        Buffers of floating point are averaged, too. Within the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
-        self._check_open("averaged()")
-        self.wait()
-        if self._communicator.size == 1:
+        if not self._in_place("averaged()"):
             yield
             return
-        own = [bucket.flat.clone() for bucket in self.flat.buckets]
-        floating = [each for each in self.module.buffers() if each.is_floating_point()]
-        buffers = [each.clone() for each in floating]
-        for bucket, mean in zip(self.flat.buckets, self._means(), strict=True):
-            bucket.flat.copy_(mean)
-        average(floating, self._communicator, write=lambda buffer, values: buffer.data.copy_(values))
-        try:
+        with restored(self.flat, floating_buffers(self.module)):
+            with torch.no_grad():
+                put_means(self.flat, self.mean_source, self._communicator)
+                put_buffer_means(self.module, self._communicator)
             yield
-        finally:
-            for bucket, values in zip(self.flat.buckets, own, strict=True):
-                bucket.flat.copy_(values)
-            for buffer, values in zip(floating, buffers, strict=True):
-                buffer.data.copy_(values)
 
     @torch.no_grad()
     def consensus(self) -> float:
@@ -218,28 +212,18 @@ class ModelAlgorithm(Algorithm):
 
         That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
         """
-        self._check_open("consensus()")
-        self.wait()
-        if self._communicator.size == 1:
-            return 0.0
-        squares = [
-            sum(
-                float((view.double() - mean[span].double().view(view.shape)).square().sum())
-                for view, span in _views(bucket)
-            )
-            for bucket, mean in zip(self.flat.buckets, self._plain_means(), strict=True)
-        ]
-        total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=self._communicator.device)
-        self._communicator.all_reduce(total).wait()
-        return math.sqrt(float(total) / self._communicator.size)
+        return distance_from_mean(self.flat, self._communicator) if self._in_place("consensus()") else 0.0
 
-    def _plain_means(self) -> list[torch.Tensor]:
-        means = []
-        for bucket in self.flat.buckets:
-            mean = bucket.flat.double()
-            self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
-            means.append(mean)
-        return means
+    def _in_place(self, call: str) -> bool:
+        """Puts what is under way in place; returns False for one rank alone.
+
+        Raises:
+            RuntimeError: it was closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
+        self.wait()
+        return self._communicator.size > 1
 
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
         """As `Algorithm.switch_to`, after `synchronize`, so that no rank's progress is lost."""
@@ -266,10 +250,6 @@ class ModelAlgorithm(Algorithm):
         if self._mailbox is not None:
             self._mailbox.leave(f"{type(self).__name__} was closed")
 
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
-
     def _take_steps(self, steps: int) -> None:
         super()._take_steps(steps)
         self._steps = steps
@@ -292,8 +272,7 @@ class ModelAlgorithm(Algorithm):
             `steps`. This rank's `parameters` and `buffers` by name, and the state of its `optimizer`. In `vectors`, for each key
             a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
         """
-        self._check_open("algorithm_state_dict()")
-        self.wait()
+        self._in_place("algorithm_state_dict()")
         trained = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
         return {
             "steps": self.stats().steps,
@@ -320,8 +299,7 @@ class ModelAlgorithm(Algorithm):
     @torch.no_grad()
     def _load(self, states: list[Mapping[str, Any]]) -> None:
         """See `Algorithm._load`."""
-        self._check_open("load_algorithm_state_dict()")
-        self.wait()
+        several = self._in_place("load_algorithm_state_dict()")
         named = mean_of([{"parameters": one["parameters"], "buffers": one["buffers"]} for one in states])
         parameters = {name: p for name, p in self.module.named_parameters() if name in named["parameters"]}
         if differ := sorted(set(named["parameters"]) ^ (set(parameters) | set(self.flat.parameters))):
@@ -338,7 +316,7 @@ class ModelAlgorithm(Algorithm):
             buffers[name].data.copy_(values)
         self._optimizer.load_state_dict(load_states([one["optimizer"] for one in states]))
         self._take_steps(int(states[0]["steps"]))
-        if self._communicator.size == 1:
+        if not several:
             return
         self.restart()
         if len(states) == 1:
@@ -347,8 +325,3 @@ class ModelAlgorithm(Algorithm):
         else:
             # Other ranks have other neighbours, and their parameters are the mean now: it is the only common start.
             self.synchronize()
-
-
-def _views(bucket: Bucket) -> Iterator[tuple[torch.Tensor, slice]]:
-    for span in bucket.spans:
-        yield bucket.flat[span], span

@@ -71,6 +71,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "registry",
         "gradient_algorithm",
         "rounds/flat_parameters",
+        "rounds/means",
         "rounds/points",
         "rounds/states",
         "rounds/mixing",

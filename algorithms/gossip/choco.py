@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.algorithms.gossip.consensus_step import tuned
 from bagua_kernels.algorithms.gossip.differences import Differences
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Peers
+from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
@@ -80,6 +80,14 @@ class Choco(Differences):
         for bucket in self.flat.buckets:
             for key in ("own", "total"):
                 self.flat.kept(bucket, key).copy_(bucket.flat)
+
+    def disagreement(self) -> float:
+        """See `ModelAlgorithm.disagreement`; between this rank's public copy and the weighted mean of its neighbours'."""
+        return root_mean_square(
+            self.flat.kept(bucket, "total")[span] - self.flat.kept(bucket, "own")[span]
+            for bucket in self.flat.buckets
+            for span in bucket.own
+        )
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""

@@ -76,7 +76,7 @@ class D2(RoundAlgorithm):
         torch.sub(bucket.flat, correction, out=sent)
         # From here on it holds x+, of which `merge` takes what the parameters become.
         correction.copy_(bucket.flat)
-        yield from self.mixer.mix(bucket, sent, new, turn, self.number(bucket, turn))
+        yield from self.mix(bucket, sent, new, turn)
 
     def merge(self, bucket: Bucket) -> None:
         """See `RoundAlgorithm.merge`."""

@@ -59,7 +59,6 @@ class Decentralized(RoundAlgorithm):
             ValueError: the topology does not fit, nodes have different numbers of ranks, or as for `RoundAlgorithm`.
         """
         self.peers, self.hierarchical, self.nodes = peers, hierarchical, nodes
-        self.mixer: Mixer | None = None
         # Collectives inside nodes run one after the other on all ranks.
         self.several = hierarchical
         super().__init__(module, optimizer, **options)
@@ -76,19 +75,12 @@ class Decentralized(RoundAlgorithm):
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         mixed = self.flat.kept(bucket, "mixed", saved=False)
-        assert self.mixer is not None
-        if isinstance(self.mixer.topology, Complete) and not self.hierarchical:
+        if not self.hierarchical and self.mixer is not None and isinstance(self.mixer.topology, Complete):
             mixed.copy_(bucket.flat)
             yield self._communicator.all_reduce(mixed, ReduceOp.AVG)
             return
-        yield from self.mixer.mix(bucket, bucket.flat, mixed, turn, self.number(bucket, turn))
+        yield from self.mix(bucket, bucket.flat, mixed, turn)
 
     def merge(self, bucket: Bucket) -> None:
         """See `RoundAlgorithm.merge`."""
         bucket.flat.copy_(self.flat.kept(bucket, "mixed", saved=False))
-
-    def _stop(self) -> None:
-        """See `Algorithm._stop`."""
-        super()._stop()
-        if self.mixer is not None:
-            self.mixer.close()

@@ -53,6 +53,7 @@ class Differences(RoundAlgorithm):
         self.peers, self.seed = peers, seed
         self.alignment = self.codec.block
         self._guards: dict[int, _Guard] = {}
+        self._decay: float | None = None
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
         self._counts: dict[int, torch.Tensor] = {}
         super().__init__(module, optimizer, **options)
@@ -67,6 +68,7 @@ class Differences(RoundAlgorithm):
                 f"{type(self).__name__} keeps what its neighbours have, and expects one matrix for all steps, got "
                 f"{self.topology!r}: use a static topology such as a ring"
             )
+        self._decay = self.topology.rho()
         self.neighbours = self.topology.neighbours_in(mailbox.rank)
         self.weights = self.topology.weights(mailbox.rank)
         for bucket in self.flat.buckets:
@@ -125,6 +127,11 @@ class Differences(RoundAlgorithm):
                 out.add_(decoded)
         if mean:
             out.div_(len(weights))
+
+    @property
+    def decay(self) -> float | None:
+        """See `ModelAlgorithm.decay`."""
+        return self._decay
 
     def noise(self) -> float:
         """Returns the codec's squared error relative to what was encoded, |C(z) - z|^2 / |z|^2, when the guard last looked."""

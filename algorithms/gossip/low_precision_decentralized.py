@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.gossip.differences import Differences
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Peers
+from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -79,6 +79,19 @@ class LowPrecisionDecentralized(Differences):
             bucket.index: {rank: torch.cat([self.replica(bucket, rank)[span] for span in bucket.own]) for rank in ranks}
             for bucket in self.flat.buckets
         }
+
+    def disagreement(self) -> float:
+        """See `ModelAlgorithm.disagreement`; between this rank's replica and its first neighbour's."""
+        ranks = (self.mailbox.rank, *self.neighbours)[:2] if self._mailbox is not None else ()
+        return (
+            0.0
+            if len(ranks) < 2
+            else root_mean_square(
+                self.replica(bucket, ranks[0])[span] - self.replica(bucket, ranks[1])[span]
+                for bucket in self.flat.buckets
+                for span in bucket.own
+            )
+        )
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""

@@ -82,9 +82,8 @@ class StochasticGradientPush(RoundAlgorithm):
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         pushed = self.flat.kept(bucket, "pushed", saved=False)
-        number = self.number(bucket, turn)
         if not self._weighs:
-            yield from self.mixer.mix(bucket, bucket.flat, pushed, turn, number)
+            yield from self.mix(bucket, bucket.flat, pushed, turn)
             return
         numerator = self.flat.kept(bucket, "numerator")
         # What the parameters were set to, whatever their dtype.
@@ -92,7 +91,7 @@ class StochasticGradientPush(RoundAlgorithm):
         numerator.add_(bucket.flat.to(numerator.dtype) - before.to(numerator.dtype))
         # The last bucket brings the weight: those before have read the old one by then.
         last = bucket.index == len(self.flat.buckets) - 1
-        yield from self.mixer.mix(bucket, numerator, pushed, turn, number, self._weight if last else None)
+        yield from self.mix(bucket, numerator, pushed, turn, self._weight if last else None)
 
     def merge(self, bucket: Bucket) -> None:
         """See `RoundAlgorithm.merge`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -84,6 +84,7 @@ class Mixer:
         self._rank = self._ranks.index(mailbox.rank)
         self._flat = flat
         self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._decay: float | None = None
         self._disagreement: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -134,6 +135,13 @@ class Mixer:
         elements = sum(sum(span.stop - span.start for span in bucket.spans) for bucket in self._flat.buckets)
         return float((squares / max(1, elements)) ** 0.5)
 
+    @property
+    def decay(self) -> float:
+        """The factor by which a period of the topology shrinks differences at worst."""
+        if self._decay is None:
+            self._decay = self.topology.rho()
+        return self._decay
+
     def close(self) -> None:
         """Frees what `open` has opened; nothing here."""
 
@@ -142,6 +150,15 @@ class Mixer:
         if key not in self._rooms:
             self._rooms[key] = torch.zeros_like(like)
         return self._rooms[key]
+
+
+def root_mean_square(parts: Iterable[torch.Tensor]) -> float:
+    """Returns the root of the mean square of all elements of some tensors; 0 without elements."""
+    squares, elements = 0.0, 0
+    for part in parts:
+        squares += float(part.double().square().sum())
+        elements += part.numel()
+    return float((squares / max(1, elements)) ** 0.5)
 
 
 def _distance(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

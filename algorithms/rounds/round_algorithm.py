@@ -15,6 +15,7 @@ import torch
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
+from bagua_kernels.algorithms.rounds.mixing import Mixer
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
 from bagua_kernels.errors import CollectiveTimeoutError, RankLostError
@@ -77,6 +78,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._failure: BaseException | None = None
         self._joining = False
         self._wait_seconds = self._exchange_seconds = 0.0
+        self.mixer: Mixer | None = None
         super().__init__(module, optimizer, **options)
 
     @abc.abstractmethod
@@ -102,6 +104,22 @@ class RoundAlgorithm(ModelAlgorithm):
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         self._runtime = Runtime(self._communicator.device, _IN_FLIGHT, 1)
+
+    def disagreement(self) -> float:
+        """See `ModelAlgorithm.disagreement`."""
+        return 0.0 if self.mixer is None else self.mixer.disagreement()
+
+    @property
+    def decay(self) -> float | None:
+        """See `ModelAlgorithm.decay`."""
+        return None if self.mixer is None else self.mixer.decay
+
+    def mix(
+        self, bucket: Bucket, x: torch.Tensor, out: torch.Tensor, turn: int, scalar: torch.Tensor | None = None
+    ) -> Iterator[Work]:
+        """Calls `Mixer.mix`."""
+        assert self.mixer is not None
+        yield from self.mixer.mix(bucket, x, out, turn, self.number(bucket, turn), scalar)
 
     def at_forward(self, training: bool) -> None:
         """See `ModelAlgorithm.at_forward`."""
@@ -261,6 +279,8 @@ class RoundAlgorithm(ModelAlgorithm):
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
         super()._stop()
+        if self.mixer is not None:
+            self.mixer.close()
         if self._runtime is not None:
             self._runtime.close()
 

@@ -1,0 +1,70 @@
+"""Means of parameters and buffers over all ranks, and how far ranks are from them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, ReduceOp
+
+
+def put_means(flat: FlatParameters, source: Callable[[Bucket], torch.Tensor], communicator: Communicator) -> None:
+    """Writes the means of vectors into the parameters; collective.
+
+    Args:
+        flat: the parameters.
+        source: returns the vector of a bucket whose mean is taken, in float32 at least.
+        communicator: of all ranks.
+    """
+    flat.check()
+    for bucket in flat.buckets:
+        vector = source(bucket)
+        mean = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
+        communicator.all_reduce(mean, ReduceOp.AVG).wait()
+        bucket.flat.copy_(mean)
+
+
+def floating_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the buffers that have a mean."""
+    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+
+
+def put_buffer_means(module: torch.nn.Module, communicator: Communicator) -> None:
+    """Writes the means of buffers of floating point into them, without a new version for autograd; collective."""
+    average(floating_buffers(module), communicator, write=_write)
+
+
+@contextlib.contextmanager
+def restored(flat: FlatParameters, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Puts parameters and buffers back at the end of the block."""
+    own = [bucket.flat.clone() for bucket in flat.buckets]
+    values = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for bucket, vector in zip(flat.buckets, own, strict=True):
+            bucket.flat.copy_(vector)
+        for buffer, each in zip(buffers, values, strict=True):
+            _write(buffer, each)
+
+
+def distance_from_mean(flat: FlatParameters, communicator: Communicator) -> float:
+    """Returns sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64; collective."""
+    squares = []
+    for bucket in flat.buckets:
+        mean = bucket.flat.double()
+        communicator.all_reduce(mean, ReduceOp.AVG).wait()
+        squares += [float((bucket.flat[span].double() - mean[span]).square().sum()) for span in bucket.spans]
+    total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=communicator.device)
+    communicator.all_reduce(total).wait()
+    return math.sqrt(float(total) / communicator.size)
+
+
+def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    buffer.data.copy_(values)
