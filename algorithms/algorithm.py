@@ -96,6 +96,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self.broadcast_buffers = broadcast_buffers or average_buffers
         self.average_buffers = average_buffers
         self._steps_alone = 0
+        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
         self._communicator = self._world.duplicate()
         self._setup_bytes = 0
@@ -124,6 +125,7 @@ class Algorithm(WrappedModule, abc.ABC):
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         problem = exchanging(module, Algorithm) or taken(trained) or self._misfit(trained)
         check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
+        self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
             optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
@@ -166,6 +168,15 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _before_forward(self) -> None:
         """What has to happen on all ranks before a forward pass."""
+
+    def _check_untrained(self) -> None:
+        """Raises if a parameter is trained that was frozen when the module was wrapped: replicas would drift apart."""
+        for name, parameter in self._untrained:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was frozen when the module was wrapped, so that it is not exchanged: "
+                    "wrap the module again after requires_grad_(True), or wrap it before you freeze parameters"
+                )
 
     def _synchronize_buffers(self, source: int = 0, average: bool = True) -> None:
         """Gives all ranks the buffers of rank `source`, or where that is asked for their means."""
@@ -320,6 +331,17 @@ def _world(module: torch.nn.Module) -> Communicator:
         return comm.world()
     first = next(module.parameters(), None)
     return comm.init(device=None if first is None else first.device)
+
+
+def check_keys(name: str, states: Sequence[Mapping[str, Any]], expected: set[str]) -> None:
+    """Raises unless the states of an algorithm have the keys that they are expected to have.
+
+    Raises:
+        ValueError: one has others.
+    """
+    for one in states:
+        if set(one) != expected:
+            raise ValueError(f"expected the state of {name} with the keys {sorted(expected)}, got {sorted(one)}")
 
 
 def _may_differ(kind: type) -> frozenset[str]:

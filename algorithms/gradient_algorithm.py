@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.algorithm import Algorithm, Options
+from bagua_kernels.algorithms.algorithm import Algorithm, Options, check_keys
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.exchange import Exchange
@@ -97,7 +97,6 @@ class GradientAlgorithm(Algorithm):
         self._in_flight, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
         self._engine: Engine | None = None
         self._all_communicators: list[Communicator] = []
-        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
         self._joining = False
         self._announced: int | None = None
         super().__init__(module, optimizer, **options)
@@ -133,7 +132,6 @@ class GradientAlgorithm(Algorithm):
         members = [Member(name, p, *self.place(name, p), sparse=p in rows) for name, p in trained]
         dense = {m.name: m.parameter for m in members if not m.sparse}
         steps = BackwardSteps(optimizer, dense) if self._applies else None
-        self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         if not members:
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
@@ -172,15 +170,6 @@ class GradientAlgorithm(Algorithm):
                 source = self._announced if self._announced is not None else self._announce(1.0)
             self._announced = None
             self._synchronize_buffers(source, average=not self._joining)
-
-    def _check_untrained(self) -> None:
-        """Raises if a parameter is trained that was frozen when the module was wrapped: replicas would drift apart."""
-        for name, parameter in self._untrained:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when the module was wrapped, so that its gradients are not exchanged: "
-                    "wrap the module again after requires_grad_(True), or wrap it before you freeze parameters"
-                )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,11 +272,7 @@ class GradientAlgorithm(Algorithm):
 
     def load_algorithm_state_dict(self, state: Any) -> None:
         """See `Algorithm.load_algorithm_state_dict`."""
-        for one in [state] if isinstance(state, Mapping) else list(state):
-            if set(one) != _STATE:
-                raise ValueError(
-                    f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
-                )
+        check_keys(type(self).__name__, [state] if isinstance(state, Mapping) else list(state), _STATE)
         super().load_algorithm_state_dict(state)
 
     def _load(self, states: list[Mapping[str, Any]]) -> None:

@@ -11,21 +11,15 @@ from typing import Any, TypedDict
 
 import torch
 
-from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.algorithm import Algorithm, check_keys
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.algorithms.rounds.means import (
-    distance_from_mean,
-    floating_buffers,
-    put_buffer_means,
-    put_means,
-    restored,
-)
-from bagua_kernels.algorithms.rounds.points import Points
-from bagua_kernels.algorithms.rounds.states import averaged_states, load_states
+from bagua_kernels.algorithms.rounds.means import distance_from_mean, put_means, restored
+from bagua_kernels.algorithms.rounds.points import Points, misfit
+from bagua_kernels.algorithms.rounds.states import averaged_states, load_states, module_state, put_module_state
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, open_mailbox
+from bagua_kernels.errors import follow_up
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
@@ -96,26 +90,15 @@ class ModelAlgorithm(Algorithm):
         self._bucket_bytes, self._scaler = bucket_bytes, scaler
         self._optimizer = optimizer
         self._steps = 0
+        self._failure: BaseException | None = None
         self._mailbox: Mailbox | None = None
         self._points: Points | None = None
         self.flat = FlatParameters({})
         super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
 
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
-        """See `Algorithm._misfit`: steps of another optimizer would be lost, for exchanges belong to this one's."""
-        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
-        if lacking := [name for name, parameter in trained.items() if parameter not in stepped]:
-            return (
-                f"the optimizer does not have the trainable parameters {lacking[:3]}: give all to one optimizer, or freeze "
-                "those that are not trained"
-            )
-        others = stepped - set(trained.values())
-        if any(parameter.requires_grad for parameter in others):
-            return (
-                "the optimizer has parameters that the module does not have, and that would not be exchanged: wrap one module "
-                "that holds all"
-            )
-        return ""
+        """See `Algorithm._misfit`."""
+        return misfit(self._optimizer, trained)
 
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
@@ -185,8 +168,7 @@ class ModelAlgorithm(Algorithm):
         Optimizer states stay local, unless `average_states` is True.
         """
         if self._in_place("synchronize()"):
-            put_means(self.flat, self.mean_source, self._communicator)
-            put_buffer_means(self.module, self._communicator)
+            put_means(self.module, self.flat, self.mean_source, self._communicator)
             if self.average_states:
                 self._optimizer.load_state_dict(averaged_states(self._optimizer.state_dict(), self._communicator))
             self.restart()
@@ -197,13 +179,10 @@ class ModelAlgorithm(Algorithm):
 
         Buffers of floating point are averaged, too. Within the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
-        if not self._in_place("averaged()"):
-            yield
-            return
-        with restored(self.flat, floating_buffers(self.module)):
-            with torch.no_grad():
-                put_means(self.flat, self.mean_source, self._communicator)
-                put_buffer_means(self.module, self._communicator)
+        several = self._in_place("averaged()")
+        with restored(self.module, self.flat):
+            if several:
+                put_means(self.module, self.flat, self.mean_source, self._communicator)
             yield
 
     @torch.no_grad()
@@ -239,7 +218,7 @@ class ModelAlgorithm(Algorithm):
 
     def close(self) -> None:
         """See `Algorithm.close`; what is under way is put in place before."""
-        if not self._closed:
+        if not self._closed and self._failure is None:
             self.wait()
         super().close()
 
@@ -249,6 +228,20 @@ class ModelAlgorithm(Algorithm):
             self._points.close()
         if self._mailbox is not None:
             self._mailbox.leave(f"{type(self).__name__} was closed")
+        if self._failure is not None:
+            # Other ranks may not come to a farewell.
+            for each in self._communicators():
+                each.abort(f"an exchange failed: {self._failure}")
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all exchanges: other ranks that wait for this one raise."""
+        self._failure = error
+        self.mailbox.leave(f"an exchange failed: {error}")
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            text = f"this {type(self).__name__} cannot go on since an exchange failed: {self._failure}"
+            raise follow_up(self._failure, text) from self._failure
 
     def _take_steps(self, steps: int) -> None:
         super()._take_steps(steps)
@@ -273,11 +266,9 @@ class ModelAlgorithm(Algorithm):
             a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
         """
         self._in_place("algorithm_state_dict()")
-        trained = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
         return {
             "steps": self.stats().steps,
-            "parameters": {**trained, **self.flat.named()},
-            "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+            **module_state(self.module),
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "vectors": self.flat.state(),
             "numbers": self.numbers(),
@@ -286,42 +277,22 @@ class ModelAlgorithm(Algorithm):
     def load_algorithm_state_dict(self, state: Any) -> None:
         """See `Algorithm.load_algorithm_state_dict`.
 
-        If the number of ranks has changed, each rank begins with the mean of parameters, buffers and optimizer states.
+        If the number of ranks has changed, each rank begins with the mean of parameters, buffers and optimizer states. Vectors
+        begin anew then, for a rank has other neighbours.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        for one in states:
-            if set(one) != _STATE:
-                raise ValueError(
-                    f"expected the state of {type(self).__name__} with the keys {sorted(_STATE)}, got {sorted(one)}"
-                )
+        check_keys(type(self).__name__, states, _STATE)
         self._load(states)
 
     @torch.no_grad()
     def _load(self, states: list[Mapping[str, Any]]) -> None:
         """See `Algorithm._load`."""
         several = self._in_place("load_algorithm_state_dict()")
-        named = mean_of([{"parameters": one["parameters"], "buffers": one["buffers"]} for one in states])
-        parameters = {name: p for name, p in self.module.named_parameters() if name in named["parameters"]}
-        if differ := sorted(set(named["parameters"]) ^ (set(parameters) | set(self.flat.parameters))):
-            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
-        for name, parameter in parameters.items():
-            values = named["parameters"][name]
-            if values.shape != parameter.shape:
-                raise ValueError(
-                    f"the state of {name!r} has shape {tuple(values.shape)}, the parameter {tuple(parameter.shape)}"
-                )
-            parameter.data.copy_(values)
-        buffers = dict(self.module.named_buffers())
-        for name, values in named.get("buffers", {}).items():
-            buffers[name].data.copy_(values)
+        put_module_state(self.module, states)
         self._optimizer.load_state_dict(load_states([one["optimizer"] for one in states]))
         self._take_steps(int(states[0]["steps"]))
-        if not several:
-            return
-        self.restart()
-        if len(states) == 1:
+        if several:
+            self.restart()
+        if several and len(states) == 1:
             self.flat.load(states[0]["vectors"])
             self.load_numbers(states[0]["numbers"])
-        else:
-            # Other ranks have other neighbours, and their parameters are the mean now: it is the only common start.
-            self.synchronize()

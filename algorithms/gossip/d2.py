@@ -61,9 +61,9 @@ class D2(RoundAlgorithm):
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
         topology = topology_of(self.peers, mailbox.size)
-        topology.check(self._communicator, "symmetric")
-        check_spectrum(topology)
         self.mixer = Mixer(mailbox, topology, self.flat)
+        self.mixer.check(self._communicator, "symmetric")
+        check_spectrum(topology)
 
     def restart(self) -> None:
         """See `ModelAlgorithm.restart`."""

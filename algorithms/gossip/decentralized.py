@@ -70,7 +70,7 @@ class Decentralized(RoundAlgorithm):
             self.mixer = ShardedMixer(self._communicator, mailbox, self.peers, self.nodes, self.flat)
         else:
             self.mixer = Mixer(mailbox, topology_of(self.peers, mailbox.size), self.flat)
-        self.mixer.topology.check(self.mixer.communicator or self._communicator, "doubly")
+        self.mixer.check(self._communicator, "doubly")
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""

@@ -10,6 +10,7 @@ from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
 from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Nodes, ReduceOp, Work
+from bagua_kernels.comm.topology import Needs
 from bagua_kernels.comm.work import FINISHED
 
 
@@ -50,11 +51,17 @@ class ShardedMixer(Mixer):
         ranks = [node[self._place] for node in nodes.members]
         super().__init__(mailbox, topology_of(peers, len(ranks)), flat, ranks=ranks)
         local = communicator.split(nodes.members[own])
-        across = communicator.split(ranks)
         assert local is not None
         self._local: Communicator = local
-        self.communicator = across
+        self.communicators = [local]
         self._vectors: dict[int, list[torch.Tensor]] = {}
+
+    def check(self, communicator: Communicator, needs: Needs) -> None:
+        """See `Mixer.check`; ranks of one place on all nodes compare theirs."""
+        across = communicator.split(self._ranks)
+        assert across is not None
+        with across:
+            self.topology.check(across, needs)
 
     @torch.no_grad()
     def mix(
@@ -79,9 +86,3 @@ class ShardedMixer(Mixer):
         yield from super().mix(bucket, shard, mixed, turn, number, scalar)
         yield self._local.all_gather(whole, mixed)
         out.copy_(whole[: out.numel()])
-
-    def close(self) -> None:
-        """See `Mixer.close`."""
-        for communicator in (self._local, self.communicator):
-            if communicator is not None:
-                communicator.abort("the algorithm was closed")

@@ -58,8 +58,8 @@ class StochasticGradientPush(RoundAlgorithm):
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
         topology = topology_of(self.peers, mailbox.size)
-        topology.check(self._communicator, "columns")
         self.mixer = Mixer(mailbox, topology, self.flat)
+        self.mixer.check(self._communicator, "columns")
         self._weighs = not topology.doubly_stochastic
         self._weight = self._weight.to(mailbox.device)
 

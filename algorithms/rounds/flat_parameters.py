@@ -98,25 +98,6 @@ class FlatParameters:
         """Returns the number of vectors beside the model, counted in models."""
         return len({key for _, key in self._vectors})
 
-    def named(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of each parameter's values, by name."""
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-
-    def load_named(self, values: Named) -> None:
-        """Writes values into the parameters.
-
-        Raises:
-            ValueError: the names or a shape differ.
-        """
-        if differ := sorted(set(values) ^ set(self.parameters)):
-            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
-        for name, parameter in self.parameters.items():
-            if values[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the state of {name!r} has shape {tuple(values[name].shape)}, the parameter {tuple(parameter.shape)}"
-                )
-            parameter.data.copy_(values[name])
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name."""
         state: dict[str, dict[str, torch.Tensor]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,12 +13,16 @@ from bagua_kernels.algorithms.wrapping.replicas import average
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 
+Source = Callable[[Bucket], torch.Tensor]
 
-def put_means(flat: FlatParameters, source: Callable[[Bucket], torch.Tensor], communicator: Communicator) -> None:
-    """Writes the means of vectors into the parameters; collective.
+
+@torch.no_grad()
+def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, communicator: Communicator) -> None:
+    """Writes means over all ranks into parameters, and into buffers of floating point; collective.
 
     Args:
-        flat: the parameters.
+        module: with the buffers, which get no new version for autograd.
+        flat: its parameters.
         source: returns the vector of a bucket whose mean is taken, in float32 at least.
         communicator: of all ranks.
     """
@@ -28,22 +32,14 @@ def put_means(flat: FlatParameters, source: Callable[[Bucket], torch.Tensor], co
         mean = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
         communicator.all_reduce(mean, ReduceOp.AVG).wait()
         bucket.flat.copy_(mean)
-
-
-def floating_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the buffers that have a mean."""
-    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-
-
-def put_buffer_means(module: torch.nn.Module, communicator: Communicator) -> None:
-    """Writes the means of buffers of floating point into them, without a new version for autograd; collective."""
-    average(floating_buffers(module), communicator, write=_write)
+    average(_floating_buffers(module), communicator, write=_write)
 
 
 @contextlib.contextmanager
-def restored(flat: FlatParameters, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Puts parameters and buffers back at the end of the block."""
+def restored(module: torch.nn.Module, flat: FlatParameters) -> Iterator[None]:
+    """Puts parameters and buffers of floating point back at the end of the block."""
     own = [bucket.flat.clone() for bucket in flat.buckets]
+    buffers = _floating_buffers(module)
     values = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -64,6 +60,10 @@ def distance_from_mean(flat: FlatParameters, communicator: Communicator) -> floa
     total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=communicator.device)
     communicator.all_reduce(total).wait()
     return math.sqrt(float(total) / communicator.size)
+
+
+def _floating_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.topology import (
     Complete,
     Lazy,
+    Needs,
     OnePeerExponential,
     RandomMatching,
     Ring,
@@ -63,7 +64,7 @@ class Mixer:
 
     Attributes:
         topology: the mixing matrices.
-        communicator: of the ranks that the topology mixes, if these are not all.
+        communicators: that it has opened.
     """
 
     def __init__(
@@ -79,13 +80,22 @@ class Mixer:
         """
         self.mailbox = mailbox
         self.topology = topology
-        self.communicator: Communicator | None = None
+        self.communicators: list[Communicator] = []
         self._ranks = list(range(mailbox.size)) if ranks is None else list(ranks)
         self._rank = self._ranks.index(mailbox.rank)
         self._flat = flat
         self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._decay: float | None = None
         self._disagreement: dict[int, torch.Tensor] = {}
+
+    def check(self, communicator: Communicator, needs: Needs) -> None:
+        """Calls `Topology.check`; collective.
+
+        Args:
+            communicator: of all ranks of the mailbox.
+            needs: as for `Topology.check`.
+        """
+        self.topology.check(communicator, needs)
 
     @torch.no_grad()
     def mix(
@@ -141,9 +151,6 @@ class Mixer:
         if self._decay is None:
             self._decay = self.topology.rho()
         return self._decay
-
-    def close(self) -> None:
-        """Frees what `open` has opened; nothing here."""
 
     def _room(self, bucket: Bucket, place: int, like: torch.Tensor) -> torch.Tensor:
         key = (bucket.index, place, like.dtype)

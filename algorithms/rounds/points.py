@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -87,3 +87,26 @@ class Points:
         if listener is not None:
             self._counted = True
             listener.at_step_end()
+
+
+def misfit(optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter]) -> str:
+    """Returns why an optimizer does not fit a module; empty if it has the module's trainable parameters and no others.
+
+    Steps of another optimizer would be lost, for exchanges belong to this one's.
+
+    Args:
+        optimizer: whose steps exchanges belong to.
+        trained: the module's trainable parameters, by name.
+    """
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if lacking := [name for name, parameter in trained.items() if parameter not in stepped]:
+        return (
+            f"the optimizer does not have the trainable parameters {lacking[:3]}: give all to one optimizer, or freeze those "
+            "that are not trained"
+        )
+    if any(parameter.requires_grad for parameter in stepped - set(trained.values())):
+        return (
+            "the optimizer has parameters that the module does not have, and that would not be exchanged: wrap one module "
+            "that holds all"
+        )
+    return ""

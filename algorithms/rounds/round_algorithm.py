@@ -17,7 +17,7 @@ from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
 from bagua_kernels.algorithms.rounds.mixing import Mixer
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.errors import CollectiveTimeoutError, RankLostError
 
 _IN_FLIGHT = 2
@@ -75,7 +75,6 @@ class RoundAlgorithm(ModelAlgorithm):
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
-        self._failure: BaseException | None = None
         self._joining = False
         self._wait_seconds = self._exchange_seconds = 0.0
         self.mixer: Mixer | None = None
@@ -155,6 +154,7 @@ class RoundAlgorithm(ModelAlgorithm):
         if self._runtime is None or (self._steps + 1) % self.interval:
             return
         self.flat.check()
+        self._check_untrained()
         if self._joining:
             self._tell(_TAKES_PART)
         turn, self._under_way = self._steps // self.interval, True
@@ -192,17 +192,6 @@ class RoundAlgorithm(ModelAlgorithm):
         except BaseException as error:
             self._fail(error)
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        if self._mailbox is not None:
-            self._mailbox.leave(f"an exchange failed: {error}")
-
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"this {type(self).__name__} cannot go on since an exchange failed: {self._failure}"
-            ) from self._failure
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -279,10 +268,12 @@ class RoundAlgorithm(ModelAlgorithm):
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
         super()._stop()
-        if self.mixer is not None:
-            self.mixer.close()
         if self._runtime is not None:
             self._runtime.close()
+
+    def _communicators(self) -> list[Communicator]:
+        """See `Algorithm._communicators`."""
+        return [*super()._communicators(), *([] if self.mixer is None else self.mixer.communicators)]
 
     def _counters(self) -> EngineCounters:
         return EngineCounters(self._steps, self._wait_seconds, self._exchange_seconds)

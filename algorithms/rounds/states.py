@@ -1,4 +1,4 @@
-"""Means of optimizer states."""
+"""States of modules and optimizers: copies, and means over ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,38 @@ from typing import Any
 
 import torch
 
+from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.comm import Communicator, ReduceOp
 
 _COUNTERS = ("step",)  # of a parameter's state: numbers of updates are no vectors
+
+
+def module_state(module: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns copies of a module's trainable `parameters` and of its `buffers`, by name."""
+    return {
+        "parameters": {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad},
+        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+    }
+
+
+@torch.no_grad()
+def put_module_state(module: torch.nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
+    """Writes what `module_state` returned on one rank, or the mean of several, into a module.
+
+    Raises:
+        ValueError: the names or a shape differ.
+    """
+    named = mean_of([{key: one[key] for key in ("parameters", "buffers")} for one in states])
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if differ := sorted(set(named.get("parameters", {})) ^ set(trained)):
+        raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+    buffers = dict(module.named_buffers())
+    for key, tensors in (("parameters", trained), ("buffers", buffers)):
+        for name, values in named.get(key, {}).items():
+            if name not in tensors or values.shape != tensors[name].shape:
+                found = tuple(tensors[name].shape) if name in tensors else "none"
+                raise ValueError(f"the state of {name!r} has shape {tuple(values.shape)}, the module's is {found}")
+            tensors[name].data.copy_(values)
 
 
 def averaged_states(state: Mapping[str, Any], communicator: Communicator) -> dict[str, Any]:

@@ -55,15 +55,19 @@ def weighted_sum(values: Mapping[int, torch.Tensor], weights: Mapping[int, float
     mean = all(weight == 1 / len(weights) for weight in weights.values())
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
     product: torch.Tensor | None = None
-    for place, (peer, weight) in enumerate(weights.items()):
-        value = values[peer].to(wide)
-        if not place:
-            total.copy_(value) if mean else torch.mul(value, weight, out=total)
-        elif mean:
-            total.add_(value)
+    first, *others = weights.items()
+    if mean and others:
+        # Two in one pass over memory.
+        second, *others = others
+        torch.add(values[first[0]].to(wide), values[second[0]].to(wide), out=total)
+    else:
+        torch.mul(values[first[0]].to(wide), first[1], out=total)
+    for peer, weight in others:
+        if mean:
+            total.add_(values[peer].to(wide))
         else:
             # The product is rounded before it is added: `alpha` would round once, and only on some processors.
-            product = torch.mul(value, weight, out=product)
+            product = torch.mul(values[peer].to(wide), weight, out=product)
             total.add_(product)
     if mean and len(weights) > 1:
         total.div_(len(weights))
