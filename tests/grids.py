@@ -136,6 +136,18 @@ def one_of_each(cases: Iterable[Any], *keys: Callable[[Any], Any], cover: int = 
     ]
 
 
+def only(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Returns the cases of a list, all but those kept marked so that they run with `--all` only.
+
+    For tests whose subject is not what the cases are, so that a few will do.
+    """
+    cases = list(cases)
+    missing = [case for case in kept if case not in cases]
+    if missing:
+        raise ValueError(f"got {missing!r} to keep, expected some of {cases!r}")
+    return [case if case in kept else _beyond(case) for case in cases if EVERYTHING or case in kept]
+
+
 def _beyond(case: Any) -> Any:
     if isinstance(case, ParameterSet):
         return pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.beyond])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import grids
-from tests.grids import covering, folded, grid, one_of_each
+from tests.grids import covering, folded, grid, one_of_each, only
 
 ROOT = Path(__file__).parents[1]
 AXES = {"a": ["x", "y", "z"], "b": range(5), "c__d": {"first": (1, 2), "second": (3, 4)}, "e": [False, True]}
@@ -105,6 +105,18 @@ def test_axis_that_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = grid(word=one_of_each(words, len), n=[1, 2])
     assert items(everything) == list(itertools.product(words, [1, 2]))
     assert {case.values[0] for case in everything.args[1] if case.marks} == {"two"}
+
+
+def test_only_keeps_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [("a", 1), ("a", 2), ("b", 1)]
+    monkeypatch.setattr(grids, "EVERYTHING", False)
+    assert only(cases, ("a", 2)) == [("a", 2)]
+    monkeypatch.setattr(grids, "EVERYTHING", True)
+    everything = grid(word__n=only(cases, ("a", 2)))
+    assert items(everything) == cases
+    assert [bool(case.marks) for case in everything.args[1]] == [True, False, True]
+    with pytest.raises(ValueError, match=r"got \[\('c', 1\)\] to keep"):
+        only(cases, ("a", 2), ("c", 1))
 
 
 def test_folded_runs_all_and_names_what_fails() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba.core import caching
 
-from bagua_kernels.compression import Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
+from bagua_kernels.compression import BlockCodec, Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
 from bagua_kernels.jit import _numba_cpu
 from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import vocabulary as tl
@@ -90,6 +90,7 @@ def test_a_rule_is_not_compiled_with_what_its_first_caller_may_do() -> None:
         assert kernel(x, x, x * x) == 0
 
 
+@pytest.mark.threads
 def test_kernels_run_from_several_threads_at_once() -> None:
     """The training and the communication thread both launch; Numba's own thread layer would end the process."""
     codec = MinMaxUInt8()
@@ -100,6 +101,7 @@ def test_kernels_run_from_several_threads_at_once() -> None:
             assert torch.equal(payload, expected)
 
 
+@pytest.mark.threads
 def test_torch_keeps_its_threads() -> None:
     before = torch.get_num_threads()
     try:
@@ -118,9 +120,12 @@ def made(codec: Codec, x: torch.Tensor) -> list[torch.Tensor]:
     sums = [codec.decode_sum(payloads, torch.empty_like(x), 0.5), codec.reduce(payloads, x.numel(), scale=0.5, seed=3)]
     feedback = ErrorFeedback(codec)
     kept = [feedback.encode("x", x, seed=seed) for seed in (4, 5)]
+    if isinstance(codec, BlockCodec):
+        kept.append(codec.encode_pieces([x[:70_001], x[70_001:]], seed=6))
     return [payloads, codec.decode(payloads[0], torch.empty_like(x)), *sums, *kept]
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("codec", [TopK(0.01), ThresholdTopK(0.01), RandomK(0.01), MinMaxUInt8()], ids=repr)
 def test_number_of_threads_does_not_matter(codec: Codec) -> None:
     """One thread takes all chunks and blocks in turn, without a parallel launch."""
