@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from bagua_kernels.compression import (
     FP8,
@@ -18,7 +17,7 @@ from bagua_kernels.compression import (
     Sign,
     TernGrad,
 )
-from tests.grids import one_of_each
+from tests.grids import one_of_each, only
 from tests.oracles.block_rules import Spec
 
 
@@ -79,14 +78,23 @@ STOCHASTIC = [
 ALL = [*NEAREST, *STOCHASTIC]
 
 
-def sampled(cases: list[Case]) -> list[Any]:
-    """Returns the cases, with those marked `beyond` that have nothing which no other has: each compiles a dozen kernels."""
-    return one_of_each(
-        cases,
-        lambda case: type(case.codec),
-        lambda case: (case.spec.kind, case.spec.norm),
-        lambda case: (case.spec.bits, case.spec.format, case.spec.means),
-        lambda case: case.codec.block,
-        lambda case: (case.spec.kind, case.codec.stochastic),
-        cover=1,
-    )
+# With those marked `beyond` that have nothing which no other has: each compiles kernels of its own.
+SAMPLED = one_of_each(
+    ALL,
+    lambda case: type(case.codec),
+    lambda case: (case.spec.kind, case.spec.norm),
+    lambda case: (case.spec.bits, case.spec.format, case.spec.means),
+    lambda case: case.codec.block,
+    lambda case: (case.spec.kind, case.codec.stochastic),
+    cover=1,
+)
+
+
+# For what codecs do alike, each of them in a kernel of its own: one for each kind of rule and of rounding.
+_CHOSEN = one_of_each(
+    [case for case in SAMPLED if isinstance(case, Case)],
+    lambda case: case.spec.kind,
+    lambda case: (case.codec.stochastic, case.spec.means, case.spec.norm),
+    cover=1,
+)
+FEW = only(ALL, *(case for case in _CHOSEN if isinstance(case, Case)))

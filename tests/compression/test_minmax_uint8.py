@@ -51,7 +51,7 @@ def test_same_bytes_as_the_oracle(target: Target, n: int, dtype: torch.dtype, se
 @pytest.mark.parametrize("block", [32, 4096])
 def test_other_blocks(target: Target, block: int) -> None:
     codec = MinMaxUInt8(block, stochastic=True)
-    n = 2 * block + 5 if EMULATED else 4 * 4096 + 5
+    n = block + 5 if EMULATED else 4 * 4096 + 5
     x = vector(n, torch.float32)
     payload = codec.encode(x.to(target.device), seed=SEED)
     assert np.array_equal(payload.cpu().numpy(), oracle.encode(x.numpy(), block, SEED))
@@ -77,7 +77,7 @@ def test_reduce_is_decode_sum_encode(target: Target, n: int, ranks: int, seed: i
         assert equal(total, rounded(oracle.decode_sum(plain, n, scale), dtype))
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 3e38])
+@pytest.mark.parametrize("scale", [1e-38, 3e38] if EMULATED else [1e-38, 1e-30, 1.0, 1e30, 3e38])
 @folded(kind=KINDS)
 def test_kinds_and_scales(target: Target, kind: str, scale: float) -> None:
     n = 300 if EMULATED else 1009
@@ -90,7 +90,7 @@ def test_kinds_and_scales(target: Target, kind: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@folded(bad=[float("inf"), float("-inf"), float("nan"), -float("nan")])
+@folded(bad=[float("-inf"), float("nan")] if EMULATED else [float("inf"), float("-inf"), float("nan"), -float("nan")])
 def test_non_finite_blocks_decode_to_nan(target: Target, bad: float, dtype: torch.dtype) -> None:
     x = vector(700, dtype)
     x[300] = bad
@@ -133,7 +133,7 @@ def test_where_baguas_formula_leaves_the_byte(target: Target, values: tuple[floa
     assert np.all(np.abs(decoded.astype(np.float64) - x) <= oracle.error_bound(x))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e8, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e8] if EMULATED else [1e-30, 1e-8, 1e8, 1e30])
 def test_scaling_the_input_scales_the_output(target: Target, scale: float) -> None:
     x = torch.from_numpy(make("gaussian", 1000, 1.0, 1)).to(target.device)
     codec = MinMaxUInt8()

@@ -68,7 +68,7 @@ def test_kinds(target: Target, kind: str, codec: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), ThresholdTopK(0.05)], ids=repr)
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 1e-44])
+@pytest.mark.parametrize("value", [-0.0, -3.5] if EMULATED else [0.0, -0.0, 1.0, -3.5, 1e-44])
 def test_ties_go_to_the_lowest_index(target: Target, value: float, codec: Any) -> None:
     n = 300 if EMULATED else 70_001
     check(codec, np.full(n, value, np.float32), target)
@@ -238,7 +238,7 @@ def test_feedback_keeps_nothing_that_is_not_finite(target: Target, codec: Any, m
 def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, bad: float, side: str) -> None:
     """At the element itself, whether the seed draws it or not; others' residuals stay, and its own is finite."""
     n = 60
-    for place in range(0, n, 20 if EMULATED else 1):
+    for place in range(0, n, 30 if EMULATED else 1):
         x, residual = (torch.from_numpy(make("gaussian", n, 1.0, i)).to(target.device) for i in (1, 2))
         (x if side == "vector" else residual)[place] = bad
         total, before = residual + x, residual.clone()
