@@ -85,16 +85,21 @@ def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
         told = "" if one["met"] is None else "met" if one["met"] else "[bold]MISSED[/bold]"
         grid.add_row(
             one["label"],
-            f"{one['loss']:.4f}",
-            f"{one['loss_ratio']:.3f}",
-            " ".join(f"{ratio:.3f}" for ratio in one["loss_ratios"]),
-            f"{one['accuracy']:.2%}",
-            f"{one['accuracy_difference'] * 100:+.2f}",
-            f"{one['bytes_per_step']:,.0f}",
+            cell(one["loss"], ".4f"),
+            cell(one["loss_ratio"], ".3f"),
+            " ".join(cell(ratio, ".3f") for ratio in one["loss_ratios"]),
+            cell(one["accuracy"], ".2%"),
+            cell(one["accuracy_difference"] * 100, "+.2f"),
+            cell(one["bytes_per_step"], ",.0f"),
             f"{statistics.fmean(r['seconds'] for r in one['runs']):.0f}",
             f"{one['bar']} {told}",
         )
     return grid
+
+
+def cell(value: float, form: str) -> str:
+    """The value as text, a dash if it is NaN."""
+    return "–" if math.isnan(value) else format(value, form)
 
 
 def finite(value: Any) -> Any:
