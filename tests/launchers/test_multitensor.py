@@ -25,6 +25,8 @@ BITS = {FLOAT64: torch.int64, FLOAT32: torch.int32, FLOAT16: torch.int16, BFLOAT
 SIMULATED = knobs.CUDA_SIMULATOR.get()
 SIZES = (1, 3, 0, 255) if SIMULATED else (1, 3, 0, 255, 1024, 4096, 5000)
 RULES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
+# An emulated run shows the launcher, for which rules differ in what they read and write.
+SHOWN = one_of_each(RULES, lambda rule: (rule.arrays, rule.sums, rule.writes)) if EMULATED else RULES
 
 # What a rule's scalars may be, by their names: with and without each term, and on both sides of each threshold.
 VALUES = {
@@ -139,11 +141,7 @@ def check(variant: Variant, before: Columns, after: Columns, rows: Any, keys: An
             assert sums[t].tolist() == pytest.approx(totals, rel=1e-9, abs=0)
 
 
-# An emulated run shows the launcher, for which rules differ in what they read and write.
-SHAPES_OF_RULES = one_of_each(RULES, lambda rule: (rule.arrays, rule.sums, rule.writes))
-
-
-@pytest.mark.parametrize("rule", SHAPES_OF_RULES if EMULATED else RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", SHOWN, ids=lambda rule: rule.name)
 def test_every_rule(target: Target, rule: ElementwiseRule) -> None:
     variant = variant_of(rule)
     before, after, rows = prepared(target, variant, SIZES, special=not rule.sums)
