@@ -14,6 +14,7 @@ from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt8
 from bagua_kernels.optim.step.part import Part
 from bagua_kernels.optim.watch import sweep
+from tests.grids import grid
 
 SHAPES = [(3, 5), (1, 1), (130, 2)]
 # Some of those that have a counter, a flag that no state has, or neither; and all that are not torch's.
@@ -46,7 +47,10 @@ def decaying(p: Any, g: Any, m: Any, lr: Any, step: Any) -> Any:
 DECAYING = optim.rule_optimizer("Decaying", decaying, state={"m": 0.0}, defaults={"lr": 0.1})
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
+DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(params=DEFAULTS, ids=str)
 def set_default(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     before = torch.get_default_dtype()
     yield lambda: torch.set_default_dtype(request.param)
@@ -87,10 +91,11 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "extras"),
-    [*((name, torch.float32, None) for name in MAKES), *(("LAMB", *half) for half in HALF)],
-    ids=lambda value: getattr(value, "precision", str(value)),
+@grid(
+    name__dtype__extras=[*((name, torch.float32, None) for name in MAKES), *(("LAMB", *half) for half in HALF)],
+    set_default=DEFAULTS,
+    indirect=["set_default"],
+    cover=1,
 )
 def test_results(name: str, dtype: torch.dtype, extras: optim.Extras | None, set_default: Callable[[], None]) -> None:
     expected, reference = results(name, dtype, extras)

@@ -70,7 +70,7 @@ def test_groups_have_their_own_arguments(name: str) -> None:
     assert all(pair.ours.state[pair.ours.param_groups[-1]["params"][0]])
 
 
-@grid(name=pairs.NAMES, dtype=[torch.float32, torch.float64], shape=[(), (1,), (1, 1)])
+@grid(name=pairs.NAMES, dtype=[torch.float32, torch.float64], shape=[(), (1,), (1, 1)], cover=1)
 def test_learning_rates_in_tensors(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """They may be changed in place, as schedulers do."""
     pair = pairs.pair(name, pairs.ARGUMENTS[name] | {"lr": torch.full(shape, 0.05)}, dtype)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import lr_scheduler
 
 from bagua_kernels import optim
-from tests.grids import grid
+from tests.grids import grid, only
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
@@ -306,7 +306,8 @@ def test_gradients_released_during_backward(name: str, by: str) -> None:
     close(name, model, expected)
 
 
-@every_optimizer
+@pytest.mark.threads
+@pytest.mark.parametrize("name", only(OPTIONS, "SGD", "LAMB", "Muon"))
 def test_threads_do_not_meet(name: str) -> None:
     """Eight threads, each with a model of its own, large enough that steps run in parallel themselves."""
 
@@ -331,7 +332,8 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n != "Muon"])
+@pytest.mark.threads
+@pytest.mark.parametrize("name", only([n for n in OPTIONS if n != "Muon"], "SGD", "AdamW", "LAMB"))
 def test_number_of_threads_does_not_change_a_bit(name: str, threads: Callable[[int], None]) -> None:
     """Norms included; Muon's products are torch's, which makes no such promise."""
     results = []

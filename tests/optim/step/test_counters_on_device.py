@@ -7,9 +7,16 @@ import torch
 
 from bagua_kernels import optim
 from bagua_kernels.optim.step.launch import Launch
+from tests.grids import one_of_each
 from tests.optim.cases import CASES, Case
 
-COUNTING = [case for case in CASES if case.optimizer != "Muon"]
+COUNTING = one_of_each(
+    [case for case in CASES if case.optimizer != "Muon"],
+    lambda case: case.optimizer,
+    lambda case: case.name,
+    lambda case: (case.optimizer, "weight_decay" in case.arguments),
+    cover=1,
+)
 
 
 def parameters() -> list[torch.nn.Parameter]:
