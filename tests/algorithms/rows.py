@@ -203,7 +203,18 @@ POWERSGD_ROWS = {
 
 ROWS = {**WITHOUT_MEMORY, **WITH_MEMORY, **DGC_ROWS, **POWERSGD_ROWS}
 
-every_kind = pytest.mark.parametrize(
-    "row",
-    one_of_each([pytest.param(row, id=name) for name, row in ROWS.items()], lambda given: given.values[0].wrap),
+NAMED = [pytest.param(row, id=name) for name, row in ROWS.items()]
+
+every_kind = pytest.mark.parametrize("row", one_of_each(NAMED, lambda given: given.values[0].wrap))
+
+# Each class without and with memory, with and without several buckets, and with something that changes after some steps.
+SAMPLE = one_of_each(
+    NAMED,
+    lambda given: (given.values[0].wrap, given.values[0].remembers),
+    lambda given: (given.values[0].wrap, "bucket_bytes" in given.values[0].options),
+    lambda given: (
+        given.values[0].wrap,
+        not {"warmup_steps", "start_step", "warmup"}.isdisjoint(given.values[0].options),
+    ),
+    cover=1,
 )

@@ -13,6 +13,7 @@ from bagua_kernels.algorithms import DGC, Algorithm, GradientAllReduce, OneBitAd
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.algorithms.test_contract import ALGORITHMS, ALL
+from tests.grids import grid, only
 
 OWN: dict[str, Callable[..., Algorithm]] = {
     "qadam_frozen": lambda *args, **kw: QAdam(*args, freeze_step=2, error_feedback=True, **kw),
@@ -37,6 +38,12 @@ CASES = [
     for mode in MODES
     if mode == "after" or name not in (*OWN, "qadam", "onebit_adam")  # they have no steps in backward
 ]
+# Of steps in backward one for each way in which means arrive.
+SAMPLE = only(
+    CASES,
+    *((name, "after") for name in ROWS),
+    *((name, "in_backward") for name in ("allreduce", "bytegrad", "onebit", "topk", "dgc_masked", "powersgd")),
+)
 
 
 def optimizer_of(algorithm: Algorithm, module: nn.Module) -> torch.optim.Optimizer:
@@ -54,8 +61,7 @@ def state_of(algorithm: Algorithm, names: tuple[str, ...] = FROZEN) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("bucket_bytes", [600, 10 << 20])
-@pytest.mark.parametrize(("name", "mode"), CASES)
+@grid(bucket_bytes=[600, 10 << 20], name__mode=SAMPLE, cover=1)
 def test_frozen_parameters_stay_and_are_trained_again_later(name: str, mode: str, bucket_bytes: int) -> None:
     def rank(communicator: Communicator) -> list[torch.Tensor]:
         module = Odd()

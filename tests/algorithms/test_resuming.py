@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.rows import ROWS, Row, every_kind
+from tests.algorithms.rows import ROWS, SAMPLE, Row, every_kind
 from tests.algorithms.training import FULL, ODD, Everyone, Given, Wrap, draw, follow, pairs, same, stored
 from tests.grids import grid
 from tests.oracles.algorithms import Shapes
@@ -38,7 +38,7 @@ def check_resume(wrap: Wrap, shapes: Shapes, data: list[Everyone], done: int, na
     run_ranks(len(data[0]), rank)
 
 
-@grid(shapes={"full": FULL, "odd": ODD}, row=ROWS, cover=1)
+@grid(shapes={"full": FULL, "odd": ODD}, row=SAMPLE, cover=1)
 def test_resuming_goes_on_bit_for_bit(row: Row, shapes: Shapes) -> None:
     check_resume(row.make, shapes, draw(shapes, 2 if shapes is FULL else 3, 6), 3)
 

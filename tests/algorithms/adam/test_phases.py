@@ -58,6 +58,7 @@ def run(
     decay=[0.0, 0.1],
     size=[2, 3, 4],
     kind=KINDS,
+    cover=1,
 )
 def test_both_phases_are_those_of_the_paper(kind: Kind, size: int, decay: float, corrected: dict[str, str]) -> None:
     """Every step, so that none is lost at the freeze either; and with the bits of rank 0 on all ranks."""
@@ -217,8 +218,7 @@ def test_auto_freezes_everywhere_at_once(kind: Kind) -> None:
     assert 40 < everyone[0][0] < 150
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@grid(dtype=[torch.float64, torch.bfloat16], kind=KINDS, cover=1)
 def test_other_dtypes(kind: Kind, dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> tuple[float, float, list[torch.Tensor]]:
         model = kind(Odd().to(dtype), communicator=communicator, lr=0.01, freeze_step=10)

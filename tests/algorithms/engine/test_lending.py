@@ -26,6 +26,7 @@ from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients
+from tests.grids import grid
 
 
 class Lending(GradientAllReduce):
@@ -174,11 +175,10 @@ def trained(
     return [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
+@grid(
+    keep={"dropped": False, "kept": True},
+    dtype=[torch.float32, torch.bfloat16],
+    kind__options=[
         (ByteGrad, {}),
         (QSGD, {"warmup_steps": 2}),
         (CompressedAllReduce, {"codec": {0: "minmax_uint8:block=64", 3: "minmax_uint8:block=128"}}),
@@ -187,6 +187,7 @@ def trained(
         (PowerSGD, {"rank": 2, "start_step": 2}),
         (PowerSGD, {"rank": 4, "bucket_bytes": 1 << 12}),
     ],
+    cover=1,
 )
 def test_lent_gradients_train_as_copied_ones(
     monkeypatch: pytest.MonkeyPatch, kind: type[Algorithm], options: dict, dtype: torch.dtype, keep: bool
