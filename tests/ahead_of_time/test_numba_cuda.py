@@ -32,7 +32,7 @@ from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
-from tests.grids import grid
+from tests.grids import grid, only
 
 try:
     nvvm.NVVM()
@@ -44,7 +44,10 @@ FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float1
 # What a launcher passes for an element of a dtype: bfloat16 goes as its bits.
 ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float16, BFLOAT16: types.uint16}
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
-TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
+TARGETS = only(
+    [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)],
+    *[(FLOAT32, 80), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +186,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "sm"), [("adam", 80), ("adam", 100), *((name, 90) for name in VARIANTS)], ids=str)
+MULTITENSOR = only(
+    [("adam", 80), ("adam", 100), *((name, 90) for name in VARIANTS)],
+    *[("adam", 80), ("adam, float64", 90), ("adam, stochastic", 90), ("radam", 90), ("lamb_moments", 90)],
+)
+
+
+@pytest.mark.parametrize(("name", "sm"), MULTITENSOR, ids=str)
 def test_multitensor(name: str, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = VARIANTS[name]
     real = "f64" if variant.double else "f32"

@@ -49,7 +49,7 @@ from bench.ahead_of_time import (
     resources,
     variant_of,
 )
-from tests.grids import grid
+from tests.grids import grid, one_of_each
 
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
@@ -146,7 +146,16 @@ def test_any_length(name: str, n: str) -> None:
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, n=n, multiples=("size",)))
 
 
-@grid(rule={rule.name: rule for rule in RULES}, name=[*BLOCKWISE, "decode_apply"], cover=1)
+@grid(
+    rule=one_of_each(
+        [pytest.param(rule, id=rule.name) for rule in RULES],
+        lambda given: (given.values[0].words, given.values[0].extremes, given.values[0].sums),
+        lambda given: given.values[0].bits,
+        cover=1,
+    ),
+    name=[*BLOCKWISE, "decode_apply"],
+    cover=1,
+)
 def test_every_rule(rule: BlockQuantizer, name: str) -> None:
     """One architecture: what differs between them, `test_encode` and the table of registers show."""
     block = RULES[rule]
@@ -212,7 +221,9 @@ def test_multitensor(name: str, sm: int) -> None:
     assert vectors_of(ptx, "st.global") == vectors(writes)
 
 
-@pytest.mark.parametrize("rule", UPDATES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", one_of_each(UPDATES, lambda rule: (rule.arrays, rule.sums, rule.writes)), ids=lambda rule: rule.name
+)
 def test_every_update(rule: ElementwiseRule) -> None:
     variant = variant_of(rule)
     check_update(multitensor_ptx(variant, 90), variant)

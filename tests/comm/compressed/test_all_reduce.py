@@ -158,7 +158,7 @@ def test_payloads_of_the_mean_are_there_where_it_is_encoded() -> None:
     ("codec", "most"), [(MinMaxUInt8(), 0.26), (AbsMaxInt8(), 0.26), (AbsMaxInt4(), 0.14), (Sign(), 0.04)]
 )
 def test_bytes_on_the_wire(codec: Codec, most: float) -> None:
-    n = 1 << 20
+    n = 1 << 19
 
     def rank(communicator: Communicator) -> float:
         x = torch.zeros(n)
