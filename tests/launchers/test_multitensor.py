@@ -25,8 +25,7 @@ BITS = {FLOAT64: torch.int64, FLOAT32: torch.int32, FLOAT16: torch.int16, BFLOAT
 SIMULATED = knobs.CUDA_SIMULATOR.get()
 SIZES = (1, 3, 0, 255) if SIMULATED else (1, 3, 0, 255, 1024, 4096, 5000)
 RULES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
-# An emulated run shows the launcher, for which rules differ in what they read and write.
-SHOWN = one_of_each(RULES, lambda rule: (rule.arrays, rule.sums, rule.writes)) if EMULATED else RULES
+SHOWN = one_of_each(RULES, lambda rule: (rule.arrays, rule.sums, rule.writes)) if EMULATED else RULES  # of the launcher
 
 # What a rule's scalars may be, by their names: with and without each term, and on both sides of each threshold.
 VALUES = {
