@@ -1,7 +1,7 @@
 """Training steps on emulated hosts: against DistributedDataParallel and its communication hooks, for each rate of the links.
 
-python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--only steps,engine,overlap]
-                         [--trace FILE] [--output bench/results/training.json]
+python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--methods decentralized]
+                         [--only steps,engine,overlap,delays] [--trace FILE] [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
 It lasts until the last rank is through with it; medians over steps are told. Rivals take turns in random order, in blocks of a
@@ -9,14 +9,14 @@ few steps that follow one another as in training, after one that is not counted.
 Each host keeps to its share of the processors. With four of them on few cores, arithmetic takes longer than on machines of
 their own, and so does that of codecs.
 
-`engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides.
+`engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides. `delays` is about
+links that are fast but long, and a small model: there it counts how many messages wait for one another.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import statistics
 import sys
@@ -29,36 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from bench.netlab import lab as netlab
 from bench.network.measure import limit
 from bench.network.parts import run_parts
 from bench.network.rank import interval
+from bench.training import groups, report
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
 _TUNING = 8.0  # seconds, about: what `comm.tune` takes by itself
-_MANY = 6  # steps from which on an interval is worth a verdict
-_RANKS = (1, 2, 4)
-_GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896}
-# DDP is in all, as what ratios refer to: rivals of different groups are not measured at the same time. The more there are
-# side by side, the less of each is left in caches and the longer it lasts until a turn comes again.
-_WAYS = ("", " in backward")
-_SIDES = ("", " in turn")  # of PowerSGD: both factors in a step, or one
-_METHODS = [
-    ["alone", "ddp", "ddp fp16", "allreduce", "allreduce in backward", *(f"bytegrad{way}" for way in _WAYS)],
-    ["ddp", "int8", "sign", "topk"],
-    ["ddp", "ddp powersgd 1", "powersgd 1"],
-    *(
-        ["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{sides}{way}" for way in _WAYS)]
-        for rank in (2, 4)
-        for sides in _SIDES
-    ),
-]
-_OURS = ["bytegrad", "int8", "sign", "topk", *(f"powersgd {rank}" for rank in _RANKS)]
-_TRIED = [[f"{name} if faster" for name in names] for names in (_OURS[:4], _OURS[4:])]
+_DELAYED_STEPS, _DELAYED_BLOCK = 48, 8  # for each rival, and of them in a block
+_GRADIENT_BYTES = {"fc": 77_468_176, "tr": 43_472_896, "small": 4_245_904}
 # Up to which rate, how many steps for each rival, and how many of them in a block: on slow links a step takes 10 s.
 _STEPS: list[tuple[float, int, int]] = [(200.0, 3, 3), (1000.0, 12, 6), (float("inf"), 24, 8)]
 
@@ -84,9 +66,11 @@ def links(lab: netlab.Lab) -> Iterator[str]:
         yield f"{folder}/links"
 
 
-def run(hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT) -> dict[str, Any]:
-    """Runs a part of the checkout in `root` on one rank per host; rank 0 sets the links."""
-    with netlab.Lab(hosts) as lab, links(lab) as address:
+def run(
+    hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT, delay: float | None = None
+) -> dict[str, Any]:
+    """Runs a part of the checkout in `root` on one rank per host, `delay` ms apart; rank 0 sets the links' rates."""
+    with netlab.Lab(hosts, delay=delay) as lab, links(lab) as address:
         told = json.dumps({"part": part, "links": address, "budget": _TUNING, **settings})
         # Commits from before the rooms have it elsewhere.
         module = "bench.training.rank" if (root / "bench/training/rank.py").exists() else "bench.training_rank"
@@ -99,19 +83,6 @@ def run(hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT) -> 
         raise RuntimeError(text)
     answer: dict[str, Any] = json.loads(results[0].stdout.split("RESULT ", 1)[1])
     return answer
-
-
-def bars(rate: float | None, rivals: list[str]) -> list[tuple[str, str, float]]:
-    """What is to be at most how many times what, where both were measured."""
-    found = [("allreduce", "ddp", 1.0), ("allreduce in backward", "ddp", 1.0)]
-    if rate == 500.0:
-        for way in _WAYS:
-            found += [(f"bytegrad{way}", "ddp", 0.35), (f"bytegrad{way}", "ddp fp16", 0.65)]
-    for rank in (2, 4):
-        found += [(f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in _SIDES for way in _WAYS]
-    if rate is None:
-        found += [(name, "ddp", 1.02) for name in (*_OURS, *itertools.chain(*_TRIED))]
-    return [bar for bar in found if set(bar[:2]) <= set(rivals)]
 
 
 def compared(times: dict[str, list[float]], ours: str, rival: str, bar: float) -> dict[str, Any]:
@@ -133,31 +104,51 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     tunings: dict[str, str] = {}
     rates = [plan(rate, options.steps) for rate in options.rates]
     for model in options.models:
-        # `only_if_faster` is measured without a limit, where compression hardly pays.
-        unlimited = [rate for rate in rates if rate[0] is None]
-        groups = [*((group, rates) for group in _METHODS), *((["ddp", *names], unlimited) for names in _TRIED)]
-        settings = {"model": model, "groups": [group for group in groups if group[1]], "tunings": tunings}
+        planned = [
+            (group, [one for one in rates if not only_unlimited or one[0] is None])
+            for group, only_unlimited in groups.wanted(options.methods)
+        ]
+        settings = {"model": model, "groups": [group for group in planned if group[1]], "tunings": tunings}
         told = run(_HOSTS, "steps", settings)
         # Links are the same for the next model, and to measure them takes a minute where they are slow.
         tunings = told["tunings"]
-        for row in told["rows"]:
-            times, rate = row["times"], row["rate_mbit"]
-            chosen = {name: way for name, way in json.loads(tunings[str(rate)]).items() if name != "measured"}
-            rows.append(
-                {
-                    "model": model,
-                    "hosts": _HOSTS,
-                    "rate_mbit": rate,
-                    "tuning": chosen,
-                    "counted": len(times["ddp"]),
-                    "limit": limit(_GRADIENT_BYTES[model], _HOSTS, rate),
-                    "seconds": {name: statistics.median(each) for name, each in times.items()},
-                    "costs": row["costs"],
-                    "trials": row["trials"],
-                    "bars": [compared(times, *bar) for bar in bars(rate, list(times))],
-                }
-            )
+        rows += described(told, model, None)
     return rows
+
+
+def described(told: dict[str, Any], model: str, delay: float | None) -> list[dict[str, Any]]:
+    """A row for each group and rate, of what the ranks have told."""
+    rows = []
+    for row in told["rows"]:
+        times, rate = row["times"], row["rate_mbit"]
+        chosen = {name: way for name, way in json.loads(told["tunings"][str(rate)]).items() if name != "measured"}
+        rows.append(
+            {
+                "model": model,
+                "hosts": _HOSTS,
+                "rate_mbit": rate,
+                **({} if delay is None else {"delay_ms": delay}),
+                "tuning": chosen,
+                "counted": len(times["ddp"]),
+                "limit": limit(_GRADIENT_BYTES[model], _HOSTS, rate),
+                "seconds": {name: statistics.median(each) for name, each in times.items()},
+                "costs": row["costs"],
+                "trials": row["trials"],
+                "bars": [compared(times, *bar) for bar in groups.bars(rate, list(times), delay)],
+            }
+        )
+    return rows
+
+
+def delays(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A small model on long links: neighbours wait for one delay, rings of an all-reduce for several."""
+    rounds = -(-(options.steps or _DELAYED_STEPS) // _DELAYED_BLOCK)
+    settings = {
+        "model": "small",
+        "groups": [(groups.DELAYED, [(groups.DELAYED_RATE, rounds, _DELAYED_BLOCK)])],
+        "tunings": {},
+    }
+    return described(run(_HOSTS, "steps", settings, delay=groups.DELAY), "small", groups.DELAY)
 
 
 def engine(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -181,73 +172,28 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def show_steps(console: Console, rows: list[dict[str, Any]]) -> None:
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of = [row for row in rows if row["model"] == model]
-        rates = list(dict.fromkeys(row["rate_mbit"] for row in of))
-        table = Table(title=f"{model}, {_HOSTS} hosts: seconds a step (times DDP's; MB that leave a host; CPU seconds)")
-        table.add_column("")
-        for rate in rates:
-            table.add_column("no limit" if rate is None else f"{rate:g} Mbit/s", justify="right")
-        at = {(row["rate_mbit"], name): row for row in reversed(of) for name in row["seconds"]}
-        wires = [row["limit"] for rate in rates for row in of if row["rate_mbit"] == rate and "alone" in row["seconds"]]
-        table.add_row("DDP's bytes alone", *("" if wire is None else f"{wire:.2f}" for wire in wires))
-        for name in dict.fromkeys(name for row in of for name in row["seconds"]):
-            cells = []
-            for rate in rates:
-                if (rate, name) not in at:
-                    cells.append("")
-                    continue
-                row = at[rate, name]
-                seconds, cost = row["seconds"], row["costs"][name]
-                ratio = seconds[name] / seconds["ddp"]
-                cells.append(f"{seconds[name]:.3f} ({ratio:.2f}; {cost['bytes'] / 1e6:.2f}; {cost['cpu']:.2f})")
-            table.add_row(name, *cells)
-        console.print(table)
-    show_bars(console, rows)
-
-
-def show_bars(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="bars")
-    for column in ("model", "Mbit/s", "ours", "rival", "ratio", "95 %", "at most", ""):
-        table.add_column(column, justify="right")
-    for row in rows:
-        for bar in row["bars"]:
-            low, high = bar["interval"]
-            # An interval from a few steps means little.
-            surely = "" if bar["counted"] < _MANY or low <= bar["bar"] <= high else "surely "
-            verdict = "met" if bar["ratio"] <= bar["bar"] else "missed"
-            place = (row.get("model", "resnet18"), f"{row.get('rate_mbit') or '-'}")
-            numbers = (f"{bar['ratio']:.3f}", f"{low:.3f} to {high:.3f}", f"{bar['bar']:g}", surely + verdict)
-            table.add_row(*place, bar["ours"], bar["rival"], *numbers)
-    console.print(table)
-
-
-def show_engine(console: Console, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        for what in ("seconds", "cpu_seconds"):
-            console.print(f"ResNet-18, ms a step, {what}:", {n: round(1e3 * each, 2) for n, each in row[what].items()})
-    show_bars(console, rows)
-
-
-def show_overlap(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title="ResNet-18, 2 hosts: share of communication that is hidden, or not waited for; ms a step")
-    for column in ("", "Mbit/s", "alone", "ddp", "with it", "exchange", "hidden", "not waited for"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        times = [f"{1e3 * row['seconds'][name]:.0f}" for name in ("alone", "ddp", row["name"])]
-        shares = [f"{row[share]:.2f}" for share in ("hidden", "beside_backward")]
-        table.add_row(row["name"], f"{row['rate_mbit']:g}", *times, f"{1e3 * row['exchange']:.0f}", *shares)
-    console.print(table)
-
-
-PARTS = {"steps": (steps, show_steps), "engine": (engine, show_engine), "overlap": (overlap, show_overlap)}
+PARTS = {
+    "steps": (steps, report.show_steps),
+    "engine": (engine, report.show_engine),
+    "overlap": (overlap, report.show_overlap),
+    "delays": (delays, report.show_delays),
+}
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows, and old ones of models and rates that were not measured anew."""
-    measured = {(row.get("model"), row.get("rate_mbit")) for row in new}
-    return [row for row in old if "model" in row and (row["model"], row["rate_mbit"]) not in measured] + new
+    """New rows, and old ones of models, rates and groups that were not measured anew."""
+    measured = [(place(row), groups.own(row["seconds"])) for row in new]
+    kept = [
+        row
+        for row in old
+        if "model" in row and not any(place(row) == at and groups.own(row["seconds"]) & names for at, names in measured)
+    ]
+    return kept + new
+
+
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row was measured on."""
+    return row.get("model"), row.get("rate_mbit"), row.get("delay_ms")
 
 
 def rates_of(text: str) -> list[float | None]:
@@ -259,6 +205,11 @@ def main() -> int:
     parser.add_argument("--rates", type=rates_of, default="100,500,1000,5000,none", help="Mbit/s, or none")
     parser.add_argument("--models", type=lambda text: text.split(","), default="fc,tr", help="of fc and tr")
     parser.add_argument("--steps", type=int, help="counted steps of each rival (default: fewer on slow links)")
+    parser.add_argument(
+        "--methods",
+        type=lambda text: text.split(","),
+        help="gradients, decentralized, or names of rivals, whose groups are measured; all by default",
+    )
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run")
     parser.add_argument("--trace", help="Chrome trace of an overlapped step, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--output", type=Path, help="JSON file; what is not measured anew keeps what it holds")

@@ -25,6 +25,15 @@ OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     **{f"powersgd {rank}": (algorithms.PowerSGD, {"rank": rank}) for rank in (1, 2, 4)},
     **{f"powersgd {rank} in turn": (algorithms.PowerSGD, {"rank": rank, "alternate": True}) for rank in (2, 4)},
 }
+# Exchange parameters instead of gradients.
+NEIGHBOURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
+    "decentralized": (algorithms.Decentralized, {"peers": "one_peer_exponential"}),
+    "sgp": (algorithms.StochasticGradientPush, {"peers": "one_peer_exponential"}),
+    "lowprec 8": (algorithms.LowPrecisionDecentralized, {"codec": "minmax_uint8"}),
+    "lowprec 2": (algorithms.LowPrecisionDecentralized, {"codec": "minmax_uint2:stochastic=true"}),
+    "choco": (algorithms.Choco, {"codec": "minmax_uint8"}),
+    "d2": (algorithms.D2, {"peers": "lazy_ring"}),
+}
 OURS |= {
     **{
         f"{name} if faster": (kind, {**own, "only_if_faster": True})
@@ -39,6 +48,7 @@ OURS |= {
             *(f"powersgd {rank}{sides}" for rank in (2, 4) for sides in ("", " in turn")),
         )
     },
+    **NEIGHBOURS,
 }
 
 
