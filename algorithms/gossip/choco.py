@@ -101,7 +101,7 @@ class Choco(Differences):
         self.weighted_payloads(bucket, received, work)
         total.add_(received)
 
-    def merge(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         assert self.eta is not None
         work = self.flat.kept(bucket, "work", saved=False)

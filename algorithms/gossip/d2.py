@@ -14,6 +14,8 @@ from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, Roun
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
 from bagua_kernels.comm.topology import Topology
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules.mixing import UNCORRECTED
 
 _TOLERANCE = 1e-9  # of eigenvalues in float64
 
@@ -72,21 +74,24 @@ class D2(RoundAlgorithm):
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        correction, sent, new = self._vectors(bucket)
-        torch.sub(bucket.flat, correction, out=sent)
-        # From here on it holds x+, of which `merge` takes what the parameters become.
-        correction.copy_(bucket.flat)
-        yield from self.mix(bucket, sent, new, turn)
+        assert self.mixer is not None
+        correction, sent = self._vectors(bucket)
+        # `correction` holds x+ from here on, of which `merge` takes what the parameters become.
+        if bucket.flat.dtype == torch.float64:
+            torch.sub(bucket.flat, correction, out=sent)
+            correction.copy_(bucket.flat)
+        else:
+            elementwise.apply(UNCORRECTED, [bucket.flat, correction, sent], [])
+        yield from self.mixer.exchange(bucket, sent, turn, self.number(bucket, turn))
 
-    def merge(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
-        correction, _, new = self._vectors(bucket)
-        correction.sub_(new)
-        bucket.flat.copy_(new)
+        assert self.mixer is not None
+        correction, sent = self._vectors(bucket)
+        self.mixer.terms(bucket, sent, turn).correct(correction, bucket.flat)
 
-    def _vectors(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        kept = self.flat.kept
-        return kept(bucket, "correction"), kept(bucket, "sent", saved=False), kept(bucket, "new", saved=False)
+    def _vectors(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.flat.kept(bucket, "correction"), self.flat.kept(bucket, "sent", saved=False)
 
 
 def check_spectrum(topology: Topology) -> None:

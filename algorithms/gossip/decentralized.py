@@ -70,17 +70,24 @@ class Decentralized(RoundAlgorithm):
             self.mixer = ShardedMixer(self._communicator, mailbox, self.peers, self.nodes, self.flat)
         else:
             self.mixer = Mixer(mailbox, topology_of(self.peers, mailbox.size), self.flat)
+        # All weights are equal: an all-reduce sends less.
+        self._all = isinstance(self.mixer.topology, Complete) and not self.hierarchical
         self.mixer.check(self._communicator, "doubly")
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        mixed = self.flat.kept(bucket, "mixed", saved=False)
-        if not self.hierarchical and self.mixer is not None and isinstance(self.mixer.topology, Complete):
-            mixed.copy_(bucket.flat)
-            yield self._communicator.all_reduce(mixed, ReduceOp.AVG)
-            return
-        yield from self.mix(bucket, bucket.flat, mixed, turn)
+        assert self.mixer is not None
+        if self._all:
+            mean = self.flat.kept(bucket, "mean", saved=False)
+            mean.copy_(bucket.flat)
+            yield self._communicator.all_reduce(mean, ReduceOp.AVG)
+        else:
+            yield from self.mixer.exchange(bucket, bucket.flat, turn, self.number(bucket, turn))
 
-    def merge(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
-        bucket.flat.copy_(self.flat.kept(bucket, "mixed", saved=False))
+        assert self.mixer is not None
+        if self._all:
+            bucket.flat.copy_(self.flat.kept(bucket, "mean", saved=False))
+        else:
+            self.mixer.terms(bucket, bucket.flat, turn).mix()

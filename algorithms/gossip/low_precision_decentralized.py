@@ -103,6 +103,6 @@ class LowPrecisionDecentralized(Differences):
         for each, replica in replicas.items():
             replica.add_(self.codec.decode(self.payload(bucket, each), work))
 
-    def merge(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         bucket.flat.copy_(self.replica(bucket, self.mailbox.rank))

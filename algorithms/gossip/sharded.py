@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, Terms, topology_of
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Nodes, ReduceOp, Work
 from bagua_kernels.comm.topology import Needs
@@ -54,7 +54,7 @@ class ShardedMixer(Mixer):
         assert local is not None
         self._local: Communicator = local
         self.communicators = [local]
-        self._vectors: dict[int, list[torch.Tensor]] = {}
+        self._vectors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """See `Mixer.check`; ranks of one place on all nodes compare theirs."""
@@ -63,26 +63,29 @@ class ShardedMixer(Mixer):
         with across:
             self.topology.check(across, needs)
 
-    @torch.no_grad()
-    def mix(
-        self,
-        bucket: Bucket,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        turn: int,
-        number: int,
-        scalar: torch.Tensor | None = None,
+    def exchange(
+        self, bucket: Bucket, x: torch.Tensor, turn: int, number: int, scalar: torch.Tensor | None = None
     ) -> Iterator[Work]:
-        """See `Mixer.mix`; the first step copies `x`."""
-        size = self._local.size
-        if bucket.index not in self._vectors:
-            share = -(-out.numel() // size)
-            self._vectors[bucket.index] = [out.new_zeros(count) for count in (share * size, share, share)]
-        whole, shard, mixed = self._vectors[bucket.index]
+        """See `Mixer.exchange`; all of the step is taken, but for the last copy."""
+        whole, shard = self._vectors_of(bucket, x)
         whole[: x.numel()] = x
         # Communications of all buckets begin on the runtime's threads, in one order.
         yield FINISHED
         yield self._local.reduce_scatter(shard, whole, ReduceOp.AVG)
-        yield from super().mix(bucket, shard, mixed, turn, number, scalar)
-        yield self._local.all_gather(whole, mixed)
-        out.copy_(whole[: out.numel()])
+        yield from super().exchange(bucket, shard, turn, number, scalar)
+        super().terms(bucket, shard, turn).mix()
+        yield self._local.all_gather(whole, shard)
+
+    def terms(self, bucket: Bucket, x: torch.Tensor, turn: int) -> Terms:
+        """See `Mixer.terms`: the result alone."""
+        whole, _ = self._vectors_of(bucket, x)
+        return Terms({-1: whole[: x.numel()], self._rank: x}, {-1: 1.0}, self._rank)
+
+    def _vectors_of(self, bucket: Bucket, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if bucket.index not in self._vectors:
+            dtype, share = torch.promote_types(x.dtype, torch.float32), -(-x.numel() // self._local.size)
+            self._vectors[bucket.index] = (
+                x.new_zeros(share * self._local.size, dtype=dtype),
+                x.new_zeros(share, dtype=dtype),
+            )
+        return self._vectors[bucket.index]

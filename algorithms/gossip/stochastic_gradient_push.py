@@ -81,26 +81,29 @@ class StochasticGradientPush(RoundAlgorithm):
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        pushed = self.flat.kept(bucket, "pushed", saved=False)
-        if not self._weighs:
-            yield from self.mix(bucket, bucket.flat, pushed, turn)
-            return
-        numerator = self.flat.kept(bucket, "numerator")
-        # What the parameters were set to, whatever their dtype.
-        before = (numerator / self.push_weight).to(bucket.flat.dtype)
-        numerator.add_(bucket.flat.to(numerator.dtype) - before.to(numerator.dtype))
-        # The last bucket brings the weight: those before have read the old one by then.
-        last = bucket.index == len(self.flat.buckets) - 1
-        yield from self.mix(bucket, numerator, pushed, turn, self._weight if last else None)
+        assert self.mixer is not None
+        vector, weight = self._pushed(bucket), None
+        if self._weighs:
+            # What the parameters were set to, whatever their dtype.
+            before = (vector / self.push_weight).to(bucket.flat.dtype)
+            vector.add_(bucket.flat.to(vector.dtype) - before.to(vector.dtype))
+            # The last bucket brings the weight: those before have read the old one by then.
+            weight = self._weight if bucket.index == len(self.flat.buckets) - 1 else None
+        yield from self.mixer.exchange(bucket, vector, turn, self.number(bucket, turn), weight)
 
-    def merge(self, bucket: Bucket) -> None:
+    def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
-        pushed = self.flat.kept(bucket, "pushed", saved=False)
-        if not self._weighs:
-            bucket.flat.copy_(pushed)
-            return
-        self.flat.kept(bucket, "numerator").copy_(pushed)
-        bucket.flat.copy_(pushed / self.push_weight)
+        assert self.mixer is not None
+        vector = self._pushed(bucket)
+        self.mixer.terms(bucket, vector, turn).mix()
+        if self._weighs and bucket.index == len(self.flat.buckets) - 1:
+            # The weight that goes with all numerators came with the last one.
+            for each in self.flat.buckets:
+                each.flat.copy_(self._pushed(each) / self.push_weight)
+
+    def _pushed(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the numerator of a bucket, which is the parameters themselves while weights stay 1."""
+        return self.flat.kept(bucket, "numerator") if self._weighs else bucket.flat
 
     def numbers(self) -> dict[str, float]:
         """See `ModelAlgorithm.numbers`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +23,11 @@ from bagua_kernels.comm.topology import (
     Torus,
     weighted_sum,
 )
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules import mixing
 
 Peers = str | Topology
+_SAMPLE = 1 << 15  # elements of a bucket whose differences are measured
 
 _NAMED: dict[str, Callable[[int], Topology]] = {
     "all": Complete,
@@ -57,6 +61,59 @@ def topology_of(peers: Peers, size: int) -> Topology:
     return _NAMED[peers](size)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a gossip step adds up.
+
+    Terms are added in ascending rank order, in float32 for parameters of half precision. If all weights are 1/n, the plain
+    sum is divided by n (see `weighted_sum`).
+
+    Attributes:
+        values: by rank.
+        weights: by rank, none of them zero.
+        own: this rank.
+    """
+
+    values: Mapping[int, torch.Tensor]
+    weights: Mapping[int, float]
+    own: int
+
+    def mix(self) -> None:
+        """Replaces this rank's value by the sum."""
+        own = self.values[self.own]
+        if self._fits and self.own in self.weights:
+            elementwise.apply(
+                mixing.mixed(len(self.weights), [*self.weights].index(self.own)), self._arrays, self._scalars
+            )
+        else:
+            own.copy_(weighted_sum(self.values, self.weights, torch.empty_like(own)))
+
+    def correct(self, correction: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the sum to `out`, and subtracts it from `correction`; values may be overwritten."""
+        if self._fits:
+            elementwise.apply(mixing.corrected(len(self.weights)), [*self._arrays, correction, out], self._scalars)
+        else:
+            new = weighted_sum(self.values, self.weights, torch.empty_like(correction))
+            correction.sub_(new)
+            out.copy_(new)
+
+    @property
+    def _fits(self) -> bool:
+        # Triton has no kernels for float64.
+        double = self.values[self.own].dtype == torch.float64
+        return 2 <= len(self.weights) <= mixing.MOST and not double
+
+    @property
+    def _arrays(self) -> list[torch.Tensor]:
+        return [self.values[peer] for peer in self.weights]
+
+    @property
+    def _scalars(self) -> list[float]:
+        count = len(self.weights)
+        mean = all(weight == 1 / count for weight in self.weights.values())
+        return [1.0] * count + [float(count)] if mean else [*self.weights.values(), 1.0]
+
+
 class Mixer:
     """Mixes vectors beside buckets with those of neighbours.
 
@@ -86,7 +143,8 @@ class Mixer:
         self._flat = flat
         self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._decay: float | None = None
-        self._disagreement: dict[int, torch.Tensor] = {}
+        self._received: dict[int, dict[int, torch.Tensor]] = {}
+        self._disagreement: dict[int, float] = {}
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """Calls `Topology.check`; collective.
@@ -97,53 +155,45 @@ class Mixer:
         """
         self.topology.check(communicator, needs)
 
-    @torch.no_grad()
-    def mix(
-        self,
-        bucket: Bucket,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        turn: int,
-        number: int,
-        scalar: torch.Tensor | None = None,
+    def exchange(
+        self, bucket: Bucket, x: torch.Tensor, turn: int, number: int, scalar: torch.Tensor | None = None
     ) -> Iterator[Work]:
-        """Writes sum_j W_ij x_j to `out`; yields the exchange that it waits for.
-
-        Terms are added in ascending rank order, in float32 for parameters of half precision. If all weights that are not zero
-        are 1/n, the plain sum is divided by n (see `weighted_sum`).
+        """Sends a vector to the neighbours of a round and receives theirs; yields what it waits for.
 
         Args:
             bucket: beside which the vectors are.
             x: this rank's vector, which stays as it is until the exchange has ended.
-            out: shape of `x`, another memory.
             turn: number of the matrix W.
             number: of the exchange, the same on all ranks.
-            scalar: one float64 number that is mixed in the same way, in place; not sent if None.
+            scalar: one float64 number, which is replaced by the weighted sum of all; not sent if None.
         """
         rank, ranks = self._rank, self._ranks
         heard, told = self.topology.neighbours_in(rank, turn), self.topology.neighbours_out(rank, turn)
         values = {peer: self._room(bucket, place, x) for place, peer in enumerate(heard)}
         rooms = {ranks[peer]: room for peer, room in values.items()}
         yield self.mailbox.exchange(rooms, {ranks[peer]: x for peer in told}, 2 * number)
-        weights = self.topology.weights(rank, turn)
-        if heard:
-            self._disagreement[bucket.index] = _distance(x, values[heard[0]])
-        weighted_sum({**values, rank: x}, weights, out)
+        self._received[bucket.index] = values
         if scalar is not None:
             numbers = {peer: torch.empty_like(scalar) for peer in heard}
             rooms = {ranks[peer]: room for peer, room in numbers.items()}
             yield self.mailbox.exchange(rooms, {ranks[peer]: scalar for peer in told}, 2 * number + 1)
             numbers[rank] = scalar
+            weights = self.topology.weights(rank, turn)
             # On the host, in one order: a GPU's own product and sum may be rounded once.
             scalar.fill_(sum(float(numbers[peer]) * weight for peer, weight in weights.items() if weight))
 
+    def terms(self, bucket: Bucket, x: torch.Tensor, turn: int) -> Terms:
+        """Returns what is added up after `exchange` of the same arguments."""
+        received = self._received[bucket.index]
+        if received:
+            self._disagreement[bucket.index] = _difference(x, next(iter(received.values())))
+        weights = self.topology.weights(self._rank, turn)
+        return Terms({**received, self._rank: x}, {peer: w for peer, w in weights.items() if w}, self._rank)
+
     def disagreement(self) -> float:
         """Returns the root mean square difference between a parameter here and at a neighbour, in the last exchange."""
-        if not self._disagreement:
-            return 0.0
-        squares = sum(float(each) for each in self._disagreement.values())
-        elements = sum(sum(span.stop - span.start for span in bucket.spans) for bucket in self._flat.buckets)
-        return float((squares / max(1, elements)) ** 0.5)
+        found = self._disagreement.values()
+        return float((sum(found) / max(1, len(found))) ** 0.5)
 
     @property
     def decay(self) -> float:
@@ -168,8 +218,6 @@ def root_mean_square(parts: Iterable[torch.Tensor]) -> float:
     return float((squares / max(1, elements)) ** 0.5)
 
 
-def _distance(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    # A sample: of a large bucket every 64th element shows as much, and costs no pass over memory.
-    step = 1 if x.numel() < 1 << 16 else 64
-    difference = x[::step].double() - other[::step].double()
-    return (difference.square().sum() * step).cpu()
+def _difference(x: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the mean square of differences, of the first elements only: that costs no pass over memory."""
+    return float((x[:_SAMPLE].float() - other[:_SAMPLE].float()).square().mean())

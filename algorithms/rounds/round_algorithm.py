@@ -75,6 +75,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
+        self._turn = 0
         self._joining = False
         self._wait_seconds = self._exchange_seconds = 0.0
         self.mixer: Mixer | None = None
@@ -93,8 +94,13 @@ class RoundAlgorithm(ModelAlgorithm):
         """
 
     @abc.abstractmethod
-    def merge(self, bucket: Bucket) -> None:
-        """Puts the results of a bucket's exchange in place, on the training thread."""
+    def merge(self, bucket: Bucket, turn: int) -> None:
+        """Puts the results of a bucket's exchange in place, on the training thread.
+
+        Args:
+            bucket: whose exchange has ended, as have those of the buckets before it.
+            turn: number of the round.
+        """
 
     def number(self, bucket: Bucket, turn: int) -> int:
         """Returns the number of the exchange of a bucket in a round, for `Mailbox.exchange` or `Mixer.mix`."""
@@ -112,13 +118,6 @@ class RoundAlgorithm(ModelAlgorithm):
     def decay(self) -> float | None:
         """See `ModelAlgorithm.decay`."""
         return None if self.mixer is None else self.mixer.decay
-
-    def mix(
-        self, bucket: Bucket, x: torch.Tensor, out: torch.Tensor, turn: int, scalar: torch.Tensor | None = None
-    ) -> Iterator[Work]:
-        """Calls `Mixer.mix`."""
-        assert self.mixer is not None
-        yield from self.mixer.mix(bucket, x, out, turn, self.number(bucket, turn), scalar)
 
     def at_forward(self, training: bool) -> None:
         """See `ModelAlgorithm.at_forward`."""
@@ -157,11 +156,11 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_untrained()
         if self._joining:
             self._tell(_TAKES_PART)
-        turn, self._under_way = self._steps // self.interval, True
+        self._turn, self._under_way = self._steps // self.interval, True
         try:
             with torch.no_grad():
                 for bucket in self.flat.buckets:
-                    steps = self.exchange(bucket, turn)
+                    steps = self.exchange(bucket, self._turn)
                     run = partial(_rest, next(steps, None), steps)
                     label = f"bagua_kernels {self.name}, bucket {bucket.index}"
                     self._tasks.append((bucket, self._runtime.start(bucket.index, run, label, self.several)))
@@ -174,24 +173,23 @@ class RoundAlgorithm(ModelAlgorithm):
         if not self._under_way:
             return
         self._check_failure()
-        begin = time.perf_counter()
         tasks, self._tasks = self._tasks, []
-        for _, task in tasks:
-            # Each exchange is bounded by the mailbox's timeout.
-            task.done.wait()
-        self._wait_seconds += time.perf_counter() - begin
-        self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
         self._under_way = False
         try:
-            for _, task in sorted(tasks, key=lambda each: each[1].follows):
-                task.check()
             self.flat.check()
             with torch.no_grad():
-                for bucket, _ in tasks:
-                    self.merge(bucket)
+                for bucket, task in tasks:
+                    begin = time.perf_counter()
+                    # Each exchange is bounded by the mailbox's timeout.
+                    task.done.wait()
+                    self._wait_seconds += time.perf_counter() - begin
+                    task.check()
+                    # The buckets that follow are on their way meanwhile.
+                    self.merge(bucket, self._turn)
         except BaseException as error:
             self._fail(error)
             raise
+        self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

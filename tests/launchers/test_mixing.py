@@ -1,0 +1,71 @@
+"""Every backend adds up the values of ranks with the bits that NumPy has, product by product and sum by sum."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules import mixing
+from tests.conftest import Target
+from tests.grids import grid
+
+N = 1037
+THIRDS = (2 / 3, 1 / 6, 1 / 6, 0.3, 0.05)
+
+
+def values(terms: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(terms)
+    return [torch.randn(N, generator=generator).to(dtype) for _ in range(terms)]
+
+
+def summed(arrays: list[torch.Tensor], weights: list[float] | None) -> npt.NDArray[np.float32]:
+    """The sum in float32, as `comm.topology.weighted_sum` documents it; the mean if there are no weights."""
+    total = np.zeros(N, np.float32)
+    for place, array in enumerate(arrays):
+        term = array.float().numpy() * np.float32(1 if weights is None else weights[place])
+        total = term if not place else total + term
+    return total if weights is not None else total / np.float32(len(arrays))
+
+
+def scalars(terms: int, weights: list[float] | None) -> list[float]:
+    return [*(weights or [1.0] * terms), 1.0 if weights else float(terms)]
+
+
+@grid(terms=[2, 3, 4, 5], own=[0, 1, 2, 4], mean=[True, False], dtype=[torch.float32, torch.bfloat16, torch.float16],
+      where=lambda terms, own, **_: own < terms, cover=1)  # fmt: skip
+def test_own_value_becomes_the_sum(target: Target, terms: int, own: int, mean: bool, dtype: torch.dtype) -> None:
+    arrays, weights = values(terms, dtype), None if mean else list(THIRDS[:terms])
+    expected = torch.from_numpy(summed(arrays, weights)).to(dtype)
+    placed = [array.to(target.device) for array in arrays]
+    elementwise.apply(mixing.mixed(terms, own), placed, scalars(terms, weights))
+    for place, array in enumerate(placed):
+        assert torch.equal(array.cpu(), expected if place == own else arrays[place])
+
+
+@grid(terms=[2, 3, 4, 5], mean=[True, False], cover=1)
+def test_corrections_are_what_the_sum_leaves(target: Target, terms: int, mean: bool) -> None:
+    arrays, weights = values(terms, torch.float32), None if mean else list(THIRDS[:terms])
+    correction = torch.linspace(-1, 1, N)
+    out = torch.full((N,), 7.0, dtype=torch.bfloat16, device=target.device)
+    new, before = summed(arrays, weights), correction.numpy().copy()
+    placed = [each.to(target.device) for each in [*arrays, correction]]
+    elementwise.apply(mixing.corrected(terms), [*placed, out], scalars(terms, weights))
+    assert np.array_equal(placed[-1].cpu().numpy(), before - new)
+    assert torch.equal(out.cpu(), torch.from_numpy(new).bfloat16())
+
+
+def test_a_correction_is_taken_out_and_replaced(target: Target) -> None:
+    x, correction = (each.to(target.device) for each in values(2, torch.float32))
+    sent, expected = torch.zeros_like(x), (x - correction).cpu()
+    elementwise.apply(mixing.UNCORRECTED, [x, correction, sent], [])
+    assert torch.equal(sent.cpu(), expected)
+    assert torch.equal(correction, x)
+
+
+@pytest.mark.parametrize("terms", [1, 6])
+def test_other_numbers_of_ranks_have_no_rule(terms: int) -> None:
+    with pytest.raises(KeyError):
+        mixing.mixed(terms, 0)
