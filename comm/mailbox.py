@@ -104,7 +104,7 @@ class Mailbox(abc.ABC):
         """Returns the ranks that are lost, with the reasons.
 
         A rank is lost if its connection broke, if it left, or if `drop` named it. A rank is also lost if it does not
-        answer in the second half of the time that an exchange waits for it. A rank that left is named once all that it
+        answer for a quarter of the timeout while an exchange runs out of time. A rank that left is named once all that it
         had sent has arrived.
         """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -97,7 +98,14 @@ class LocalMailbox(Mailbox):
             return "it was dropped"
         if self.rank in office.dropped[peer]:
             return left_reason("it dropped this rank")
+        if self._until_letters({peer}) > 0:
+            return ""
         return office.gone.get(peer, "") or self._world.lost.get(office.ranks[peer], "")
+
+    def _until_letters(self, senders: Collection[int]) -> float:
+        """Returns the seconds until all letters of some ranks have arrived; the caller holds the lock."""
+        arrivals = [time for time, src, _ in self._office.letters[self.rank] if src in senders]
+        return max(0.0, max(arrivals, default=0.0) - self._world.clock.now())
 
     def _exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], number: int) -> Work:
         work = LocalMailboxWork(self, outputs, inputs, number)
@@ -198,7 +206,9 @@ class LocalMailboxWork(Pending):
                     left = deadline - world.clock.now()
                     if left <= 0:
                         raise late_error(self._name, mailbox.timeout, missing, mailbox.lost())
-                    world.changed.wait(left)
+                    # A partner that has gone is lost once its letters have arrived.
+                    letters = mailbox._until_letters(missing)
+                    world.changed.wait(min(left, letters) if letters else left)
             except CommunicationError:
                 self._settle()
                 raise

@@ -23,7 +23,7 @@ from bagua_kernels.comm.work import Pending, Work
 from bagua_kernels.errors import CommunicationError, MismatchError
 
 _BRIEF = 64 << 10  # bytes of an exchange that are sent on the caller's thread
-_LOOKS = 32  # looks at the other ranks within the timeout; the second half of them ask whether the ranks are there
+_LOOKS = 32  # looks at the other ranks within the timeout; after the first quarter they ask whether the ranks are there
 _LONGEST_PAUSE = 1.0  # seconds between two of these
 
 
@@ -110,7 +110,7 @@ def _receive(peer: int, tensor: torch.Tensor, lane: Lane) -> Transfers:
 class SocketMailboxWork(Pending):
     """One rank's part of an exchange under way.
 
-    In the second half of the timeout it asks the ranks that it waits for whether they are there. The answer names the ranks
+    After a quarter of the timeout it asks the ranks that it waits for whether they are there. The answer names the ranks
     that they wait for, which are asked in turn: the rank at fault may be no partner of this exchange.
     """
 
@@ -138,14 +138,15 @@ class SocketMailboxWork(Pending):
         mailbox, timeout = self._mailbox, self._mailbox.timeout
         started = self._now() if self._started is None else self._started
         pause, missing = min(timeout / _LOOKS, _LONGEST_PAUSE), list[int]()
-        while not self._ended(min(pause, started + timeout - self._now())):
+        while not self._ended(pause):
             # Empty if the loop is busy.
             missing = self._operation.missing() or missing
             behind = self._behind(missing)
-            if self._now() >= started + timeout:
+            late = self._now() - started - timeout
+            if late >= 0 and (late >= min(timeout / 4, _LONGEST_PAUSE) or not self._unanswered(behind)):
                 self._give_up(missing, behind)
                 return
-            if self._now() >= started + timeout / 2:
+            if self._now() >= started + timeout / 4:
                 for peer in behind:
                     self._asked.setdefault(peer, self._now())
                 mailbox._loop.post(behind, Kind.PING)
@@ -173,6 +174,12 @@ class SocketMailboxWork(Pending):
                 if answered >= self._asked.get(peer, math.inf):
                     follow.extend(awaited)
         return found
+
+    def _unanswered(self, behind: list[int]) -> bool:
+        """Returns True if some ranks have not answered and have not been asked for long enough to be silent."""
+        loop, silent = self._mailbox._loop, self._silent()
+        questions = [peer for peer in behind if loop.heard[peer] < self._asked.get(peer, math.inf)]
+        return any(peer not in silent and peer not in loop.reasons for peer in questions)
 
     def _silent(self) -> dict[int, str]:
         """Returns the ranks that have been asked and not answered for a quarter of the timeout, with the reason."""

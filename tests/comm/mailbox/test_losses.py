@@ -28,6 +28,7 @@ from tests.comm.mailbox.common import (
     message,
     over_sockets,
 )
+from tests.comm.mailbox.traffic import random_traffic
 from tests.grids import grid
 
 
@@ -330,3 +331,8 @@ def test_dropped_ranks(ranks: list[int]) -> None:
         raises(box.exchange({1: zeros()}, {}, 0), 1, "it was dropped")
         box.tensors[3].close()
         raises(box.exchange({3: zeros()}, {}, 0), 3, "rank 3")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_and_a_loss(seed: int) -> None:
+    among_threads(2 + seed % 4, lambda box: random_traffic(box, seed))
