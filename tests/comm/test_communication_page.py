@@ -1,4 +1,4 @@
-"""What docs/communication.md says: its example runs, and its tables are those of the code."""
+"""What docs/communication.md says: its examples run, and its tables are those of the code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from bagua_kernels.comm.backends.sockets.tuning import WAYS
 PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
 
 
-def test_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(example, "communication.md", "exec"), names)
+    examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "communication.md", "exec"), names)
     assert not comm.is_initialized()
     assert names["world"].rank == 0  # type: ignore[attr-defined]
 
