@@ -234,6 +234,7 @@ def test_feedback_keeps_nothing_that_is_not_finite(target: Target, codec: Any, m
     side=["vector", "residual"],
     bad=[float("inf"), float("-inf"), float("nan")],
     codec=[*CODECS, RandomK(0.05, unbiased=True), RandomK(0.05, values="absmax_int8")],
+    cover=1,
 )
 def test_what_is_not_finite_arrives_wherever_it_is(target: Target, codec: Any, bad: float, side: str) -> None:
     """At the element itself, whether the seed draws it or not; others' residuals stay, and its own is finite."""
