@@ -7,7 +7,7 @@ from bagua_kernels.errors import DivergenceError
 from bench.convergence.row import RING, Row
 
 BY_LABEL = "all-reduce, by label"
-# alpha^2 = E|C(z) - z|^2 / |z|^2 is about 2 on this task; `noise` of its rows tells it.
+# alpha^2 = E|C(z) - z|^2 / |z|^2 is about 2 on this task: see `noise` of its rows.
 LOUD = "qsgd:bits=4,norm=l2,block=1024"
 ROWS = [
     Row(BY_LABEL, algorithms.GradientAllReduce, baseline=BY_LABEL, tasks=RING, by_label=True),

@@ -15,7 +15,7 @@ with default options and for each row that is near on digits.
 
 On the ring, losses are those of the mean of all ranks' parameters. Their bars are in `gossip.py`: means over seeds of ratios to
 all-reduce with the same start and order of examples. In rows "by label" each rank sees only its part of the examples, which are
-sorted by label, as does all-reduce with which they are compared. `noise` is the codec's alpha^2 = |C(z) - z|^2 / |z|^2.
+sorted by label. They are compared with all-reduce on the same parts. `noise` is the codec's alpha^2 = |C(z) - z|^2 / |z|^2.
 
 The optimizers of digits and fashion have no momentum: with it, error feedback by signs fails at the learning rate of
 fashion, as the last row there shows. `DGC` has its own momentum, and is compared with all-reduce and momentum in the
