@@ -122,7 +122,7 @@ def reached(way: Way, deal: Deal, steps: int, seed: int) -> Reached:
 
 
 lengths = pytest.mark.parametrize(
-    ("steps", "seed"), [(130, 0), *(pytest.param(600, seed, marks=pytest.mark.slow) for seed in (1, 2))]
+    ("steps", "seed"), [(130, 0), *(pytest.param(400, seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 
 
@@ -131,7 +131,7 @@ def test_examples_at_random_train_as_with_all_reduce(steps: int, seed: int) -> N
     expected = reached(ALL_REDUCE, at_random, steps, seed).loss
     assert expected < 0.5
     for name, way in NEAR_AT_RANDOM.items():
-        if way.options.get("codec") == LOUD and steps < 600:
+        if way.options.get("codec") == LOUD and steps < 400:
             continue
         found = reached(way, at_random, steps, seed)
         print(f"{name}: {found.loss / expected:.3f}, {found.consensus:.3f}, {found.noise:.2f}")
