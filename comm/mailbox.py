@@ -184,8 +184,8 @@ def lost_error(name: str, partners: Iterable[int], lost: Mapping[int, str]) -> R
 def late_error(name: str, timeout: float, missing: Iterable[int], lost: Mapping[int, str]) -> CollectiveTimeoutError:
     """Returns the error of an exchange whose time has run out although its partners still answer."""
     ranks = sorted(missing)
-    numbers = ", ".join(map(str, ranks))
-    text = f"{name} did not finish within {timeout:g} s: {'ranks' if len(ranks) > 1 else 'rank'} {numbers} did not take part"
+    who = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}" if ranks else "some of its ranks"
+    text = f"{name} did not finish within {timeout:g} s: {who} did not take part"
     others = "".join(f"; rank {rank} was lost ({lost[rank]})" for rank in sorted(lost))
     return CollectiveTimeoutError(f"{text}{others}; make both ends use the number, or raise timeout=", ranks)
 

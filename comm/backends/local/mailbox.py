@@ -239,9 +239,10 @@ class LocalMailboxWork(Pending):
         tensors = mailbox._office.tensors
         missing = [key[0] for key in self._received if key not in tensors]
         unsent = [key[1] for key in self._sent if key in tensors]
-        lost = mailbox.lost()
+        lost, dropped = mailbox.lost(), mailbox._office.dropped[mailbox.rank]
         if partners := [peer for peer in {*missing, *unsent, *self.refused} if peer in lost]:
-            raise lost_error(self._name, partners, lost)
+            named = {peer: why for peer, why in lost.items() if peer in partners or peer not in dropped}
+            raise lost_error(self._name, partners, named)
         return missing
 
     def _settle(self) -> None:

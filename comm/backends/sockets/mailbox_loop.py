@@ -215,12 +215,13 @@ class MailboxLoop(Loop):
     def _end_connection(self, peer: int, reason: str) -> None:
         """Closes the sockets of a rank, ends what it takes part in, and frees what is not complete."""
         self.reasons[peer] = reason
-        super()._lose(self._letters[peer], ConnectionError(reason))
-        self._inbox.free([each for each in self._inbox.unasked() if each.key[0] == peer and each.left])
         self._letters[peer].frames.clear()
         for each in self._links[peer]:
-            each.sock.close()
             each.out.clear()
+        super()._lose(self._letters[peer], ConnectionError(reason))
+        self._inbox.free([each for each in self._inbox.unasked() if each.key[0] == peer and each.left])
+        for each in self._links[peer]:
+            each.sock.close()
             each.discard()
 
     def _give_up(self, peer: int, reason: str, farewell: str = "") -> None:
@@ -264,22 +265,20 @@ class MailboxLoop(Loop):
         """Ends all operations, sends the letters that wait, and the reason of the end; then as `Loop`."""
         # Not for ever, for an exception may have come between taking and giving it back.
         owned = self._moving.acquire(timeout=5.0)
-        for operation in [*self._running, *self._submitted]:
-            operation.end(ConnectionAbortedError(self._stopping))
-        self._box.end()
-        while self._called:
-            self._called.popleft()()
-        if owned:
-            self._moving.release()
-        present = [peer for peer in self._links if peer not in self.reasons]
-        say_farewell(
-            {self._letters[peer]: self._links[peer][:-1] for peer in present if not self._letters[peer].torn},
-            self._stopping,
-        )
-        for channels in self._links.values():
-            for channel in channels:
+        try:
+            while self._called:
+                self._called.popleft()()
+            for operation in [*self._running, *self._submitted]:
+                operation.end(ConnectionAbortedError(self._stopping))
+            self._box.end()
+            whole = [peer for peer, letters in self._letters.items() if peer not in self.reasons and not letters.torn]
+            say_farewell({self._letters[peer]: self._links[peer][:-1] for peer in whole}, self._stopping)
+        finally:
+            for channel in [channel for channels in self._links.values() for channel in channels]:
                 channel.sock.close()
-        super()._end()
+            if owned:
+                self._moving.release()
+            super()._end()
 
 
 def code_of(dtype: torch.dtype) -> int:

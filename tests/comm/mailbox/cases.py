@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Mailbox, Work
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 from tests.comm.backends.sockets.common import until
 
 LARGE = 1 << 40
@@ -244,6 +244,33 @@ def case_drop_below(box: Mailbox) -> None:
     got = torch.empty(5)
     box.exchange({left: got}, {right: torch.ones(5)}, 100).wait()
     assert got.tolist() == [1.0] * 5
+
+
+def case_drop_ranks(box: Mailbox) -> None:
+    """A dropped rank hears why; to the others it is lost, with no word of it in errors about another rank."""
+    if box.size < 4:
+        return
+    got = torch.empty(1)
+    if box.rank == 0:
+        box.exchange({}, dict.fromkeys(range(1, box.size), torch.ones(1)), 5).wait()
+        meet(box)
+        until(lambda: len(box.lost()) == box.size - 1)
+        assert box.lost() == dict.fromkeys(range(1, box.size), "it left: it dropped this rank")
+        return
+    meet(box)
+    meets = [rank for rank in range(1, box.size) if rank != box.rank]
+    box.drop([0])
+    assert box.lost()[0]
+    with pytest.raises(RankLostError, match=r"rank 0 was lost \(it") as caught:
+        box.exchange({0: got}, {}, 5).wait()
+    assert caught.value.ranks == (0,)
+    box.exchange({rank: torch.empty(1) for rank in meets}, dict.fromkeys(meets, torch.ones(1)), 6).wait()
+    if box.rank == 1:
+        box.leave("enough")
+        return
+    with pytest.raises(RankLostError, match=r"rank 1 was lost \(it left: enough\) during exchange #7$") as caught:
+        box.exchange({1: got}, {}, 7).wait()
+    assert caught.value.ranks == (1,)
 
 
 def case_leave(box: Mailbox) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Mailbox
-from bagua_kernels.comm.testing import Processes
+from bagua_kernels.comm.testing import Processes, process_command
 from bagua_kernels.errors import CommunicationError, RankLostError
+from bench.netlab import lab as netlab
+from tests.comm.backends.sockets.common import until
 from tests.comm.mailbox.cases import value
 
 RANKS, VICTIM, TIMEOUT = 4, 1, 3.0
@@ -84,16 +89,46 @@ def test_survivors_go_on(fault: signal.Signals | None) -> None:
         if fault is not None:
             processes.send_signal(VICTIM, fault)
         survivors = [rank for rank in range(RANKS) if rank != VICTIM]
+        reason = {signal.SIGKILL: "its connection broke", signal.SIGSTOP: "nothing came from it"}
         for rank, result in zip(survivors, processes.wait(60, ranks=survivors), strict=True):
             assert result.returncode == 0, f"rank {rank}:\n{result.stdout}\n{result.stderr}"
-            assert result.stdout.splitlines()[-1] == "ENDED", result.stdout
-            raised = json.loads(result.stdout.split("RAISED ", 1)[1].splitlines()[0])
-            assert raised["at"] - broken < TIMEOUT + 2, raised
-            assert f"rank {VICTIM} was lost" in raised["text"], raised
-            if rank in (VICTIM - 1, VICTIM + 1) or fault is signal.SIGSTOP:
-                assert (raised["kind"], raised["ranks"]) == ("RankLostError", [VICTIM]), raised
-            reason = {signal.SIGKILL: "its connection broke", signal.SIGSTOP: "nothing came from it"}
-            assert reason.get(fault, "it left: it has had enough") in raised["text"], raised
+            check(rank, result.stdout, broken, reason.get(fault, "it left: it has had enough"))
+
+
+def check(rank: int, output: str, broken: float, reason: str) -> None:
+    """A survivor has raised in time, with the name of the lost rank, and gone on."""
+    assert output.splitlines()[-1] == "ENDED", output
+    raised = json.loads(output.split("RAISED ", 1)[1].splitlines()[0])
+    assert raised["at"] - broken < TIMEOUT + 2, raised
+    assert f"rank {VICTIM} was lost ({reason}" in raised["text"], raised
+    if rank in (VICTIM - 1, VICTIM + 1) or "nothing" in reason:
+        assert (raised["kind"], raised["ranks"]) == ("RankLostError", [VICTIM]), raised
+
+
+@pytest.mark.slow
+def test_survivors_of_an_unplugged_rank_go_on(tmp_path: Path) -> None:
+    """Nothing comes from it any more; its own mailbox finds the others silent."""
+    if reason := netlab.available(delay=False):
+        pytest.skip(reason)
+    with netlab.Lab(RANKS, rate=1000) as lab:
+        paths, processes = [tmp_path / f"rank{rank}" for rank in range(RANKS)], []
+        for rank, path in enumerate(paths):
+            environment = {**lab.environment(rank), "PYTHONUNBUFFERED": "1"}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            with path.open("wb") as file:
+                command = process_command(survive, [False])
+                processes.append(lab.start(rank, command, environment, file, subprocess.STDOUT))
+        deadline = time.monotonic() + 60
+        while not all("GOING" in path.read_text() for path in paths):
+            assert time.monotonic() < deadline, [path.read_text() for path in paths]
+            time.sleep(0.05)
+        time.sleep(0.2)
+        broken = time.time()
+        lab.cut(VICTIM)
+        for rank in (rank for rank in range(RANKS) if rank != VICTIM):
+            assert processes[rank].wait(60) == 0, paths[rank].read_text()
+            check(rank, paths[rank].read_text(), broken, "nothing came from it")
+        until(lambda: "RankLostError" in paths[VICTIM].read_text())
 
 
 def forking() -> None:
