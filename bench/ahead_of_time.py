@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,14 @@ from bagua_kernels.compression import FP8, QSGD, Sign, TernGrad, from_spec
 from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.elementwise import _triton as elementwise
+from bagua_kernels.launchers.fusion import _triton as fusion
+from bagua_kernels.launchers.fusion.sources import Mixture, RowSum
 from bagua_kernels.launchers.multitensor import MASTER, Variant
 from bagua_kernels.launchers.multitensor import _triton as multitensor
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.launchers.select import _triton as select
+from bagua_kernels.rules.gossip import ADDED, DCD_TOTAL
+from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RMSPROP_CENTERED_MOMENTUM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bench import speed
@@ -47,11 +51,15 @@ CODECS = [
     *(FP8("e4m3"), FP8("e5m2"), FP8("e4m3", stochastic=True), FP8("e5m2", stochastic=True)),
 ]
 RULES: dict[BlockQuantizer, int] = {codec.rule: codec.block for codec in CODECS}  # type: ignore[attr-defined]
-BLOCKWISE = ("encode", "encode_pieces", "feedback", "decode", "decode_sum", "reduce")
+BLOCKWISE = ("encode", "encode_pieces", "decode", "decode_sum", "reduce")
+MESSAGES = (FEEDBACK, DCD_TOTAL)
+# How payloads get into a rule: as the weighted sum of neighbours with replicas, and as a gradient.
+GOSSIP, GRADIENT = Mixture(weighted=True, tracked=True), Mixture()
 BLOCKWISE_ARGUMENTS = {
-    "words_ptr": "*i32", "codes_ptr": "*u8", "out_words_ptr": "*i32", "out_codes_ptr": "*u8", "residual_ptr": "*fp32",
-    "addresses_ptr": "*i64", "sizes_ptr": "*i64", "firsts_ptr": "*i64", "piece_of_block_ptr": "*i64", "ranks": "i32",
-    "counts_ptr": "*i32", "size": "i32", "n": "i32", "scale": "fp32", "factor": "fp32", "seed_low": "i32", "seed_high": "i32",
+    "words_ptr": "*i32", "codes_ptr": "*u8", "out_words_ptr": "*i32", "out_codes_ptr": "*u8", "addresses_ptr": "*i64",
+    "sizes_ptr": "*i64", "firsts_ptr": "*i64", "piece_of_block_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*fp32",
+    "replicas_ptr": "*fp32", "ranks": "i32", "size": "i32", "span": "i32", "n": "i32", "scale": "fp32", "divisor": "fp32",
+    "seed_low": "i32", "seed_high": "i32",
 }  # fmt: skip
 SELECT = ("count", "write", "place", "permute")
 SELECT_ARGUMENTS = {
@@ -66,7 +74,7 @@ MULTITENSOR_ARGUMENTS = {
 # What launchers pass as `num_warps`.
 ELEMENTWISE_WARPS = 4
 # A payload's size always is such a multiple, and its parts begin at such addresses.
-MULTIPLES_OF_16 = ("n", "size")
+MULTIPLES_OF_16 = ("n", "size", "span")
 
 
 def scalars(rule: ElementwiseRule) -> int:
@@ -127,6 +135,8 @@ def blockwise_ptx(
     n: str = "i32",
     given: bool = False,
     counted: bool = False,
+    weighted: bool = False,
+    divided: bool = False,
     **options: Any,
 ) -> str:
     """The PTX of a block quantizer's kernel."""
@@ -134,17 +144,47 @@ def blockwise_ptx(
     types = {**BLOCKWISE_ARGUMENTS, "n": n, "x_ptr": POINTERS[dtype], "out_ptr": POINTERS[dtype]}
     if name == "encode_pieces":
         options |= blockwise.PIECES
-    return _blockwise(
-        kernel, rule, types, {"STOCHASTIC": stochastic, "GIVEN": given, "COUNTED": counted}, sm, block, **options
-    )
+    modes = {"STOCHASTIC": stochastic, "GIVEN": given, "COUNTED": counted}
+    modes |= {"WEIGHTED": weighted, "DIVIDED": divided}
+    return _blockwise(kernel, rule, types, modes, sm, block, **options)
 
 
-def apply_ptx(rule: BlockQuantizer, update: ElementwiseRule, dtype: torch.dtype, sm: int, *, block: int = 256) -> str:
-    """The PTX of the kernel that decodes and applies an optimizer's rule to arrays of a dtype."""
-    kernel = blockwise.apply_kernel(rule, update, scalars(update), 1, (dtype,) * (update.arrays - 1))
+def message_ptx(
+    rule: BlockQuantizer,
+    message: MessageRule,
+    dtypes: Sequence[torch.dtype],
+    sm: int,
+    *,
+    stochastic: bool = False,
+    block: int = 256,
+    counted: bool = False,
+    rows: RowSum | None = None,
+) -> str:
+    """The PTX of the kernel that encodes what a rule computes from arrays of some dtypes."""
+    kernel = fusion.message_kernel(rule, message, tuple(dtypes), rows is not None)
+    types = BLOCKWISE_ARGUMENTS | {f"a{i}_ptr": POINTERS[dtype] for i, dtype in enumerate(dtypes)}
+    types |= {f"s{i}": "fp32" for i in range(message.scalars)}
+    modes = {"STOCHASTIC": stochastic, "COUNTED": counted}
+    modes |= {"WEIGHTED": rows is not None and rows.weighted, "DIVIDED": rows is not None and rows.divided}
+    return _blockwise(kernel, rule, types, modes, sm, block)
+
+
+def apply_ptx(
+    rule: BlockQuantizer,
+    update: ElementwiseRule,
+    dtype: torch.dtype,
+    sm: int,
+    *,
+    block: int = 256,
+    mixture: Mixture = GRADIENT,
+) -> str:
+    """The PTX of the kernel that decodes and applies a rule to arrays of a dtype."""
+    kernel = fusion.apply_kernel(rule, update, scalars(update), mixture, (dtype,) * len(mixture.others(update)))
     types = {**BLOCKWISE_ARGUMENTS, **{f"a{i}_ptr": POINTERS[dtype] for i in range(update.arrays)}}
     types |= {f"s{i}": "fp32" for i in range(scalars(update))}
-    return _blockwise(kernel, rule, types, {}, sm, block)
+    modes = {"WEIGHTED": mixture.weighted, "DIVIDED": mixture.divided}
+    modes |= {"TRACKED": mixture.tracked, "COUNTED": mixture.counted}
+    return _blockwise(kernel, rule, types, modes, sm, block)
 
 
 def _blockwise(
@@ -238,6 +278,15 @@ def resources(ptx: str, sm: int) -> Resources:
     )
 
 
+def roundings(rule: BlockQuantizer, name: str) -> list[bool]:
+    """How a kernel rounds: at random if True. Rules for one way of rounding are launched in that way only."""
+    if name in ("decode", "decode_sum"):
+        return [False]
+    if "stochastic" in rule.name:
+        return [True]
+    return [False] if "nearest" in rule.name or rule.bits == 1 else [False, True]
+
+
 def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
     """(launcher, kernel, PTX) of every Triton kernel, quantizers with the block and rounding they are used with.
 
@@ -245,14 +294,20 @@ def kernels(sm: int) -> Iterator[tuple[str, str, str]]:
     """
     for rule, block in RULES.items():
         for name in BLOCKWISE:
-            rounds = name not in ("decode", "decode_sum")
-            # Rules for one way of rounding are launched in that way only.
-            if not (rounds and "stochastic" in rule.name):
-                yield "blockwise", f"{name}, {rule.name}", blockwise_ptx(rule, name, FLOAT32, sm, block=block)
-            if rounds and "nearest" not in rule.name and rule.bits > 1:
-                ptx = blockwise_ptx(rule, name, FLOAT32, sm, block=block, stochastic=True)
-                yield "blockwise", f"{name}, {rule.name}, stochastic", ptx
-        yield "blockwise", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAM, FLOAT32, sm, block=block)
+            for stochastic in roundings(rule, name):
+                ptx = blockwise_ptx(rule, name, FLOAT32, sm, block=block, stochastic=stochastic)
+                yield "blockwise", f"{name}, {rule.name}{', stochastic' * stochastic}", ptx
+        for message in MESSAGES:
+            for stochastic in roundings(rule, message.name):
+                dtypes = (FLOAT32,) * message.arrays
+                ptx = message_ptx(rule, message, dtypes, sm, block=block, stochastic=stochastic)
+                yield "fusion", f"{message.name}, {rule.name}{', stochastic' * stochastic}", ptx
+        yield "fusion", f"decode_apply, {rule.name}, adamw", apply_ptx(rule, ADAM, FLOAT32, sm, block=block)
+        yield (
+            "fusion",
+            f"decode_apply, {rule.name}, gossip",
+            apply_ptx(rule, ADDED, FLOAT32, sm, block=block, mixture=GOSSIP),
+        )
     for update in (ADAM, SGD):
         yield "elementwise", update.name, elementwise_ptx(update, FLOAT32, sm)
     for name, of_many in VARIANTS.items():

@@ -24,6 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "launchers/arguments",
         "launchers/elementwise",
         "launchers/blockwise",
+        "launchers/fusion",
         "launchers/multitensor",
         "launchers/select",
         "launchers/low_rank",

@@ -18,6 +18,10 @@ from bagua_kernels.compression.minmax import MinMaxUInt2 as MinMaxUInt2
 from bagua_kernels.compression.minmax import MinMaxUInt4 as MinMaxUInt4
 from bagua_kernels.compression.minmax import MinMaxUInt8 as MinMaxUInt8
 from bagua_kernels.compression.natural import Natural as Natural
+from bagua_kernels.compression.passes import decode_add as decode_add
+from bagua_kernels.compression.passes import decode_apply as decode_apply
+from bagua_kernels.compression.passes import encode_rule as encode_rule
+from bagua_kernels.compression.passes import is_fused as is_fused
 from bagua_kernels.compression.powersgd.config import PowerSGD as PowerSGD
 from bagua_kernels.compression.powersgd.low_rank import AlternatingLowRank as AlternatingLowRank
 from bagua_kernels.compression.powersgd.low_rank import LowRank as LowRank

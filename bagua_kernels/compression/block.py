@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
-from bagua_kernels.launchers import arguments, blockwise
+from bagua_kernels.launchers import arguments, blockwise, fusion
 from bagua_kernels.launchers.blockwise.form import checked_block, form_of
+from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -121,9 +122,49 @@ class BlockCodec(ABC):
             The payload. Errors as in `encode`.
         """
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
-        out = self._payload(x.numel(), x.device, out)
-        options: dict[str, Any] = {"factor": factor, "seed": self._seed(seed), "counts": counts}
-        blockwise.feedback(self.rule, x, residual, out, block=self.block, **options)
+        arguments.check_vector("residual", residual, (torch.float32,))
+        if residual.shape != x.shape or residual.device != x.device:
+            raise ValueError(
+                f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on "
+                f"{residual.device}"
+            )
+        return self.encode_rule(FEEDBACK, (x, residual), (factor,), seed=seed, out=out, counts=counts)
+
+    def encode_rule(
+        self,
+        message: MessageRule,
+        arrays: Sequence[torch.Tensor],
+        scalars: Sequence[float] = (),
+        *,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        replicas: torch.Tensor | None = None,
+        weights: torch.Tensor | Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """Encodes what a rule computes from several arrays, and updates them by what the payload decodes to, in one pass.
+
+        Example: `codec.encode_rule(CHOCO, [x, own], [1.0])` encodes `x - own`, and adds what the payload decodes to to `own`.
+
+        Args:
+            message: the rule, for example of `bagua_kernels.rules.gossip`.
+            arrays: the rule's arrays, each of shape (n,), as in `encode`; those that the rule writes are updated.
+            scalars: the rule's scalars.
+            seed: of stochastic rounding.
+            out: as in `encode`.
+            counts: as in `encode`; other elements of the arrays stay as they are.
+            replicas: shape (ranks, n), float32, contiguous: the rule's last array is the sum of the rows, and not among `arrays`.
+                An array that the rule only reads may be one of the rows.
+            weights: of the rows, as in `decode_sum`.
+
+        Returns:
+            The payload. Errors as in `encode`, and ValueError if the number of arrays or scalars is wrong.
+        """
+        if not arrays:
+            raise ValueError(f"rule {message.name!r} takes {message.arrays} arrays, got none")
+        out = self._payload(arrays[0].numel(), arrays[0].device, out)
+        options: dict[str, Any] = {"seed": self._seed(seed), "counts": counts, "replicas": replicas, "weights": weights}
+        fusion.encode_rule(self.rule, message, arrays, scalars, out, block=self.block, **options)
         return out
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -131,18 +172,28 @@ class BlockCodec(ABC):
         blockwise.decode(self.rule, payload, out, block=self.block)
         return out
 
-    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Writes `scale` times the sum of all decoded payloads to `out`.
+    def decode_sum(
+        self,
+        payloads: torch.Tensor,
+        out: torch.Tensor,
+        scale: float = 1.0,
+        *,
+        weights: torch.Tensor | Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """Writes `scale` times the sum of all decoded payloads, each times its weight, to `out`.
 
         Args:
             payloads: shape (ranks, payload_size(n)), uint8; each is read once.
-            out: shape (n,); sums are taken in float32, in the order of the ranks, and rounded to its dtype at the end.
+            out: shape (n,); sums are taken in float32, from the first payload to the last, and rounded to its dtype at the end.
             scale: factor of the sum.
+            weights: one float32 for each payload: numbers, or a tensor on the device of the payloads. Each product is rounded
+                to float32 before it is added. None stands for ones. If all are numbers and equal to 1/n, for n payloads, the
+                sum is divided by n instead, which has no bias.
 
         Returns:
             `out`. Errors as in `encode`.
         """
-        blockwise.decode_sum(self.rule, payloads, out, scale=scale, block=self.block)
+        blockwise.decode_sum(self.rule, payloads, out, scale=scale, block=self.block, weights=weights)
         return out
 
     def decode_apply(
@@ -150,28 +201,64 @@ class BlockCodec(ABC):
         payloads: torch.Tensor,
         update: ElementwiseRule,
         arrays: Sequence[torch.Tensor],
-        scalars: Sequence[float],
+        scalars: Sequence[float] = (),
         *,
         scale: float = 1.0,
+        weights: torch.Tensor | Sequence[float] | None = None,
+        replicas: torch.Tensor | None = None,
+        each: Sequence[int] = (),
+        counts: torch.Tensor | None = None,
         first: int = 0,
         total: int | None = None,
     ) -> None:
-        """Decodes payloads and applies an optimizer's rule to `scale` times their sum, without writing the gradient.
+        """Decodes payloads and applies a rule, such as an optimizer's, to their sum, in one pass, without writing the sum.
+
+        The sum is that of `decode_sum`. Without `weights`, `replicas` and `each` it is an optimizer's gradient. Gossip adds the
+        sum to a running total and each payload to the replica of its sender:
+        `codec.decode_apply(payloads, ADDED, [total], weights=weights, replicas=replicas)`.
 
         Args:
             payloads: shape (ranks, payload_size(total)), uint8.
-            update: the rule, whose second array is the gradient; see `bagua_kernels.rules.optimizers`.
+            update: the rule, whose second array is the sum; see `bagua_kernels.rules.optimizers` and `….gossip`.
             arrays: the rule's other arrays (parameters, moments, …), each of shape (n,); updated.
             scalars: the rule's scalars.
             scale: factor of the sum; 1 / ranks for the mean.
+            weights: as in `decode_sum`.
+            replicas: shape (ranks, n), float32, contiguous: what payload j decodes to is added to row j. None if there are none.
+            each: places among the rule's arrays, in ascending order of the payloads: array `each[j]` is what payload j decodes
+                to, without a weight. Such arrays are not among `arrays`.
+            counts: as in `encode`, for the blocks of the arrays; other elements stay as they are.
             first: the block of the payloads with which the arrays begin.
             total: elements that the payloads are of; n by default.
 
         Raises:
             TypeError, ValueError: as in `encode`.
         """
-        where: dict[str, Any] = {"first": first, "total": total}
-        blockwise.decode_apply(self.rule, payloads, update, arrays, scalars, scale=scale, block=self.block, **where)
+        mixed: dict[str, Any] = {
+            "scale": scale,
+            "weights": weights,
+            "replicas": replicas,
+            "each": each,
+            "counts": counts,
+        }
+        where: dict[str, Any] = {"block": self.block, "first": first, "total": total}
+        fusion.decode_apply(self.rule, payloads, update, arrays, scalars, **mixed, **where)
+
+    def decode_add(
+        self, payloads: torch.Tensor, replicas: torch.Tensor, *, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Adds what each payload decodes to to its own row of `replicas`, in one pass.
+
+        Args:
+            payloads: shape (ranks, payload_size(n)), uint8.
+            replicas: shape (ranks, n), float32, contiguous; updated.
+            counts: as in `encode`; other elements stay as they are.
+
+        Returns:
+            `replicas`. Errors as in `encode`.
+        """
+        fusion.decode_add(self.rule, payloads, replicas, block=self.block, counts=counts)
+        return replicas
 
     def reduce(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from bagua_kernels.compression.codec import Unbiased, register
 from bagua_kernels.launchers import arguments, blockwise
 from bagua_kernels.launchers.blockwise.form import check_payload, form_of
 from bagua_kernels.rules.magnitude import absmax
+from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 NAN_BITS = 0x7FC00000
@@ -130,6 +131,23 @@ class TernGrad(BlockCodec):
         """See `BlockCodec.encode_feedback`; only with scales of its own."""
         self._check_own("encode_feedback")
         return super().encode_feedback(x, residual, factor=factor, seed=seed, out=out, counts=counts)
+
+    def encode_rule(
+        self,
+        message: MessageRule,
+        arrays: Sequence[torch.Tensor],
+        scalars: Sequence[float] = (),
+        *,
+        seed: int = 0,
+        out: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        replicas: torch.Tensor | None = None,
+        weights: torch.Tensor | Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """See `BlockCodec.encode_rule`; only with scales of its own."""
+        self._check_own("encode_rule")
+        options: dict[str, Any] = {"counts": counts, "replicas": replicas, "weights": weights}
+        return super().encode_rule(message, arrays, scalars, seed=seed, out=out, **options)
 
     def _check_own(self, method: str) -> None:
         if self.shared:

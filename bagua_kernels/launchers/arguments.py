@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,6 +30,50 @@ def seed_halves(seed: int | None) -> tuple[int, int]:
     """The low and the high 32 bits of a seed; zeros where there is none."""
     value = seed or 0
     return value & 0xFFFFFFFF, value >> 32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the terms of a sum are multiplied by, and the sum divided by.
+
+    Attributes:
+        factors: shape (terms,), float32; None stands for ones.
+        divisor: of the sum.
+    """
+
+    factors: torch.Tensor | None = None
+    divisor: float = 1.0
+
+
+def checked_weights(weights: torch.Tensor | Sequence[float] | None, terms: int, device: torch.device) -> Weights:
+    """The weights of a number of terms on a device, where None stands for ones.
+
+    If `weights` are numbers and all are 1/n, for n terms, the plain sum is divided by n. That has no bias, where 1/3 in float32
+    has one. A tensor is taken as it is.
+
+    Raises:
+        ValueError: a number, a dtype or a device does not fit.
+    """
+    if weights is None:
+        return Weights()
+    if not isinstance(weights, torch.Tensor):
+        numbers = tuple(float(w) for w in weights)
+        if len(numbers) == terms and all(w == 1.0 / terms for w in numbers):
+            return Weights(divisor=float(terms))
+        weights = _weights_on(numbers, device)
+    fits = weights.dtype == torch.float32 and weights.shape == (terms,) and weights.is_contiguous()
+    if not fits or weights.device != device:
+        raise ValueError(
+            f"weights must be contiguous float32 of shape {(terms,)} on {device}, one for each term, got {weights.dtype} of "
+            f"shape {tuple(weights.shape)} on {weights.device}"
+        )
+    return Weights(weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _weights_on(weights: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    # Kept, since a copy to a GPU costs more than a launch, and a topology has few rows.
+    return torch.tensor(weights, dtype=torch.float32, device=device)
 
 
 def check_vector(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -63,6 +63,11 @@ def float_bfloat16_stochastic(x, noise):
     return tl.where(finite, rounded, float_bfloat16(x))
 
 
+def quotient(x, y):
+    """`x / y`, correctly rounded."""
+    return tl.div_rn(x, y)
+
+
 def resumed(value, image, wide):
     """`wide` if `value` is what it was rounded to, else `value`."""
     return tl.where(value == image, wide, value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
+from bagua_kernels.launchers.fusion.sources import Mixture, RowSum
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER, Variant
 from bagua_kernels.rules.floats import NATURAL, fp8
+from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL
 from bagua_kernels.rules.magnitude import absmax, euclidean
+from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
@@ -31,6 +35,7 @@ from numba.cuda.cudadrv.error import NvvmSupportError
 from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
+from bagua_kernels.launchers.fusion import _numba_cuda as fusion
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
 from tests.grids import grid, only
 
@@ -54,8 +59,8 @@ TARGETS = only(
 def device() -> Iterator[SimpleNamespace]:
     """Stands in for the current GPU, whose architecture device functions are compiled for as a kernel meets them."""
     fake = SimpleNamespace(compute_capability=(9, 0))
-    caches = (jit.compile_rule, blockwise.bound, blockwise.kernel, blockwise.apply_kernel, elementwise.kernel)
-    caches += (multitensor.kernel,)
+    caches = (jit.compile_rule, blockwise.bound, blockwise.kernel, elementwise.kernel, multitensor.kernel)
+    caches += (fusion.message_kernel, fusion.apply_kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: fake)
         yield fake
@@ -83,14 +88,30 @@ def blockwise_ptx(
 ) -> str:
     kernel = blockwise.kernel(name, rule or minmax(8), block, dtype, stochastic)
     arrays = {"x": ELEMENTS[dtype], "out": ELEMENTS[dtype], "words": types.int32, "out_words": types.int32}
-    arrays |= {"residual": types.float32, "counts": types.int32}
+    arrays |= {"weights": types.float32, "counts": types.int32}
     arrays |= {"codes": types.uint8, "out_codes": types.uint8}
     signature = []
     for argument in inspect.signature(kernel.py_func).parameters:
         if argument in arrays:
             signature.append(arrays[argument][::1])
         else:
-            signature.append(types.float32 if argument in ("scale", "factor") else types.int64)
+            signature.append(types.float32 if argument in ("scale", "divisor") else types.int64)
+    return compiled(kernel, tuple(signature), sm, device)
+
+
+def fused_ptx(kernel: Any, dtypes: Mapping[int, torch.dtype], sm: int, device: SimpleNamespace) -> str:
+    """The PTX of a kernel of a rule around a quantizer, with the dtypes of its arrays."""
+    known = {"words": types.int32, "codes": types.uint8, "counts": types.int32}
+    known |= {"weights": types.float32, "replicas": types.float32}
+    known |= {f"a{i}": ELEMENTS[dtype] for i, dtype in dtypes.items()}
+    signature = [
+        known[argument][::1]
+        if argument in known
+        else types.float32
+        if argument in ("scale", "divisor") or re.fullmatch(r"s\d", argument)
+        else types.int64
+        for argument in inspect.signature(kernel.py_func).parameters
+    ]
     return compiled(kernel, tuple(signature), sm, device)
 
 
@@ -126,9 +147,34 @@ def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespa
     assert violations(ptx, sums_are_marked=False) == []
 
 
+@grid(message={message.name: message for message in [CHOCO, DCD_TOTAL]}, dtype=[FLOAT32, BFLOAT16], cover=1)
+def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype, device: SimpleNamespace) -> None:
+    dtypes = (dtype, *(FLOAT32,) * (message.arrays - 1))
+    kernel = fusion.message_kernel(minmax(8), 256, message, dtypes, True, False)
+    assert violations(fused_ptx(kernel, dict(enumerate(dtypes)), 90, device), sums_are_marked=False) == []
+
+
+@grid(weighted=[False, True], divided=[False, True], cover=1)
+def test_sums_of_replicas_before_encoding(weighted: bool, divided: bool, device: SimpleNamespace) -> None:
+    rows = RowSum(weighted, divided)
+    kernel = fusion.message_kernel(minmax(8), 256, DCD, (FLOAT32, FLOAT32), True, False, rows)
+    assert violations(fused_ptx(kernel, {0: FLOAT32, 1: FLOAT32}, 90, device), sums_are_marked=False) == []
+
+
+@grid(counted=[False, True], divided=[False, True], cover=1)
+def test_rules_after_decoding(counted: bool, divided: bool, device: SimpleNamespace) -> None:
+    mixture = Mixture(weighted=not divided, divided=divided, tracked=True, counted=counted)
+    kernel = fusion.apply_kernel(minmax(4), 256, ADDED, 0, mixture, (FLOAT32,))
+    assert violations(fused_ptx(kernel, {0: FLOAT32}, 90, device), sums_are_marked=False) == []
+
+
 @grid(rule={rule.name: rule for rule in RULES}, name=["encode", "feedback", "decode", "decode_sum", "reduce"], cover=1)
 def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) -> None:
-    ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=rule.bits > 1, rule=rule)
+    if name == "feedback":
+        kernel = fusion.message_kernel(rule, 256, FEEDBACK, (FLOAT32, FLOAT32), rule.bits > 1, False)
+        ptx = fused_ptx(kernel, {0: FLOAT32, 1: FLOAT32}, 90, device)
+    else:
+        ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=rule.bits > 1, rule=rule)
     assert violations(ptx, sums_are_marked=False) == []
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
+from bagua_kernels.launchers.fusion.sources import RowSum
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, Variant
 from bagua_kernels.rules import optimizers
+from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL
+from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
 from bagua_kernels.rules.signs import SIGN_TWO_MEANS
@@ -37,6 +42,8 @@ from bench.ahead_of_time import (
     ELEMENTWISE_WARPS,
     FLOAT16,
     FLOAT32,
+    GOSSIP,
+    MESSAGES,
     MIXED,
     RULES,
     VARIANTS,
@@ -45,6 +52,7 @@ from bench.ahead_of_time import (
     blockwise_ptx,
     compiled,
     elementwise_ptx,
+    message_ptx,
     multitensor_ptx,
     resources,
     variant_of,
@@ -54,6 +62,8 @@ from tests.grids import grid, one_of_each
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
 MINMAX_UINT8 = minmax(8)
+# Kernels of a rule around a quantizer.
+FUSED = ("decode_apply", "gossip", *(message.name for message in MESSAGES))
 UPDATES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
 # Elements that a thread works on at once.
 ELEMENTWISE_ELEMENTS = elementwise.BLOCK // (32 * ELEMENTWISE_WARPS)
@@ -153,7 +163,7 @@ def test_any_length(name: str, n: str) -> None:
         lambda given: given.values[0].bits,
         cover=1,
     ),
-    name=[*BLOCKWISE, "decode_apply"],
+    name=[*BLOCKWISE, *FUSED],
     cover=1,
 )
 def test_every_rule(rule: BlockQuantizer, name: str) -> None:
@@ -164,20 +174,58 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
         tile = blockwise.tile(rule, block)
         elements = tile["ROWS"] * tile["BLOCK"] // (32 * tile["num_warps"])
         check(ptx, fused=elements * operations(ADAM)["fma"])
+    elif name == "gossip":
+        ptx = apply_ptx(rule, ADDED, FLOAT32, 90, block=block, mixture=GOSSIP)
+        check(ptx)
+    elif name in FUSED:
+        message = next(message for message in MESSAGES if message.name == name)
+        dtypes = (FLOAT32,) * message.arrays
+        ptx = message_ptx(rule, message, dtypes, 90, block=block, stochastic=rule.bits > 1)
+        check(ptx)
     else:
         stochastic = rule.bits > 1 and name != "encode_pieces"
         ptx = blockwise_ptx(rule, name, FLOAT32, 90, block=block, stochastic=stochastic)
         check(ptx)
-    if name in ("encode", "feedback", "decode_apply"):
+    if name == "encode" or name in FUSED:
         assert max(widths(ptx, "ld.global")) >= 128
-    if name in ("feedback", "decode", "decode_sum", "decode_apply"):
+    if name in ("decode", "decode_sum") or name in FUSED:
         assert max(widths(ptx, "st.global")) >= 128
+
+
+@grid(message={message.name: message for message in [DCD_TOTAL, CHOCO]}, dtype=[FLOAT32, BFLOAT16], cover=1)
+def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype) -> None:
+    """Replicas are float32 beside a parameter of any dtype; nothing but scales is accessed in less than 128 bits."""
+    dtypes = (dtype, *(FLOAT32,) * (message.arrays - 1))
+    ptx = message_ptx(MINMAX_UINT8, message, dtypes, 90, stochastic=True)
+    check(ptx)
+    assert min(widths(ptx, "ld.global")) >= 128
+    assert min(widths(ptx, "st.global")) >= 32
+
+
+@grid(weighted=[False, True], divided=[False, True], cover=1)
+def test_sums_of_replicas_before_encoding(weighted: bool, divided: bool) -> None:
+    ptx = message_ptx(MINMAX_UINT8, DCD, (FLOAT32, FLOAT32), 90, stochastic=True, rows=RowSum(weighted, divided))
+    check(ptx)
+    assert max(widths(ptx, "ld.global")) >= 128
+    assert min(widths(ptx, "ld.global")) >= 32
+
+
+@grid(counted=[False, True], divided=[False, True], cover=1)
+def test_rules_after_decoding(counted: bool, divided: bool) -> None:
+    mixture = replace(GOSSIP, counted=counted, weighted=not divided, divided=divided)
+    ptx = apply_ptx(MINMAX_UINT8, ADDED, FLOAT32, 90, mixture=mixture)
+    check(ptx)
+    # Replicas and the total are written.
+    assert min(widths(ptx, "st.global")) >= 128
 
 
 @grid(rule={rule.name: rule for rule in [MINMAX_UINT8, SIGN_TWO_MEANS]}, name=["encode", "feedback", "reduce"], cover=1)
 def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
     """Knowing which elements are a block's own makes no access narrower."""
-    plain, counted = (blockwise_ptx(rule, name, FLOAT32, 90, block=RULES[rule], counted=many) for many in (False, True))
+    make = functools.partial(blockwise_ptx, rule, name, FLOAT32, 90)
+    if name == "feedback":
+        make = functools.partial(message_ptx, rule, FEEDBACK, (FLOAT32, FLOAT32), 90)
+    plain, counted = (make(block=RULES[rule], counted=many) for many in (False, True))
     check(counted)
     for access in ("ld.global", "st.global"):
         assert widths(counted, access)[128] == widths(plain, access)[128]

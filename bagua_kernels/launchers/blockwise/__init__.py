@@ -1,23 +1,19 @@
 """Runs a block quantizer: reduce each block to its statistics, then encode; decode; decode many, sum and encode again.
 
-A payload holds the scales of all blocks and then the codes; `docs/wire-format.md` fixes it. Three more kernels fuse what
-training does around that: error feedback, encoding many tensors without a flat copy, and an optimizer step on what was
-decoded. Arguments are checked here, once for all backends; each backend offers the same functions.
+A payload holds the scales of all blocks and then the codes; `docs/wire-format.md` fixes it. One more kernel encodes many tensors
+without a flat copy. `bagua_kernels.launchers.fusion` adds rules over several arrays before encoding and after decoding. Arguments
+are checked here, once for all backends; each backend offers the same functions.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from bagua_kernels.jit.op import Op
-from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, padded
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, checked_weights, padded
 from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
-from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
@@ -93,113 +89,6 @@ def encode_pieces(
         OP.backend(payload.device).encode_pieces(rule, flat, payload, form, seed)
 
 
-def feedback(
-    rule: BlockQuantizer,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    payload: torch.Tensor,
-    *,
-    block: int,
-    factor: float,
-    seed: int | None,
-    counts: torch.Tensor | None = None,
-) -> None:
-    """Encodes `factor * (x + residual)` and leaves in `residual` what the payload lacks of `x + residual`, in one pass.
-
-    Where the sum or the decoded value is not finite the residual stays as it was.
-
-    Args:
-        rule: the quantizer.
-        x: shape (n,), float32, float16 or bfloat16, contiguous.
-        residual: shape (n,), float32, contiguous; updated.
-        payload: shape (size,), uint8; overwritten.
-        block: elements a block.
-        factor: a float32; 1 for a contractive codec, 1 / (1 + omega) for an unbiased one.
-        seed: 64-bit seed of stochastic rounding; None rounds to nearest.
-        counts: as for `encode`; residuals of other elements stay as they are.
-
-    Raises:
-        TypeError: a dtype is not supported.
-        ValueError: a shape, size, device, alignment, block or seed does not fit.
-    """
-    check_vector("x", x, FLOAT_DTYPES)
-    check_vector("residual", residual, (torch.float32,))
-    if residual.shape != x.shape or residual.device != x.device:
-        raise ValueError(
-            f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on {residual.device}"
-        )
-    form = form_of(rule, x.numel(), block)
-    check_payload("payload", payload, form, (form.size,), x.device)
-    seed = checked_seed(seed)
-    check_counts(counts, form, x.device)
-    if form.n:
-        OP.backend(x.device).feedback(rule, x, residual, payload, form, factor, seed, counts)
-
-
-def decode_apply(
-    rule: BlockQuantizer,
-    payloads: torch.Tensor,
-    update: ElementwiseRule,
-    arrays: Sequence[torch.Tensor],
-    scalars: Sequence[float],
-    *,
-    scale: float,
-    block: int,
-    position: int = 1,
-    first: int = 0,
-    total: int | None = None,
-) -> None:
-    """Decodes payloads and applies an optimizer's rule to what they sum up to, without writing the gradient.
-
-    Args:
-        rule: the quantizer.
-        payloads: shape (ranks, size), uint8.
-        update: a rule of which one array is the gradient.
-        arrays: the rule's other arrays in their order, each of shape (n,), float32, float16 or bfloat16, contiguous; updated.
-        scalars: the rule's scalars.
-        scale: factor of the sum of the payloads.
-        block: elements a block.
-        position: the gradient's place among the rule's arrays.
-        first: the block of the payloads with which the arrays begin.
-        total: elements that the payloads are of; n by default.
-
-    Raises:
-        TypeError: a dtype is not supported.
-        ValueError: a number of arrays, a shape, size, device, alignment or block is wrong, the rule writes the gradient,
-            or arrays are longer than the payloads.
-    """
-    if len(arrays) != update.arrays - 1 or not arrays:
-        raise ValueError(
-            f"rule {update.name!r} takes {update.arrays - 1} arrays beside the gradient, got {len(arrays)}"
-        )
-    wanted = _parameters(update.function) - update.arrays
-    if len(scalars) != wanted:
-        raise ValueError(f"rule {update.name!r} takes {wanted} scalars, got {len(scalars)}")
-    if not 0 <= position < update.arrays or position in update.writes:
-        raise ValueError(f"array {position} of rule {update.name!r} is no gradient: it must be one that is only read")
-    for i, array in enumerate(arrays):
-        check_vector(f"array {i}", array, FLOAT_DTYPES)
-        if array.shape != arrays[0].shape or array.device != payloads.device:
-            raise ValueError(
-                f"array {i} must have shape {tuple(arrays[0].shape)} on {payloads.device}, "
-                f"got {tuple(array.shape)} on {array.device}"
-            )
-    form = form_of(rule, arrays[0].numel(), block)
-    whole = form if total is None else form_of(rule, total, block)
-    if first < 0 or first * block + form.n > whole.n:
-        raise ValueError(f"payloads of {whole.n} elements do not hold {form.n} from block {first} of {block} on")
-    check_payload("payloads", payloads, whole, (-1, whole.size), payloads.device)
-    if form.n:
-        numbers = tuple(float(s) for s in scalars)
-        backend = OP.backend(payloads.device)
-        backend.decode_apply(rule, payloads, update, tuple(arrays), numbers, scale, form, position, whole, first)
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(function: Callable[..., Any]) -> int:
-    return len(inspect.signature(function).parameters)
-
-
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:
     """Decodes a payload of shape (size,) into `out`, of shape (n,); arguments and errors as in `encode`."""
     check_vector("out", out, FLOAT_DTYPES)
@@ -209,16 +98,38 @@ def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, bl
         OP.backend(out.device).decode(rule, payload, out, form)
 
 
-def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, *, scale: float, block: int) -> None:
-    """Writes `scale` times the sum of all decoded payloads, of shape (ranks, size), to `out`, of shape (n,).
+def decode_sum(
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    block: int,
+    weights: torch.Tensor | Sequence[float] | None = None,
+) -> None:
+    """Writes `scale` times the sum of all decoded payloads, each times its weight, to `out`.
 
-    Each payload is read once. The sum is taken in float32, in the order of the ranks. Errors as in `encode`.
+    Each payload is read once. The sum is taken in float32, from the first payload to the last. Each product is rounded to float32
+    before it is added. If all weights are 1/n, for n payloads, the sum of the payloads is divided by n instead.
+
+    Args:
+        rule: the quantizer.
+        payloads: shape (ranks, size), uint8.
+        out: shape (n,); overwritten.
+        scale: factor of the sum.
+        block: elements a block.
+        weights: shape (ranks,), float32 on the device of the payloads, or numbers. None stands for ones.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a shape, size, device, alignment or block does not fit.
     """
     check_vector("out", out, FLOAT_DTYPES)
     form = form_of(rule, out.numel(), block)
     check_payload("payloads", payloads, form, (-1, form.size), out.device)
+    checked = checked_weights(weights, len(payloads), payloads.device)
     if form.n:
-        OP.backend(out.device).decode_sum(rule, payloads, out, scale, form)
+        OP.backend(out.device).decode_sum(rule, payloads, out, scale, form, checked)
 
 
 def reduce(

@@ -150,8 +150,18 @@ def decode_block(words, codes, target, loose, block):
         target[i] = store(decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS)))
 
 
-def add_block(words, codes, total, fresh, factor, loose, block):
-    """Adds a decoded block to `total`, or to zero if that is fresh, and multiplies by a factor."""
+def weighed(value, weight):
+    """A decoded value times its payload's weight, or as it is in kernels without weights."""
+    if WEIGHTED:
+        return value * weight
+    return value
+
+
+def add_block(words, codes, weight, replica, total, fresh, factor, loose, block):
+    """Adds a decoded block to `total`, or to zero if that is fresh, and multiplies by a factor.
+
+    With replicas, the block without its weight is added to `replica`, too.
+    """
     wide_vectors()
     a, b, c, d = decode_constants(words[block * WORDS], words[block * WORDS + WORDS - 1], np.int32(LEVELS))
     if FIELDS > 1:
@@ -160,10 +170,13 @@ def add_block(words, codes, total, fresh, factor, loose, block):
     codes = codes[: total.size]
     for i in range(total.size):
         before = np.float32(0.0) if fresh else total[i]
-        total[i] = (before + decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))) * factor
+        value = decode(code_of(codes[i]), a, b, c, d, np.int32(LEVELS))
+        if TRACKED:
+            replica[i] += value
+        total[i] = (before + weighed(value, weight)) * factor
 
 
-def add_four_blocks(words, codes, rank, begin, end, total, fresh, factor, loose, block):
+def add_four_blocks(words, codes, weights, rank, begin, end, total, fresh, factor, loose, block):
     """As `add_block` for the block of four ranks from `rank` on: the same sums with a quarter of the traffic."""
     wide_vectors()
     at, last = block * WORDS, block * WORDS + WORDS - 1
@@ -171,6 +184,7 @@ def add_four_blocks(words, codes, rank, begin, end, total, fresh, factor, loose,
     a1, b1, c1, d1 = decode_constants(words[rank + 1, at], words[rank + 1, last], np.int32(LEVELS))
     a2, b2, c2, d2 = decode_constants(words[rank + 2, at], words[rank + 2, last], np.int32(LEVELS))
     a3, b3, c3, d3 = decode_constants(words[rank + 3, at], words[rank + 3, last], np.int32(LEVELS))
+    w0, w1, w2, w3 = weights[rank], weights[rank + 1], weights[rank + 2], weights[rank + 3]
     codes0, codes1 = codes[rank, begin:end], codes[rank + 1, begin:end]
     codes2, codes3 = codes[rank + 2, begin:end], codes[rank + 3, begin:end]
     if FIELDS > 1:
@@ -185,10 +199,10 @@ def add_four_blocks(words, codes, rank, begin, end, total, fresh, factor, loose,
     codes2, codes3 = codes2[: total.size], codes3[: total.size]
     for i in range(total.size):
         before = np.float32(0.0) if fresh else total[i]
-        first = before + decode(code_of(codes0[i]), a0, b0, c0, d0, np.int32(LEVELS))
-        second = first + decode(code_of(codes1[i]), a1, b1, c1, d1, np.int32(LEVELS))
-        third = second + decode(code_of(codes2[i]), a2, b2, c2, d2, np.int32(LEVELS))
-        total[i] = (third + decode(code_of(codes3[i]), a3, b3, c3, d3, np.int32(LEVELS))) * factor
+        first = before + weighed(decode(code_of(codes0[i]), a0, b0, c0, d0, np.int32(LEVELS)), w0)
+        second = first + weighed(decode(code_of(codes1[i]), a1, b1, c1, d1, np.int32(LEVELS)), w1)
+        third = second + weighed(decode(code_of(codes2[i]), a2, b2, c2, d2, np.int32(LEVELS)), w2)
+        total[i] = (third + weighed(decode(code_of(codes3[i]), a3, b3, c3, d3, np.int32(LEVELS)), w3)) * factor
 
 
 def ask_for(elements, start, size):
@@ -216,10 +230,11 @@ def is_streamed(out):
     return out.size * out.itemsize >= STREAMED_BYTES and out.ctypes.data % VECTOR_BYTES == 0
 
 
-def sum_block(words, codes, total, loose, scale, block):
+def sum_block(words, codes, weights, replicas, start, total, loose, divisor, scale, block):
     """Sums up the block of all ranks, in their order; `loose` has room for four bytes per element.
 
-    The scale is a factor of the last sum. The factor of the others is 1, which changes no float and needs no extra pass.
+    `start` is the number of the block's first element in the rows of `replicas`. The scale is a factor of the last sum. The
+    factor of the others is 1, which changes no float and needs no extra pass. A sum that is divided gets one, in the cache.
     """
     begin = block * STRIDE
     end = min(begin + STRIDE, codes.shape[1])
@@ -229,20 +244,29 @@ def sum_block(words, codes, total, loose, scale, block):
     for rank in range(ranks):
         ask_for(codes[rank], begin, STRIDE)
     one = np.float32(1.0)
+    last = one if DIVIDED else scale
     fours = 0
     if FOURS:
         fours = ranks // 4 * 4
         for rank in range(0, fours, 4):
-            factor = scale if rank + 4 == ranks else one
-            add_four_blocks(words, codes, rank, begin, end, total, rank == 0, factor, loose, block)
+            factor = last if rank + 4 == ranks else one
+            add_four_blocks(words, codes, weights, rank, begin, end, total, rank == 0, factor, loose, block)
     for rank in range(fours, ranks):
-        factor = scale if rank + 1 == ranks else one
-        add_block(words[rank], codes[rank, begin:end], total, rank == 0, factor, loose[:BLOCK], block)
+        factor = last if rank + 1 == ranks else one
+        replica = total
+        if TRACKED:
+            ask_for(replicas[rank], start, BLOCK)
+            replica = replicas[rank, start : start + total.size]
+        here = codes[rank, begin:end]
+        add_block(words[rank], here, weights[rank], replica, total, rank == 0, factor, loose[:BLOCK], block)
+    if DIVIDED:
+        for i in range(total.size):
+            total[i] = quotient(total[i], divisor) * scale
 
 
 # Templates in the order in which they are compiled: each may call those of the layers before.
 LAYERS: tuple[tuple[Rule, ...], ...] = (
-    (tree_sum, code_of, own_size, ask_for, stream_block, is_streamed, encode_codes),
+    (tree_sum, code_of, weighed, own_size, ask_for, stream_block, is_streamed, encode_codes),
     (block_sums, decode_block, add_block, add_four_blocks),
     (encode_block, sum_block),
 )

@@ -51,33 +51,6 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
     keep(own)
 
 
-def feedback_blocks(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end):
-    wide_vectors()
-    x, residual, words, codes = borrowed(x), borrowed(residual), borrowed(words), borrowed(codes)
-    counts = borrowed(counts)
-    own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)
-    scratch = borrowed(own)
-    totals, scaled, loose = scratch[-1], scratch[-2], scratch[-3].view(np.uint8)
-    for block in range(begin, end):
-        start = block * BLOCK
-        stop = start + own_size(counts, block, min(BLOCK, x.size - start))
-        ask_for(x, start, BLOCK)
-        ask_for(residual, start, BLOCK)
-        values = x[start:stop]
-        left = residual[start:stop]
-        total = totals[: values.size]
-        sent = scaled[: values.size]
-        for i in range(values.size):
-            total[i] = load_input(values[i]) + left[i]
-            sent[i] = total[i] * factor
-        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
-        encode_block(sent, words, here, scratch, block, start, seed_low, seed_high)
-        decode_block(words, here, sent, loose, block)
-        for i in range(values.size):
-            left[i] = remainder(total[i], sent[i], left[i])
-    keep(own)
-
-
 def decode_blocks(words, codes, out, begin, end):
     wide_vectors()
     words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
@@ -98,9 +71,9 @@ def decode_blocks(words, codes, out, begin, end):
     keep(own)
 
 
-def decode_sum_blocks(words, codes, out, scale, begin, end):
+def decode_sum_blocks(words, codes, weights, out, divisor, scale, begin, end):
     wide_vectors()
-    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    words, codes, weights, out = borrowed(words), borrowed(codes), borrowed(weights), borrowed(out)
     own = np.empty((3, BLOCK), np.float32)
     scratch = borrowed(own)
     totals, rounded, loose = scratch[0], scratch[1].view(out.dtype), scratch[2].view(np.uint8)
@@ -109,7 +82,8 @@ def decode_sum_blocks(words, codes, out, scale, begin, end):
         start = block * BLOCK
         target = out[start : min(start + BLOCK, out.size)]
         total = totals[: target.size]
-        sum_block(words, codes, total, loose, scale, block)
+        # There are no replicas, and any matrix stands for them.
+        sum_block(words, codes, weights, scratch, start, total, loose, divisor, scale, block)
         values = rounded[: target.size] if streamed else target
         for i in range(target.size):
             values[i] = store_output(total[i])
@@ -120,10 +94,10 @@ def decode_sum_blocks(words, codes, out, scale, begin, end):
     keep(own)
 
 
-def reduce_blocks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end):
+def reduce_blocks(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end):
     wide_vectors()
     words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
-    counts = borrowed(counts)
+    weights, counts = borrowed(weights), borrowed(counts)
     own = np.empty((max(SUMS, 1) + 2, BLOCK), np.float32)
     scratch = borrowed(own)
     totals, loose = scratch[-1], scratch[-2].view(np.uint8)
@@ -131,7 +105,8 @@ def reduce_blocks(words, codes, out_words, out_codes, counts, scale, n, seed_low
         start = block * BLOCK
         total = totals[: own_size(counts, block, min(BLOCK, n - start))]
         ask_for(out_codes, block * STRIDE, STRIDE)
-        sum_block(words, codes, total, loose, scale, block)
+        # There are no replicas, and any matrix stands for them.
+        sum_block(words, codes, weights, scratch, start, total, loose, scale, scale, block)
         here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
         encode_block(total, out_words, here, scratch, block, start, seed_low, seed_high)
     keep(own)
@@ -148,32 +123,25 @@ def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_h
         serial(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end)
 
 
-def feedback_tasks(x, residual, words, codes, counts, factor, seed_low, seed_high, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        begin, end = t * task, min((t + 1) * task, blocks)
-        serial(x, residual, words, codes, counts, factor, seed_low, seed_high, begin, end)
-
-
 def decode_tasks(words, codes, out, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
         serial(words, codes, out, t * task, min((t + 1) * task, blocks))
 
 
-def decode_sum_tasks(words, codes, out, scale, blocks, task):
+def decode_sum_tasks(words, codes, weights, out, divisor, scale, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
-        serial(words, codes, out, scale, t * task, min((t + 1) * task, blocks))
+        serial(words, codes, weights, out, divisor, scale, t * task, min((t + 1) * task, blocks))
 
 
-def reduce_tasks(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, blocks, task):
+def reduce_tasks(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, blocks, task):
     for t in numba.prange((blocks + task - 1) // task):
         begin, end = t * task, min((t + 1) * task, blocks)
-        serial(words, codes, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end)
+        serial(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end)
 
 
 TEMPLATES: dict[str, tuple[Rule, Rule]] = {
     "encode": (encode_blocks, encode_tasks),
     "encode_pieces": (encode_pieces_blocks, encode_pieces_tasks),
-    "feedback": (feedback_blocks, feedback_tasks),
     "decode": (decode_blocks, decode_tasks),
     "decode_sum": (decode_sum_blocks, decode_sum_tasks),
     "reduce": (reduce_blocks, reduce_tasks),

@@ -8,41 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
-from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.arguments import padded, seed_halves
+from bagua_kernels.launchers.arguments import Weights, padded, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cuda_kernels import DEVICE_FUNCTIONS, LANES, TEMPLATES, add, multiplied
 from bagua_kernels.launchers.blockwise.bindings import rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
-from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
-
-def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
-    """The text of the kernel that decodes and applies a rule of this number of arguments."""
-    others = [i for i in range(update.arrays) if i != position]
-    arguments = ", ".join([f"a{i}" for i in others] + [f"s{i}" for i in range(scalars)])
-    lines = [
-        f"def apply_kernel(words, codes, size, ranks, {arguments}, scale, n):",
-        "    totals = cuda.shared.array(SUMMED, np.float32)",
-        "    warp, lane = cuda.threadIdx.y, cuda.threadIdx.x",
-        "    block = cuda.blockIdx.x * WARPS + warp",
-        "    shift = (block - warp) * BLOCK",
-        "    sum_block(totals, shift, words, codes, size, ranks, n, scale, lane, block)",
-        "    for i in range(block * BLOCK + lane, min(block * BLOCK + BLOCK, n), LANES):",
-        f"        v{position} = totals[i - shift]",
-    ]
-    lines += [f"        v{i} = load_{i}(a{i}[i])" for i in others]
-    lines += [f"        {call_lines(update, scalars)}"]
-    lines += [f"        a{i}[i] = store_{i}(r{i})" for i in update.writes]
-    return "\n".join(lines) + "\n"
-
-
 # Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
-INTERMEDIATE = ("feedback", "decode_sum", "reduce")
+INTERMEDIATE = ("decode_sum", "reduce")
 
 
 def warps(block: int) -> int:
@@ -59,6 +34,9 @@ def bound(
     stochastic: bool,
     given: bool,
     counted: bool = False,
+    weighted: bool = False,
+    divided: bool = False,
+    tracked: bool = False,
 ) -> dict[str, Any]:
     """What the names in the templates stand for, for blocks of one dtype inside and vectors of another outside."""
     form = BlockForm(0, block, rule.words, rule.bits)
@@ -70,6 +48,9 @@ def bound(
         "STOCHASTIC": stochastic,
         "GIVEN": given,
         "COUNTED": counted,
+        "WEIGHTED": weighted,
+        "DIVIDED": divided,
+        "TRACKED": tracked,
         "load": LOAD[inner],
         "store": STORE[inner],
         "load_input": LOAD[outer],
@@ -93,30 +74,13 @@ def kernel(
     stochastic: bool = False,
     given: bool = False,
     counted: bool = False,
+    weighted: bool = False,
+    divided: bool = False,
 ) -> Any:
     """The compiled kernel."""
     inner = torch.float32 if name in INTERMEDIATE else dtype
-    return compile_template(TEMPLATES[name], bound(rule, block, inner, dtype, stochastic, given, counted))
-
-
-@functools.cache
-def apply_kernel(
-    rule: BlockQuantizer,
-    block: int,
-    update: ElementwiseRule,
-    scalars: int,
-    position: int,
-    dtypes: tuple[torch.dtype, ...],
-) -> Any:
-    """The compiled kernel that decodes and applies a rule."""
-    bindings = bound(rule, block, torch.float32, torch.float32, False, False) | {"rule": update.function}
-    others = [i for i in range(update.arrays) if i != position]
-    for i, dtype in zip(others, dtypes, strict=True):
-        bindings |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
-    names = {"__name__": __name__, "cuda": cuda, "np": np, "LANES": LANES}
-    return compile_template(
-        function_from_source(apply_source(update, scalars, position), "apply_kernel", names), bindings
-    )
+    bindings = bound(rule, block, inner, dtype, stochastic, given, counted, weighted, divided)
+    return compile_template(TEMPLATES[name], bindings)
 
 
 def launch(kernel: Any, form: BlockForm, *tensors_and_scalars: Any) -> None:
@@ -129,14 +93,19 @@ def launch(kernel: Any, form: BlockForm, *tensors_and_scalars: Any) -> None:
 
 
 @functools.cache
-def no_counts(device: torch.device) -> torch.Tensor:
-    """What a kernel without counts gets and does not read: memory of its own, since the simulator writes arguments back."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a kernel gets for a tensor that it does not read: memory of its own, since the simulator writes arguments back."""
+    return torch.zeros(1, dtype=dtype, device=device)
+
+
+def or_nothing(tensor: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor, or what stands for one that is not there."""
+    return nothing(dtype, device) if tensor is None else tensor
 
 
 def counted(counts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """The counts, or what stands for none."""
-    return no_counts(device) if counts is None else counts
+    return or_nothing(counts, torch.int32, device)
 
 
 def flat_parts(payloads: torch.Tensor, form: BlockForm, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -181,49 +150,24 @@ def encode_pieces(
     encode(rule, flat, payload, form, seed, False, counts.to(payload.device))
 
 
-def feedback(
-    rule: BlockQuantizer,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    payload: torch.Tensor,
-    form: BlockForm,
-    factor: float,
-    seed: int | None,
-    counts: torch.Tensor | None = None,
-) -> None:
-    """See `bagua_kernels.launchers.blockwise.feedback`."""
-    run = kernel("feedback", rule, form.block, x.dtype, seed is not None, counted=counts is not None)
-    arguments = (x, residual, *form.parts(payload), counted(counts, x.device), form.n, np.float32(factor))
-    launch(run, form, *arguments, *seed_halves(seed))
-
-
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, form: BlockForm) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
     launch(kernel("decode", rule, form.block, out.dtype), form, *form.parts(payload), out)
 
 
-def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, form: BlockForm) -> None:
-    """See `bagua_kernels.launchers.blockwise.decode_sum`."""
-    run = kernel("decode_sum", rule, form.block, out.dtype)
-    launch(run, form, *flat_parts(payloads, form), out, np.float32(scale))
-
-
-def decode_apply(
+def decode_sum(
     rule: BlockQuantizer,
     payloads: torch.Tensor,
-    update: ElementwiseRule,
-    arrays: tuple[torch.Tensor, ...],
-    scalars: tuple[float, ...],
+    out: torch.Tensor,
     scale: float,
     form: BlockForm,
-    position: int,
-    whole: BlockForm,
-    first: int,
+    weights: Weights,
 ) -> None:
-    """See `bagua_kernels.launchers.blockwise.decode_apply`."""
-    run = apply_kernel(rule, form.block, update, len(scalars), position, tuple(a.dtype for a in arrays))
-    numbers = map(np.float32, scalars)
-    launch(run, form, *flat_parts(payloads, whole, first), *arrays, *numbers, np.float32(scale), form.n)
+    """See `bagua_kernels.launchers.blockwise.decode_sum`."""
+    modes = {"weighted": weights.factors is not None, "divided": weights.divisor != 1.0}
+    run = kernel("decode_sum", rule, form.block, out.dtype, **modes)
+    factors = or_nothing(weights.factors, torch.float32, out.device)
+    launch(run, form, *flat_parts(payloads, form), factors, out, np.float32(weights.divisor), np.float32(scale))
 
 
 def reduce(

@@ -153,26 +153,6 @@ def encode_kernel(x, words, codes, counts, n, seed_low, seed_high):
     encode_block(x, 0, words, codes, counts, n, seed_low, seed_high, warp, lane, cuda.blockIdx.x * WARPS + warp)
 
 
-def feedback_kernel(x, residual, words, codes, counts, n, factor, seed_low, seed_high):
-    scaled = cuda.shared.array(SUMMED, np.float32)
-    warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
-    block = cuda.blockIdx.x * WARPS + warp
-    shift = (block - warp) * BLOCK
-    start = block * BLOCK
-    stop = own_stop(counts, n, block)
-    for i in range(start + lane, stop, LANES):
-        scaled[i - shift] = multiplied(compensated(load_input(x[i]), residual[i]), factor)
-    encode_block(scaled, shift, words, codes, counts, n, seed_low, seed_high, warp, lane, block)
-    # The codes of a byte come from several lanes' elements.
-    cuda.syncthreads()
-    if start < n:
-        at = block * WORDS
-        a, b, c, d = decode_constants(words[at], words[at + WORDS - 1], np.int32(LEVELS))
-        for i in range(start + lane, stop, LANES):
-            sent = decoded(words, codes, at, block * STRIDE, i - start, a, b, c, d)
-            residual[i] = remainder(compensated(load_input(x[i]), residual[i]), sent, residual[i])
-
-
 def decode_kernel(words, codes, out):
     block = cuda.blockIdx.x * WARPS + cuda.threadIdx.y
     start = block * BLOCK
@@ -183,13 +163,13 @@ def decode_kernel(words, codes, out):
             out[i] = store(decoded(words, codes, at, block * STRIDE, i - start, a, b, c, d))
 
 
-def sum_block(totals, shift, words, codes, size, ranks, n, scale, lane, block):
-    """Sums the decoded payloads, `size` bytes each, over one block in rank order.
+def sum_block(totals, shift, words, codes, weights, replicas, size, ranks, n, stop, divisor, scale, lane, block):
+    """Sums the decoded payloads, `size` bytes each, over the elements of one block before `stop`, in rank order.
 
-    `words` and `codes` reach to the end of the last payload. A lane reads and writes only its own elements of `totals`.
+    `words` and `codes` reach to the end of the last payload. A lane reads and writes only its own elements of `totals`, and of
+    `replicas`, which has `n` elements for each payload.
     """
     start = block * BLOCK
-    stop = min(start + BLOCK, n)
     if start < n:
         for i in range(start + lane, stop, LANES):
             totals[i - shift] = np.float32(0.0)
@@ -198,18 +178,27 @@ def sum_block(totals, shift, words, codes, size, ranks, n, scale, lane, block):
             at_code = rank * size + block * STRIDE
             a, b, c, d = decode_constants(words[at], words[at + WORDS - 1], np.int32(LEVELS))
             for i in range(start + lane, stop, LANES):
-                totals[i - shift] = add(totals[i - shift], decoded(words, codes, at, at_code, i - start, a, b, c, d))
+                value = decoded(words, codes, at, at_code, i - start, a, b, c, d)
+                if TRACKED:
+                    replicas[rank * n + i] = add(replicas[rank * n + i], value)
+                if WEIGHTED:
+                    value = multiplied(value, weights[rank])
+                totals[i - shift] = add(totals[i - shift], value)
         for i in range(start + lane, stop, LANES):
+            if DIVIDED:
+                totals[i - shift] = quotient(totals[i - shift], divisor)
             totals[i - shift] = multiplied(totals[i - shift], scale)
 
 
-def decode_sum_kernel(words, codes, size, ranks, out, scale):
+def decode_sum_kernel(words, codes, size, ranks, weights, out, divisor, scale):
     totals = cuda.shared.array(SUMMED, np.float32)
     warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
     block = cuda.blockIdx.x * WARPS + warp
     shift = (block - warp) * BLOCK
-    sum_block(totals, shift, words, codes, size, ranks, out.size, scale, lane, block)
-    for i in range(block * BLOCK + lane, min(block * BLOCK + BLOCK, out.size), LANES):
+    stop = min(block * BLOCK + BLOCK, out.size)
+    # There are no replicas, and any vector of float32 stands for them.
+    sum_block(totals, shift, words, codes, weights, weights, size, ranks, out.size, stop, divisor, scale, lane, block)
+    for i in range(block * BLOCK + lane, stop, LANES):
         out[i] = store_output(totals[i - shift])
 
 
@@ -218,14 +207,15 @@ def reduce_kernel(words, codes, size, ranks, out_words, out_codes, counts, scale
     warp, lane = cuda.threadIdx.y, cuda.threadIdx.x
     block = cuda.blockIdx.x * WARPS + warp
     shift = (block - warp) * BLOCK
-    sum_block(totals, shift, words, codes, size, ranks, n, scale, lane, block)
+    stop = min(block * BLOCK + BLOCK, n)
+    # There are neither weights nor replicas, and any vector of float32 stands for them.
+    sum_block(totals, shift, words, codes, totals, totals, size, ranks, n, stop, scale, scale, lane, block)
     encode_block(totals, shift, out_words, out_codes, counts, n, seed_low, seed_high, warp, lane, block)
 
 
 DEVICE_FUNCTIONS = (tree_sum, block_sum, extremes_of, code_at, decoded, own_stop, encode_block, sum_block)
 TEMPLATES = {
     "encode": encode_kernel,
-    "feedback": feedback_kernel,
     "decode": decode_kernel,
     "decode_sum": decode_sum_kernel,
     "reduce": reduce_kernel,

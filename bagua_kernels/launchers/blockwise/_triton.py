@@ -8,38 +8,17 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, constant, on_device, signed
-from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.arguments import seed_halves
+from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._triton_kernels import FUNCTIONS, TEMPLATES
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
-from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
-
-
-def apply_source(update: ElementwiseRule, scalars: int, position: int) -> str:
-    """The text of the kernel that decodes and applies a rule of this number of arguments."""
-    others = [i for i in range(update.arrays) if i != position]
-    arguments = ", ".join([f"a{i}_ptr" for i in others] + [f"s{i}" for i in range(scalars)])
-    lines = [
-        f"def apply_kernel(words_ptr, codes_ptr, {arguments}, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
-        "    n = tl.cast(n, tl.int64)",
-        "    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)",
-        f"    v{position} = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)",
-    ]
-    lines += [f"    v{i} = load_{i}(tl.load(a{i}_ptr + offsets, mask=inside, other=0))" for i in others]
-    lines += [f"    {call_lines(update, scalars)}"]
-    lines += [f"    tl.store(a{i}_ptr + offsets, store_{i}(r{i}), mask=inside)" for i in update.writes]
-    return "\n".join(lines) + "\n"
-
 
 # Each element of a piece has an address of 64 bits of its own; the assembler would rather spill than lower its occupancy.
 PIECES = {"maxnreg": 255}
-UNSPECIALIZED = ("seed_low", "seed_high", "scale", "factor")
+UNSPECIALIZED = ("seed_low", "seed_high", "scale", "divisor")
 
 
 @functools.cache
@@ -64,20 +43,6 @@ def kernel(name: str, rule: BlockQuantizer, dtype: torch.dtype) -> Any:
     return compile_template(template, bound(rule, dtype), unspecialized)
 
 
-@functools.cache
-def apply_kernel(
-    rule: BlockQuantizer, update: ElementwiseRule, scalars: int, position: int, dtypes: tuple[torch.dtype, ...]
-) -> Any:
-    """The compiled kernel that decodes and applies a rule."""
-    bindings = bound(rule, torch.float32) | {"rule": update.function}
-    others = [i for i in range(update.arrays) if i != position]
-    for i, dtype in zip(others, dtypes, strict=True):
-        bindings |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
-    text = apply_source(update, scalars, position)
-    template = function_from_source(text, "apply_kernel", {"__name__": __name__, "tl": tl})
-    return compile_template(template, bindings, ["scale", *(f"s{i}" for i in range(scalars))])
-
-
 def tile(rule: BlockQuantizer, block: int) -> dict[str, int]:
     """The tile's rows and warps. A thread has 32 elements, or 16 where packing or sums need registers: then nothing spills."""
     elements = 32 if rule.bits == 8 and rule.sums == 0 else 16
@@ -95,9 +60,9 @@ def launch(
         kernel[(triton.cdiv(rows, shape["ROWS"]),)](*arguments, **constants, **shape, **EXACT)
 
 
-def counted(counts: torch.Tensor | None, words: torch.Tensor) -> torch.Tensor:
-    """What a kernel gets for the counts: where there are none it reads none, and any integers do."""
-    return words if counts is None else counts
+def or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """What a kernel gets for a tensor: where there is none it reads none, and any other does."""
+    return other if tensor is None else tensor
 
 
 def encode(
@@ -111,7 +76,7 @@ def encode(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     words, codes = form.parts(payload)
-    arguments = (bits(x), words, codes, counted(counts, words), form.n, *map(signed, seed_halves(seed)))
+    arguments = (bits(x), words, codes, or_any(counts, words), form.n, *map(signed, seed_halves(seed)))
     modes = {"STOCHASTIC": seed is not None, "GIVEN": given, "COUNTED": counts is not None}
     launch(kernel("encode", rule, x.dtype), rule, form, x, *arguments, **modes)
 
@@ -128,51 +93,24 @@ def encode_pieces(
     launch(run, rule, form, payload, *tables, bits(pieces[0]), *arguments, STOCHASTIC=seed is not None, **PIECES)
 
 
-def feedback(
-    rule: BlockQuantizer,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    payload: torch.Tensor,
-    form: BlockForm,
-    factor: float,
-    seed: int | None,
-    counts: torch.Tensor | None = None,
-) -> None:
-    """See `bagua_kernels.launchers.blockwise.feedback`."""
-    words, codes = form.parts(payload)
-    halves = map(signed, seed_halves(seed))
-    arguments = (bits(x), residual, words, codes, counted(counts, words), form.n, factor, *halves)
-    modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
-    launch(kernel("feedback", rule, x.dtype), rule, form, x, *arguments, **modes)
-
-
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, form: BlockForm) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
     launch(kernel("decode", rule, out.dtype), rule, form, out, *form.parts(payload), bits(out), form.n)
 
 
-def decode_sum(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, scale: float, form: BlockForm) -> None:
-    """See `bagua_kernels.launchers.blockwise.decode_sum`."""
-    arguments = (*form.parts(payloads), bits(out), payloads.shape[0], payloads.stride(0), form.n, scale)
-    launch(kernel("decode_sum", rule, out.dtype), rule, form, out, *arguments)
-
-
-def decode_apply(
+def decode_sum(
     rule: BlockQuantizer,
     payloads: torch.Tensor,
-    update: ElementwiseRule,
-    arrays: tuple[torch.Tensor, ...],
-    scalars: tuple[float, ...],
+    out: torch.Tensor,
     scale: float,
     form: BlockForm,
-    position: int,
-    whole: BlockForm,
-    first: int,
+    weights: Weights,
 ) -> None:
-    """See `bagua_kernels.launchers.blockwise.decode_apply`."""
-    run = apply_kernel(rule, update, len(scalars), position, tuple(a.dtype for a in arrays))
-    arguments = (*map(bits, arrays), *scalars, payloads.shape[0], payloads.stride(0), form.n, scale)
-    launch(run, rule, form, payloads, *whole.parts(payloads, first), *arguments)
+    """See `bagua_kernels.launchers.blockwise.decode_sum`."""
+    words, codes = form.parts(payloads)
+    sources = (words, codes, or_any(weights.factors, words), bits(out), payloads.shape[0], payloads.stride(0))
+    modes = {"WEIGHTED": weights.factors is not None, "DIVIDED": weights.divisor != 1.0}
+    launch(kernel("decode_sum", rule, out.dtype), rule, form, out, *sources, form.n, weights.divisor, scale, **modes)
 
 
 def reduce(
@@ -186,7 +124,7 @@ def reduce(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = form.parts(out)
-    parts = (*form.parts(payloads), words, codes, counted(counts, words))
+    parts = (*form.parts(payloads), words, codes, or_any(counts, words))
     arguments = (*parts, payloads.shape[0], payloads.stride(0), form.n, scale, *map(signed, seed_halves(seed)))
     modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
     launch(kernel("reduce", rule, torch.float32), rule, form, out, *arguments, **modes)

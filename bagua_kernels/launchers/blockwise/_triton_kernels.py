@@ -196,34 +196,28 @@ def encode_pieces_kernel(
     )
 
 
-def feedback_kernel(
-    x_ptr, residual_ptr, words_ptr, codes_ptr, counts_ptr, n, factor, seed_low, seed_high,
-    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def decoded_sum(
+    words_ptr, codes_ptr, weights_ptr, replicas_ptr, ranks, size, span, n, divisor, scale, rows, offsets, inside, own,
+    byte_offsets, WEIGHTED: tl.constexpr, DIVIDED: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    # A quotient rounded up overflows for lengths next to 2^31.
-    n = tl.cast(n, tl.int64)
-    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
-    count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
-    residual = tl.load(residual_ptr + offsets, mask=inside, other=0)
-    total = compensated(load(tl.load(x_ptr + offsets, mask=inside, other=0)), residual)
-    codes, first, second = encode_tile(
-        total * factor, words_ptr, codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
-        STOCHASTIC, False,
-    )  # fmt: skip
-    b_a, b_b, b_c, b_d = decode_constants(wide(first), wide(second), N_LEVELS)
-    sent = decode(with_sign(codes), b_a, b_b, b_c, b_d, N_LEVELS)
-    left = remainder(total, sent, residual)
-    if COUNTED:
-        left = tl.where(own, left, residual)
-    tl.store(residual_ptr + offsets, left, mask=inside)
+    """Decodes the tile of every payload, `size` bytes apart, and returns `scale` times the sum, taken in rank order.
 
-
-def decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets):
-    """Decodes the tile of every payload, `size` bytes apart, and returns `scale` times the sum, taken in rank order."""
+    With weights, each decoded value is multiplied by its payload's weight. With replicas, `span` elements apart, each decoded
+    value is also added to its payload's replica, where the element is `own`.
+    """
     total = tl.zeros(offsets.shape, tl.float32)
     for rank in range(ranks):
         at = tl.cast(rank, tl.int64) * size
-        total += decoded_tile(words_ptr + at // 4, codes_ptr + at, n, rows, offsets, inside, byte_offsets)
+        x = decoded_tile(words_ptr + at // 4, codes_ptr + at, n, rows, offsets, inside, byte_offsets)
+        if TRACKED:
+            here = replicas_ptr + tl.cast(rank, tl.int64) * span + offsets
+            before = tl.load(here, mask=inside, other=0)
+            tl.store(here, tl.where(own, before + x, before), mask=inside)
+        if WEIGHTED:
+            x = x * tl.load(weights_ptr + rank)
+        total += x
+    if DIVIDED:
+        total = tl.div_rn(total, tl.zeros(offsets.shape, tl.float32) + divisor)
     return total * scale
 
 
@@ -236,12 +230,16 @@ def decode_kernel(words_ptr, codes_ptr, out_ptr, n, ROWS: tl.constexpr, BLOCK: t
 
 
 def decode_sum_kernel(
-    words_ptr, codes_ptr, out_ptr, ranks, size, n, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    words_ptr, codes_ptr, weights_ptr, out_ptr, ranks, size, n, divisor, scale,
+    WEIGHTED: tl.constexpr, DIVIDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A quotient rounded up overflows for lengths next to 2^31.
     n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
-    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    total = decoded_sum(
+        words_ptr, codes_ptr, weights_ptr, words_ptr, ranks, size, 0, n, divisor, scale, rows, offsets, inside, inside,
+        byte_offsets, WEIGHTED, DIVIDED, False,
+    )  # fmt: skip
     tl.store(out_ptr + offsets, store(total), mask=inside)
 
 
@@ -252,7 +250,10 @@ def reduce_kernel(
     # A quotient rounded up overflows for lengths next to 2^31.
     n = tl.cast(n, tl.int64)
     rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
-    total = decoded_sum(words_ptr, codes_ptr, ranks, size, n, scale, rows, offsets, inside, byte_offsets)
+    total = decoded_sum(
+        words_ptr, codes_ptr, words_ptr, words_ptr, ranks, size, 0, n, scale, scale, rows, offsets, inside, inside,
+        byte_offsets, False, False, False,
+    )  # fmt: skip
     count, own = own_elements(counts_ptr, n, rows, offsets, inside, COUNTED)
     encode_tile(
         total, out_words_ptr, out_codes_ptr, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
@@ -267,7 +268,6 @@ FUNCTIONS = (
 TEMPLATES = {
     "encode": encode_kernel,
     "encode_pieces": encode_pieces_kernel,
-    "feedback": feedback_kernel,
     "decode": decode_kernel,
     "decode_sum": decode_sum_kernel,
     "reduce": reduce_kernel,

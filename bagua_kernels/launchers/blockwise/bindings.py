@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_kernels.rules import feedback as feedback_rules
 from bagua_kernels.rules import random, rounding
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -18,9 +17,8 @@ def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
     """The names by which the templates of every backend call rules."""
     return {
         "ordered": rounding.ordered,
+        "quotient": rounding.quotient,
         "float_bits": rounding.float_bits,
-        "compensated": feedback_rules.compensated,
-        "remainder": feedback_rules.remainder,
         "unit": rule.unit,
         "terms": rule.terms,
         "random_key": random.random_key,

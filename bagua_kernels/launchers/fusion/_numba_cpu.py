@@ -1,0 +1,253 @@
+"""Rules around a block quantizer on the CPU, a block of every array at a time, while it is in the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
+from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, wide_vectors
+from bagua_kernels.jit.source import function_from_source
+from bagua_kernels.launchers.arguments import Weights, seed_halves
+from bagua_kernels.launchers.blockwise._numba_cpu import bound, clear_pads, counts_array, run, weights_array
+from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.elementwise import call_lines
+from bagua_kernels.launchers.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
+from bagua_kernels.rules.messages import MessageRule
+from bagua_kernels.rules.optimizers import ElementwiseRule
+from bagua_kernels.rules.quantizers import BlockQuantizer
+
+NAMES = {
+    "__name__": __name__,
+    "numba": numba,
+    "np": np,
+    "borrowed": borrowed,
+    "keep": keep,
+    "wide_vectors": wide_vectors,
+}
+NO_REPLICAS = np.empty((0, 0), np.float32)
+
+
+def sum_rows(replicas, weights, start, total, divisor):
+    """Sums up the block of all replicas, in their order; the first of its elements has the number `start`."""
+    wide_vectors()
+    for rank in range(replicas.shape[0]):
+        ask_for(replicas[rank], start, BLOCK)
+        row = replicas[rank, start : start + total.size]
+        weight = weights[rank]
+        for i in range(total.size):
+            before = np.float32(0.0) if rank == 0 else total[i]
+            total[i] = before + weighed(row[i], weight)
+    if replicas.shape[0] == 0:
+        total[:] = 0
+    if DIVIDED:
+        for i in range(total.size):
+            total[i] = quotient(total[i], divisor)
+
+
+def message_source(message: MessageRule, summed: bool) -> str:
+    """The text of the serial and the parallel kernel that encode what a rule computes.
+
+    Args:
+        message: the rule.
+        summed: True if its last array is the sum of replicas.
+    """
+    arrays = range(message.arrays - summed)
+    last = message.arrays - 1
+    before, value, after = message_lines(message)
+    columns = ", ".join([f"a{i}" for i in arrays] + [f"s{i}" for i in range(message.scalars)])
+    arguments = f"words, codes, counts, replicas, weights, divisor, {columns}, n, seed_low, seed_high"
+    lines = [
+        f"def message_blocks({arguments}, begin, end):",
+        "    wide_vectors()",
+        "    words, codes, counts = borrowed(words), borrowed(codes), borrowed(counts)",
+        "    replicas, weights = borrowed(replicas), borrowed(weights)",
+        *(f"    a{i} = borrowed(a{i})" for i in arrays),
+        "    own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)",
+        "    scratch = borrowed(own)",
+        "    values, loose, sums = scratch[-1], scratch[-2].view(np.uint8), scratch[-3]",
+        "    for block in range(begin, end):",
+        "        start = block * BLOCK",
+        "        sent = values[: own_size(counts, block, min(BLOCK, n - start))]",
+        "        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]",
+        *(f"        ask_for(a{i}, start, BLOCK)" for i in arrays),
+        *(f"        b{i} = a{i}[start : start + sent.size]" for i in arrays),
+    ]
+    if summed:
+        lines += [
+            f"        b{last} = sums[: sent.size]",
+            f"        sum_rows(replicas, weights, start, b{last}, divisor)",
+        ]
+    loads = [f"            v{i} = load_{i}(b{i}[i])" for i in arrays] + [f"            v{last} = b{last}[i]"] * summed
+    lines += ["        for i in range(sent.size):", *loads]
+    if before:
+        lines.append(f"            {before}")
+        for i in message.before_writes:
+            lines += [
+                f"            u{i} = store_{i}(r{i})",
+                f"            b{i}[i] = u{i}",
+                f"            v{i} = load_{i}(u{i})",
+            ]
+    lines += [
+        f"            sent[i] = {value}",
+        "        encode_block(sent, words, here, scratch, block, start, seed_low, seed_high)",
+    ]
+    if after:
+        lines += [
+            "        decode_block(words, here, sent, loose, block)",
+            "        for i in range(sent.size):",
+            "            d = sent[i]",
+            *loads,
+            f"            {after}",
+            *(f"            b{i}[i] = store_{i}(r{i})" for i in message.after_writes),
+        ]
+    lines += [
+        "    keep(own)",
+        f"def message_tasks({arguments}, blocks, task):",
+        "    for t in numba.prange((blocks + task - 1) // task):",
+        f"        serial({arguments}, t * task, min((t + 1) * task, blocks))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def apply_source(update: ElementwiseRule, scalars: int, mixture: Mixture) -> str:
+    """The text of the serial and the parallel kernel that decode and apply a rule of this number of arguments."""
+    others = mixture.others(update)
+    columns = [f"a{i}" for i in others] + [f"s{i}" for i in range(scalars)]
+    arguments = ", ".join(["words, codes, weights, replicas, counts", *columns, "divisor, scale, n"])
+    lines = [
+        f"def apply_blocks({arguments}, begin, end):",
+        "    wide_vectors()",
+        "    words, codes, weights = borrowed(words), borrowed(codes), borrowed(weights)",
+        "    replicas, counts = borrowed(replicas), borrowed(counts)",
+        *(f"    a{i} = borrowed(a{i})" for i in others),
+        f"    own = np.empty(({2 + len(mixture.each)}, BLOCK), np.float32)",
+        "    scratch = borrowed(own)",
+        "    totals, loose = scratch[0], scratch[1].view(np.uint8)",
+        "    for block in range(begin, end):",
+        "        start = block * BLOCK",
+        "        total = totals[: own_size(counts, block, min(BLOCK, n - start))]",
+        *(f"        ask_for(a{i}, start, BLOCK)" for i in others),
+        "        sum_block(words, codes, weights, replicas, start, total, loose, divisor, scale, block)",
+    ]
+    for j, position in enumerate(mixture.each):
+        lines += [
+            f"        b{position} = scratch[{2 + j}, : total.size]",
+            f"        here = codes[{j}, block * STRIDE : min((block + 1) * STRIDE, codes.shape[1])]",
+            f"        decode_block(words[{j}], here, b{position}, loose[:BLOCK], block)",
+        ]
+    if update.writes:
+        lines += [
+            *(f"        b{i} = a{i}[start : start + total.size]" for i in others),
+            "        for i in range(total.size):",
+            f"            v{mixture.position} = total[i]",
+            *(f"            v{position} = b{position}[i]" for position in mixture.each),
+            *(f"            v{i} = load_{i}(b{i}[i])" for i in others),
+            f"            {call_lines(update, scalars)}",
+            *(f"            b{i}[i] = store_{i}(r{i})" for i in update.writes),
+        ]
+    lines += [
+        "    keep(own)",
+        f"def apply_tasks({arguments}, blocks, task):",
+        "    for t in numba.prange((blocks + task - 1) // task):",
+        f"        serial({arguments}, t * task, min((t + 1) * task, blocks))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compiled(text: str, name: str, bindings: dict[str, Any]) -> tuple[Any, Any]:
+    """The serial and the parallel kernel of a text."""
+    serial = compile_template(function_from_source(text, f"{name}_blocks", NAMES, __file__), bindings)
+    over_tasks = function_from_source(text, f"{name}_tasks", NAMES, __file__)
+    return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
+
+
+def conversions(places: Any, dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """How the arrays at some places of a rule are read and written."""
+    found: dict[str, Any] = {}
+    for i, dtype in zip(places, dtypes, strict=True):
+        found |= {f"load_{i}": LOAD[dtype], f"store_{i}": STORE[dtype]}
+    return found
+
+
+@functools.cache
+def message_kernels(
+    rule: BlockQuantizer,
+    block: int,
+    message: MessageRule,
+    dtypes: tuple[torch.dtype, ...],
+    stochastic: bool,
+    rows: RowSum | None,
+) -> tuple[Any, Any]:
+    """The serial and the parallel kernel that encode what a rule computes."""
+    modes = {} if rows is None else {"weighted": rows.weighted, "divided": rows.divided}
+    bindings = bound(rule, block, torch.float32, torch.float32, stochastic, **modes)
+    bindings = bindings | {"before": message.before, "value": message.value, "after": message.after}
+    if rows is not None:
+        bindings["sum_rows"] = compile_template(sum_rows, bindings, helper=True)
+    text = message_source(message, rows is not None)
+    return compiled(text, "message", bindings | conversions(range(len(dtypes)), dtypes))
+
+
+@functools.cache
+def apply_kernels(
+    rule: BlockQuantizer,
+    block: int,
+    update: ElementwiseRule,
+    scalars: int,
+    mixture: Mixture,
+    dtypes: tuple[torch.dtype, ...],
+    fours: bool,
+) -> tuple[Any, Any]:
+    """The serial and the parallel kernel that decode and apply a rule."""
+    modes = {"weighted": mixture.weighted, "divided": mixture.divided, "tracked": mixture.tracked}
+    bindings = bound(rule, block, torch.float32, torch.float32, fours=fours, **modes) | {"rule": update.function}
+    text = apply_source(update, scalars, mixture)
+    return compiled(text, "apply", bindings | conversions(mixture.others(update), dtypes))
+
+
+def encode_rule(
+    rule: BlockQuantizer,
+    message: MessageRule,
+    arrays: tuple[torch.Tensor, ...],
+    scalars: tuple[float, ...],
+    payload: torch.Tensor,
+    form: BlockForm,
+    seed: int | None,
+    counts: torch.Tensor | None,
+    rows: Rows | None,
+) -> None:
+    """See `bagua_kernels.launchers.fusion.encode_rule`."""
+    words, codes = map(array, form.parts(payload))
+    dtypes = tuple(a.dtype for a in arrays)
+    kernel = message_kernels(rule, form.block, message, dtypes, seed is not None, None if rows is None else rows.kind)
+    columns = (*map(array, arrays), *map(np.float32, scalars))
+    replicas, weights = (NO_REPLICAS, Weights()) if rows is None else (array(rows.replicas), rows.weights)
+    given = (counts_array(counts), replicas, weights_array(weights, len(replicas)), np.float32(weights.divisor))
+    run(kernel, form, words, codes, *given, *columns, form.n, *map(np.uint32, seed_halves(seed)))
+    clear_pads(words, codes, form)
+
+
+def decode_apply(
+    rule: BlockQuantizer,
+    update: ElementwiseRule,
+    mixture: Mixture,
+    sources: Sources,
+    arrays: tuple[torch.Tensor, ...],
+    scalars: tuple[float, ...],
+    form: BlockForm,
+) -> None:
+    """See `bagua_kernels.launchers.fusion.decode_apply`."""
+    words, codes = map(array, sources.whole.parts(sources.payloads, sources.first))
+    ranks = len(sources.payloads)
+    fours = ranks >= 4 and not mixture.tracked
+    kernel = apply_kernels(rule, form.block, update, len(scalars), mixture, tuple(a.dtype for a in arrays), fours)
+    replicas = NO_REPLICAS if sources.replicas is None else array(sources.replicas)
+    columns = (*map(array, arrays), *map(np.float32, scalars))
+    given = (weights_array(sources.weights, ranks), replicas, counts_array(sources.counts))
+    numbers = np.float32(sources.weights.divisor), np.float32(sources.scale)
+    run(kernel, form, words, codes, *given, *columns, *numbers, form.n)
