@@ -45,12 +45,10 @@ class ModelAlgorithm(Algorithm):
 
     Attributes:
         alignment: elements to whose multiples parameters are aligned in a bucket.
-        keeps_float64: True if vectors beside float64 parameters are float64, too; else they are float32.
         average_states: True if `synchronize` averages the optimizer's states, too.
     """
 
     alignment = 1
-    keeps_float64 = True
     # Ranks that mix with neighbours have no common mean of gradients that weights could change.
     weighable = False
 
@@ -103,9 +101,7 @@ class ModelAlgorithm(Algorithm):
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.flat = FlatParameters(
-            trained, bucket_bytes=self._bucket_bytes, align=self.alignment, keeps_float64=self.keeps_float64
-        )
+        self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment)
         self._mailbox = open_mailbox(self._communicator)
         self.open(self._mailbox)
         self.restart()

@@ -14,7 +14,9 @@ from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
-from bagua_kernels.compression import Codec, Unbiased
+from bagua_kernels.compression import Codec, Unbiased, decode_apply
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules.gossip import ADDED, CHOCO, TOWARDS
 
 
 @register
@@ -63,14 +65,15 @@ class Choco(Differences):
         if eta is not None and not 0 < eta <= 1:
             raise ValueError(f"eta must be above 0 and at most 1, or None, got {eta=}")
         self.eta = eta
+        self.factor = 1.0
         super().__init__(module, optimizer, codec=codec, peers=peers, seed=seed, **options)
-        bias = self.codec.bias
-        if isinstance(bias, Unbiased):
-            self.factor = 1 / (1 + bias.omega)
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
+        bias = self.codec.bias
+        if isinstance(bias, Unbiased):
+            self.factor = 1 / (1 + bias.omega)
         if self.eta is None:
             mine = tuned(self.codec, self.topology) if mailbox.rank == 0 else 0.0
             self.eta = float(self._communicator.broadcast_object(mine))
@@ -92,18 +95,11 @@ class Choco(Differences):
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         own, total = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "total")
-        work = self.flat.kept(bucket, "work", saved=False)
-        torch.sub(bucket.flat.to(work.dtype), own, out=work)
-        yield from self.sent(bucket, work, turn)
-        received = self.flat.kept(bucket, "received", saved=False)
-        self.codec.decode(self.payload(bucket, self.mailbox.rank), work)
-        own.add_(work)
-        self.weighted_payloads(bucket, received, work)
-        total.add_(received)
+        yield from self.encode(bucket, turn, CHOCO, [bucket.flat, own], [self.factor])
+        decode_apply(self.codec, self.payloads(bucket), ADDED, [total], weights=self.weights)
 
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         assert self.eta is not None
-        work = self.flat.kept(bucket, "work", saved=False)
-        torch.sub(self.flat.kept(bucket, "total"), self.flat.kept(bucket, "own"), out=work)
-        bucket.flat.copy_(work.mul_(self.eta).add_(bucket.flat))
+        own, total = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "total")
+        elementwise.apply(TOWARDS, [bucket.flat, own, total], [self.eta])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 
@@ -12,10 +12,12 @@ from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, Roun
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
 from bagua_kernels.comm.compressed.layout import own_counts
-from bagua_kernels.comm.topology import Topology
-from bagua_kernels.compression import BlockCodec, Codec, fold_seed, from_spec
+from bagua_kernels.comm.topology import Topology, weighted_sum
+from bagua_kernels.compression import BlockCodec, Codec, encode_rule, fold_seed, from_spec
 from bagua_kernels.errors import DivergenceError
+from bagua_kernels.rules.messages import MessageRule
 
+_SAMPLE = 1 << 16  # elements of a bucket that the guard looks at
 _EVERY = 8  # rounds from one look of the guard to the next
 _LOUD = 0.75  # squared error, relative to what was encoded, from which on a codec may add more than it takes away
 _GROWTH = 8.0  # by how much differences have grown, over their median of the first looks, when they diverge
@@ -25,16 +27,12 @@ _FIRST = 4  # looks that make that median
 class Differences(RoundAlgorithm):
     """Base of the algorithms that send encoded differences to all neighbours of one symmetric topology.
 
-    A subclass has `difference`, `apply` and `merge`.
-
     Attributes:
         codec: encodes differences.
-        factor: by which differences are multiplied before they are encoded.
         topology: the mixing matrix.
+        ranks: this rank and its neighbours, ascending.
+        weights: of `ranks`, in their order.
     """
-
-    factor = 1.0
-    keeps_float64 = False
 
     def __init__(
         self,
@@ -54,9 +52,15 @@ class Differences(RoundAlgorithm):
         self.alignment = self.codec.block
         self._guards: dict[int, _Guard] = {}
         self._decay: float | None = None
-        self._payloads: dict[tuple[int, int], torch.Tensor] = {}
-        self._counts: dict[int, torch.Tensor] = {}
+        self._payloads: dict[int, torch.Tensor] = {}
+        self._counts: dict[int, torch.Tensor | None] = {}
         super().__init__(module, optimizer, **options)
+
+    def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
+        """See `Algorithm._misfit`."""
+        if double := [name for name, parameter in trained.items() if parameter.dtype == torch.float64]:
+            return f"codecs take float32, float16 and bfloat16, and parameter {double[0]!r} is float64: convert the module before"
+        return super()._misfit(trained)
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
@@ -70,63 +74,79 @@ class Differences(RoundAlgorithm):
             )
         self._decay = self.topology.rho()
         self.neighbours = self.topology.neighbours_in(mailbox.rank)
-        self.weights = self.topology.weights(mailbox.rank)
+        weights = {rank: weight for rank, weight in self.topology.weights(mailbox.rank).items() if weight}
+        self.ranks, self.weights = list(weights), list(weights.values())
+        if mailbox.rank not in weights:
+            raise ValueError(
+                f"{type(self).__name__} expects each rank to keep a part of its own, got {self.topology!r}: use Lazy"
+            )
         for bucket in self.flat.buckets:
             self._guards[bucket.index] = _Guard(type(self).__name__, self.codec)
+            self._counts[bucket.index] = None
             if isinstance(self.codec, BlockCodec):
                 counts = own_counts(bucket.own, bucket.flat.numel(), self.codec.block)
                 self._counts[bucket.index] = counts.to(bucket.flat.device)
 
-    def sent(self, bucket: Bucket, difference: torch.Tensor, turn: int) -> Iterator[Work]:
-        """Encodes a difference and exchanges it; afterwards `payload` has those of this rank and of its neighbours.
+    def encode(
+        self,
+        bucket: Bucket,
+        turn: int,
+        rule: MessageRule,
+        arrays: Sequence[torch.Tensor],
+        scalars: Sequence[float] = (),
+        replicas: torch.Tensor | None = None,
+    ) -> Iterator[Work]:
+        """Encodes what a rule makes of vectors, and exchanges it; afterwards `payloads` has those of all of `ranks`.
 
         Args:
-            bucket: whose difference it is.
-            difference: float32, like `bucket.flat`; multiplied by `factor`.
+            bucket: to which the vectors belong.
             turn: number of the round.
+            rule: see `bagua_kernels.compression.encode_rule`, as for the other arguments.
+            arrays: of the rule, the parameters first.
+            scalars: of the rule.
+            replicas: of which the weighted sum is the rule's last array, if there are any.
         """
-        rank = self.mailbox.rank
-        if self.factor != 1.0:
-            difference.mul_(self.factor)
-        own = self.payload(bucket, rank)
-        seed = fold_seed(self.seed, turn, bucket.index, rank)
-        if isinstance(self.codec, BlockCodec):
-            self.codec.encode(difference, seed=seed, out=own, counts=self._counts[bucket.index])
-        else:
-            self.codec.encode(difference, seed=seed, out=own)
-        if turn % _EVERY == 0:
-            self._guards[bucket.index].look(
-                difference, self.codec.decode(own, torch.empty_like(difference)), bucket, turn
-            )
-        rooms = {peer: self.payload(bucket, peer) for peer in self.neighbours}
-        yield self.mailbox.exchange(rooms, dict.fromkeys(self.neighbours, own), self.number(bucket, turn))
+        payloads, place = self.payloads(bucket), self.ranks.index(self.mailbox.rank)
+        looks = turn % _EVERY == 0
+        # Of a large bucket the first elements show as much.
+        expected = self._value(rule, [each[:_SAMPLE] for each in arrays], scalars, replicas) if looks else None
+        seed = fold_seed(self.seed, turn, bucket.index, self.mailbox.rank)
+        options: dict[str, Any] = {"replicas": replicas, "weights": None if replicas is None else self.weights}
+        encode_rule(
+            self.codec,
+            rule,
+            arrays,
+            scalars,
+            seed=seed,
+            out=payloads[place],
+            counts=self._counts[bucket.index],
+            **options,
+        )
+        if expected is not None:
+            decoded = self.codec.decode(payloads[place], torch.empty_like(bucket.flat, dtype=torch.float32))
+            self._guards[bucket.index].look(expected, decoded[: expected.numel()], turn)
+        rooms = {rank: payloads[each] for each, rank in enumerate(self.ranks) if each != place}
+        number = self.number(bucket, turn)
+        yield self.mailbox.exchange(rooms, dict.fromkeys(self.neighbours, payloads[place]), number)
 
-    def payload(self, bucket: Bucket, rank: int) -> torch.Tensor:
-        """Returns the memory of a rank's payload."""
-        key = (bucket.index, rank)
-        if key not in self._payloads:
+    def _value(
+        self, rule: MessageRule, arrays: list[torch.Tensor], scalars: Sequence[float], replicas: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns what a rule without `before` encodes of the first elements."""
+        if replicas is not None:
+            rows = {rank: row[:_SAMPLE] for rank, row in zip(self.ranks, replicas, strict=True)}
+            weights = dict(zip(self.ranks, self.weights, strict=True))
+            arrays = [*arrays, weighted_sum(rows, weights, torch.empty_like(rows[self.mailbox.rank]))]
+        value: torch.Tensor = rule.value(*(each.float() for each in arrays), *scalars)
+        return value
+
+    def payloads(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the memory of the payloads of all of `ranks`, one row each."""
+        if bucket.index not in self._payloads:
             size = self.codec.payload_size(bucket.flat.numel())
-            self._payloads[key] = torch.zeros(size, dtype=torch.uint8, device=bucket.flat.device)
-        return self._payloads[key]
-
-    def weighted_payloads(self, bucket: Bucket, out: torch.Tensor, work: torch.Tensor) -> None:
-        """Writes sum_j W_ij q_j over this rank and its neighbours to `out`, in the order of `weighted_sum`.
-
-        Args:
-            bucket: whose payloads have arrived.
-            out: float32, like `bucket.flat`.
-            work: another vector like it.
-        """
-        weights = {rank: weight for rank, weight in self.weights.items() if weight}
-        mean = all(weight == 1 / len(weights) for weight in weights.values())
-        for place, (rank, weight) in enumerate(weights.items()):
-            decoded = self.codec.decode(self.payload(bucket, rank), work if place else out)
-            if not mean:
-                decoded.mul_(weight)
-            if place:
-                out.add_(decoded)
-        if mean:
-            out.div_(len(weights))
+            shape = len(self.ranks), size
+            self._payloads[bucket.index] = torch.zeros(shape, dtype=torch.uint8, device=bucket.flat.device)
+        return self._payloads[bucket.index]
 
     @property
     def decay(self) -> float | None:
@@ -147,12 +167,9 @@ class _Guard:
         self._codec = codec
         self._first: list[float] = []
 
-    def look(self, difference: torch.Tensor, decoded: torch.Tensor, bucket: Bucket, turn: int) -> None:
-        squares = [torch.zeros((), dtype=torch.float64, device=difference.device) for _ in range(2)]
-        for span in bucket.own:
-            squares[0] += difference[span].double().square().sum()
-            squares[1] += (decoded[span].double() - difference[span].double()).square().sum()
-        size, lost = (float(each) for each in squares)
+    def look(self, difference: torch.Tensor, decoded: torch.Tensor, turn: int) -> None:
+        size = float(difference.double().square().sum())
+        lost = float((decoded.double() - difference.double()).square().sum())
         if not size > 0:
             return
         self.noise = lost / size

@@ -13,8 +13,8 @@ from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
-from bagua_kernels.comm.topology import weighted_sum
-from bagua_kernels.compression import Codec
+from bagua_kernels.compression import Codec, decode_add
+from bagua_kernels.rules.gossip import DCD
 
 
 @register
@@ -24,16 +24,17 @@ class LowPrecisionDecentralized(Differences):
     DCD-PSGD (Tang et al., NeurIPS 2018, algorithm 1), BAGUA's low-precision decentralized algorithm. Each rank has a replica
     of its own parameters and of each neighbour's, at first the common parameters. After the optimizer's step to x:
 
-    1. Encode q = C(sum_j W_ij replica_j + x - 2 replica_i), over the neighbours j and this rank i.
-    2. Send q to the neighbours, and receive theirs.
+    1. Encode q = C(sum_j W_ij replica_j + x - 2 replica_i), over the neighbours j and this rank i. In the same pass over memory
+       set the parameters to replica_i + q.
+    2. Send q to the neighbours, and receive theirs, beside the next forward and backward pass.
     3. Add each decoded q_j to replica_j, this rank's own too. So all ranks have the same bits of a replica.
-    4. Before the next forward pass, put replica_i in the place of the parameters.
 
     Replicas are float32 whatever the parameters are. The codec's relative error has to be small: see `noise`, which a guard
     watches. `Choco` converges with any.
     """
 
     name = "lowprec"
+    due = "round"
 
     def __init__(
         self,
@@ -64,45 +65,34 @@ class LowPrecisionDecentralized(Differences):
     def restart(self) -> None:
         """See `ModelAlgorithm.restart`."""
         for bucket in self.flat.buckets:
-            for rank in (self.mailbox.rank, *self.neighbours):
-                self.replica(bucket, rank).copy_(bucket.flat)
+            self._rows(bucket).copy_(bucket.flat)
 
-    def replica(self, bucket: Bucket, rank: int) -> torch.Tensor:
-        """Returns the replica of the parameters of this rank, or of a neighbour."""
-        return self.flat.kept(bucket, f"replica of rank {rank}")
+    def _rows(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the replicas of a bucket, one row for each of `ranks`."""
+        return self.flat.rows(bucket, "replica of rank", self.ranks)
 
     def replicas(self) -> dict[int, dict[int, torch.Tensor]]:
         """Returns copies of the replicas, by number of the bucket and by rank; padding between parameters is left out."""
         self.wait()
-        ranks = (self.mailbox.rank, *self.neighbours)
         return {
-            bucket.index: {rank: torch.cat([self.replica(bucket, rank)[span] for span in bucket.own]) for rank in ranks}
+            bucket.index: {
+                rank: torch.cat([row[span] for span in bucket.own])
+                for rank, row in zip(self.ranks, self._rows(bucket), strict=True)
+            }
             for bucket in self.flat.buckets
         }
 
     def disagreement(self) -> float:
-        """See `ModelAlgorithm.disagreement`; between this rank's replica and its first neighbour's."""
-        ranks = (self.mailbox.rank, *self.neighbours)[:2] if self._mailbox is not None else ()
-        return (
-            0.0
-            if len(ranks) < 2
-            else root_mean_square(
-                self.replica(bucket, ranks[0])[span] - self.replica(bucket, ranks[1])[span]
-                for bucket in self.flat.buckets
-                for span in bucket.own
-            )
-        )
+        """See `ModelAlgorithm.disagreement`; between the first two of `ranks`."""
+        self.wait()
+        rows = [self._rows(bucket) for bucket in self.flat.buckets if len(self.ranks) > 1]
+        spans = [(row, span) for row, bucket in zip(rows, self.flat.buckets, strict=False) for span in bucket.own]
+        return root_mean_square(row[0, span] - row[1, span] for row, span in spans)
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        rank, work = self.mailbox.rank, self.flat.kept(bucket, "work", saved=False)
-        replicas = {each: self.replica(bucket, each) for each in (rank, *self.neighbours)}
-        weighted_sum(replicas, self.weights, work)
-        work.add_(bucket.flat).sub_(replicas[rank], alpha=2)
-        yield from self.sent(bucket, work, turn)
-        for each, replica in replicas.items():
-            replica.add_(self.codec.decode(self.payload(bucket, each), work))
-
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        bucket.flat.copy_(self.replica(bucket, self.mailbox.rank))
+        rows = self._rows(bucket)
+        own = rows[self.ranks.index(self.mailbox.rank)]
+        # The rule writes the new parameters, which are the new replica.
+        yield from self.encode(bucket, turn, DCD, [bucket.flat, own], replicas=rows)
+        decode_add(self.codec, self.payloads(bucket), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -28,7 +28,6 @@ class FlatParameters:
         *,
         bucket_bytes: int = 10 << 20,
         align: int = 1,
-        keeps_float64: bool = True,
     ) -> None:
         """Moves parameters into buckets.
 
@@ -36,19 +35,18 @@ class FlatParameters:
             parameters: dense, by name, on one device.
             bucket_bytes: size from which a bucket takes no more parameters.
             align: elements to whose multiples parameters are aligned in a bucket.
-            keeps_float64: True if vectors beside float64 parameters are float64, too.
 
         Raises:
             ValueError: two parameters share memory, which a bucket would separate.
         """
         self.parameters = dict(parameters)
-        self._keeps_float64 = keeps_float64
         _check_apart(self.parameters)
         names = list(parameters)
         tensors = [parameter.detach() for parameter in parameters.values()]
         self.buckets: list[Bucket] = []
         self._slots: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
+        self._matrices: dict[tuple[int, str], torch.Tensor] = {}
         self._saved: dict[str, None] = {}
         for index, positions in enumerate(partition(tensors, bucket_bytes) if tensors else []):
             bucket = Bucket(
@@ -78,7 +76,7 @@ class FlatParameters:
                 )
 
     def kept(self, bucket: Bucket, key: str, *, saved: bool = True) -> torch.Tensor:
-        """Returns a float32 vector like `bucket.flat`, zeros at first; see `keeps_float64`.
+        """Returns a float32 vector like `bucket.flat`, float64 for parameters of that dtype; zeros at first.
 
         Args:
             bucket: beside which it is kept.
@@ -87,12 +85,27 @@ class FlatParameters:
         """
         found = self._vectors.get((bucket.index, key))
         if found is None:
-            double = self._keeps_float64 and bucket.flat.dtype == torch.float64
-            dtype = torch.float64 if double else torch.float32
+            dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
             found = self._vectors[bucket.index, key] = torch.zeros_like(bucket.flat, dtype=dtype)
             if saved:
                 self._saved[key] = None
         return found
+
+    def rows(self, bucket: Bucket, key: str, numbers: Sequence[int]) -> torch.Tensor:
+        """Returns several saved vectors as the rows of a matrix of shape (len(numbers), n), float32; zeros at first.
+
+        Args:
+            bucket: beside which they are kept.
+            key: their name, to which the number of each is added.
+            numbers: of the rows, such as ranks.
+        """
+        if (bucket.index, key) not in self._matrices:
+            matrix = torch.zeros(len(numbers), bucket.flat.numel(), dtype=torch.float32, device=bucket.flat.device)
+            self._matrices[bucket.index, key] = matrix
+            for number, row in zip(numbers, matrix, strict=True):
+                self._vectors[bucket.index, f"{key} {number}"] = row
+                self._saved[f"{key} {number}"] = None
+        return self._matrices[bucket.index, key]
 
     def vectors(self) -> int:
         """Returns the number of vectors beside the model, counted in models."""

@@ -41,12 +41,13 @@ class RoundAlgorithm(ModelAlgorithm):
 
     Attributes:
         due: when results are put in place. With "forward", exchanges begin after the optimizer's step and end before the next
-            forward pass. With "step", they begin before the forward pass and end before the optimizer's step.
+            forward pass. With "step", they begin before the forward pass and end before the optimizer's step. With "round",
+            they begin after the optimizer's step and end before the next round, beside all that lies between.
         interval: the number of steps for which there is one round.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
     """
 
-    due: ClassVar[Literal["forward", "step"]] = "forward"
+    due: ClassVar[Literal["forward", "step", "round"]] = "forward"
     several = False
 
     def __init__(
@@ -93,7 +94,6 @@ class RoundAlgorithm(ModelAlgorithm):
             turn: number of the round, from 0, equal on all ranks.
         """
 
-    @abc.abstractmethod
     def merge(self, bucket: Bucket, turn: int) -> None:
         """Puts the results of a bucket's exchange in place, on the training thread.
 
@@ -124,22 +124,22 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_failure()
         if self.due == "forward":
             self.wait()
-        elif training and not self._under_way:
+        elif self.due == "step" and training and not self._under_way:
             self._begin()
 
     def at_step_begin(self) -> None:
         """See `ModelAlgorithm.at_step_begin`."""
         self._check_failure()
-        if self.due == "forward":
-            self.wait()
-            return
-        if not self._under_way:
+        if self.due == "step" and not self._under_way:
             self._begin()
-        self.wait()
+        if self.due != "round":
+            self.wait()
 
     def at_step_end(self) -> None:
         """See `ModelAlgorithm.at_step_end`."""
-        if self.due == "forward":
+        if self.due == "round":
+            self.wait()
+        if self.due != "step":
             self._begin()
         self._steps += 1
 
