@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -70,6 +71,8 @@ def run(
     hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT, delay: float | None = None
 ) -> dict[str, Any]:
     """Runs a part of the checkout in `root` on one rank per host, `delay` ms apart; rank 0 sets the links' rates."""
+    # Other work on the machine, which a row's times contain.
+    load = os.getloadavg()[0]
     with netlab.Lab(hosts, delay=delay) as lab, links(lab) as address:
         told = json.dumps({"part": part, "links": address, "budget": _TUNING, **settings})
         # Commits from before the rooms have it elsewhere.
@@ -82,7 +85,7 @@ def run(
         text = "\n".join(f"rank {one.rank} ended with {one.returncode}:\n{one.stderr[-2500:]}" for one in bad)
         raise RuntimeError(text)
     answer: dict[str, Any] = json.loads(results[0].stdout.split("RESULT ", 1)[1])
-    return answer
+    return {**answer, "load_average": load}
 
 
 def compared(times: dict[str, list[float]], ours: str, rival: str, bar: float) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def described(told: dict[str, Any], model: str, delay: float | None) -> list[dic
                 **({} if delay is None else {"delay_ms": delay}),
                 "tuning": chosen,
                 "counted": len(times["ddp"]),
+                "load_average": told["load_average"],
                 "limit": limit(_GRADIENT_BYTES[model], _HOSTS, rate),
                 "seconds": {name: statistics.median(each) for name, each in times.items()},
                 "costs": row["costs"],

@@ -21,8 +21,8 @@ def show_steps(console: Console, rows: list[dict[str, Any]]) -> None:
         for rate in rates:
             table.add_column("no limit" if rate is None else f"{rate:g} Mbit/s", justify="right")
         at = {(row["rate_mbit"], name): row for row in reversed(of) for name in row["seconds"]}
-        wires = [row["limit"] for rate in rates for row in of if row["rate_mbit"] == rate and "alone" in row["seconds"]]
-        table.add_row("DDP's bytes alone", *("" if wire is None else f"{wire:.2f}" for wire in wires))
+        wires = {row["rate_mbit"]: row["limit"] for row in of}
+        table.add_row("DDP's bytes alone", *("" if wires[rate] is None else f"{wires[rate]:.2f}" for rate in rates))
         for name in dict.fromkeys(name for row in of for name in row["seconds"]):
             cells = []
             for rate in rates:

@@ -50,6 +50,29 @@ def test_bars_belong_to_rates() -> None:
     assert found(500.0, 20.0) == {("decentralized", "ddp", 0.6), ("decentralized", "allreduce", 0.95)}
 
 
+def test_rows_have_what_ranks_returned() -> None:
+    names = groups.DECENTRALIZED[0]
+    times = {name: [2.0, 1.0, 3.0] for name in names} | {"decentralized": [0.5, 1.5, 1.0]}
+    costs = {name: {"bytes": 1e6, "cpu": 0.1, "exchange": 0.2, "wait": 0.05} for name in names}
+    rows = [{"rate_mbit": 500.0, "times": times, "costs": costs, "trials": dict.fromkeys(names, "")}]
+    told = {"rows": rows, "tunings": {"500.0": '{"sockets": 1, "measured": []}'}, "load_average": 0.5}
+    (found,) = measure.described(told, "tr", None)
+    assert (found["counted"], found["load_average"], found["tuning"]) == (3, 0.5, {"sockets": 1})
+    assert found["seconds"]["decentralized"] == 1.0
+    assert [(bar["ours"], bar["rival"], bar["ratio"]) for bar in found["bars"]] == [
+        ("allreduce", "ddp", 1.0),
+        ("decentralized", "ddp", 0.5),
+    ]
+    (delayed,) = measure.described(told, "small", 20.0)
+    assert delayed["delay_ms"] == 20.0
+    text = io.StringIO()
+    console = Console(file=text, width=150)
+    report.show_steps(console, [found])
+    report.show_delays(console, [delayed])
+    assert "decentralized │ 1.000 (0.50; 1.00; 0.10)" in " ".join(text.getvalue().split())
+    assert "wait ms" in text.getvalue()
+
+
 def row(model: str, rate: float | None, names: list[str], mark: int, **more: Any) -> dict[str, Any]:
     return {"model": model, "rate_mbit": rate, "seconds": dict.fromkeys(names, 1.0), "mark": mark, **more}
 
