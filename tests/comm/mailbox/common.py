@@ -8,12 +8,14 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import pytest
 import torch
 
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.comm.backends.sockets.letters import LetterBox
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.comm.backends.sockets.mailbox_loop import MailboxLoop, code_of
+from bagua_kernels.errors import RankLostError
 
 T = TypeVar("T")
 HEADER = struct.Struct("<QQIQQQ")
@@ -44,6 +46,16 @@ def message(number: int, data: bytes, dtype: torch.dtype = torch.uint8) -> bytes
 def frame(kind: int, contents: bytes = b"") -> bytes:
     """A letter as it is on the wire."""
     return FRAME.pack(kind, len(contents)) + contents
+
+
+def zeros(n: int = 100) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.uint8)
+
+
+def raises(work: Work, rank: int, text: str) -> None:
+    with pytest.raises(RankLostError, match=text) as caught:
+        work.wait()
+    assert caught.value.ranks == (rank,)
 
 
 class ByHand(SocketMailbox):

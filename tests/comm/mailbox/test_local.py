@@ -105,6 +105,22 @@ def test_cases_in_any_order_of_the_threads(case: Callable[[Mailbox], None]) -> N
         run_ranks(4, run, schedule=Schedule(seed))
 
 
+def test_rank_that_left_is_lost_once_its_letters_have_arrived() -> None:
+    def run(communicator: LocalCommunicator) -> None:
+        box = open_mailbox(communicator)
+        if box.rank == 0:
+            for number in range(3):
+                box.post(1, bytes([number]))
+            box.leave()
+            return
+        with pytest.raises(RankLostError, match="rank 0 was lost"):
+            box.exchange({0: torch.empty(1)}, {}, 0).wait()
+        assert [box.take(0.0) for _ in range(4)] == [(0, b"\0"), (0, b"\1"), (0, b"\2"), None]
+
+    for seed in range(10):
+        run_ranks(2, run, schedule=Schedule(seed, latency=lambda draws: float(draws.uniform(0, 3))))
+
+
 @grid(size=[2, 3, 5, 8], letters=["at once", "late"])
 def test_random_traffic_and_a_loss(size: int, letters: str) -> None:
     """Many orders of the threads, in each of which one rank leaves somewhere."""

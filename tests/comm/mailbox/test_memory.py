@@ -44,7 +44,7 @@ def test_letters_overtake_tensors_that_nobody_asks_for(monkeypatch: pytest.Monke
             works[1].wait()
             return
         assert box.take(10.0) == (0, b"behind the tensor")
-        until(lambda: box._loop._inbox._ahead[0] == 1 << 20)
+        until(lambda: box._loop._links[0][0].parked is not None)
         box.post(0, b"an answer")
         assert there.wait(10)
         assert box._loop._inbox._ahead[0] == 1 << 20
