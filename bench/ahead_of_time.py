@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 from bagua_kernels.compression import FP8, QSGD, Sign, TernGrad, from_spec
 from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
+from bagua_kernels.launchers.blockwise.fusion import _triton as fusion
+from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, RowSum
 from bagua_kernels.launchers.elementwise import _triton as elementwise
-from bagua_kernels.launchers.fusion import _triton as fusion
-from bagua_kernels.launchers.fusion.sources import Mixture, RowSum
 from bagua_kernels.launchers.multitensor import MASTER, Variant
 from bagua_kernels.launchers.multitensor import _triton as multitensor
 from bagua_kernels.launchers.select import CHUNK, ROUNDS

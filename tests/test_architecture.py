@@ -24,7 +24,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "launchers/arguments",
         "launchers/elementwise",
         "launchers/blockwise",
-        "launchers/fusion",
         "launchers/multitensor",
         "launchers/select",
         "launchers/low_rank",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
-from bagua_kernels.launchers import arguments, blockwise, fusion
+from bagua_kernels.launchers import arguments, blockwise
+from bagua_kernels.launchers.blockwise import fusion
 from bagua_kernels.launchers.blockwise.form import checked_block, form_of
-from bagua_kernels.rules.messages import FEEDBACK, MessageRule
+from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
@@ -122,13 +123,10 @@ class BlockCodec(ABC):
             The payload. Errors as in `encode`.
         """
         arguments.check_vector("x", x, arguments.FLOAT_DTYPES)
-        arguments.check_vector("residual", residual, (torch.float32,))
-        if residual.shape != x.shape or residual.device != x.device:
-            raise ValueError(
-                f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on "
-                f"{residual.device}"
-            )
-        return self.encode_rule(FEEDBACK, (x, residual), (factor,), seed=seed, out=out, counts=counts)
+        out = self._payload(x.numel(), x.device, out)
+        options: dict[str, Any] = {"factor": factor, "seed": self._seed(seed), "counts": counts}
+        blockwise.feedback(self.rule, x, residual, out, block=self.block, **options)
+        return out
 
     def encode_rule(
         self,

@@ -14,7 +14,7 @@ from bagua_kernels.rules.feedback import compensated, remainder
 
 @dataclass(frozen=True)
 class MessageRule:
-    """What a codec encodes, as a rule over several arrays of one length; `bagua_kernels.launchers.fusion` runs it.
+    """What a codec encodes, as a rule over several arrays of one length; `bagua_kernels.launchers.blockwise.fusion` runs it.
 
     The three stages of each element are:
 

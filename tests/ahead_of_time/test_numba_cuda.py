@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
-from bagua_kernels.launchers.fusion.sources import Mixture, RowSum
+from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, RowSum
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, MASTER, Variant
 from bagua_kernels.rules.floats import NATURAL, fp8
 from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL
@@ -34,8 +34,8 @@ from numba.cuda.cudadrv.error import NvvmSupportError
 
 from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
+from bagua_kernels.launchers.blockwise.fusion import _numba_cuda as fusion
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
-from bagua_kernels.launchers.fusion import _numba_cuda as fusion
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
 from tests.grids import grid, only
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
-from bagua_kernels.launchers.fusion.sources import RowSum
+from bagua_kernels.launchers.blockwise.fusion.sources import RowSum
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, Variant
 from bagua_kernels.rules import optimizers
 from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL

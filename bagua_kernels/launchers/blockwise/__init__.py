@@ -1,8 +1,8 @@
 """Runs a block quantizer: reduce each block to its statistics, then encode; decode; decode many, sum and encode again.
 
 A payload holds the scales of all blocks and then the codes; `docs/wire-format.md` fixes it. One more kernel encodes many tensors
-without a flat copy. `bagua_kernels.launchers.fusion` adds rules over several arrays before encoding and after decoding. Arguments
-are checked here, once for all backends; each backend offers the same functions.
+without a flat copy. `fusion` adds rules over several arrays before encoding and after decoding; error feedback is one of them.
+Arguments are checked here, once for all backends; each backend offers the same functions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import torch
 from bagua_kernels.jit.op import Op
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, checked_weights, padded
 from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
+from bagua_kernels.launchers.blockwise.fusion import decode_add as decode_add
+from bagua_kernels.launchers.blockwise.fusion import decode_apply as decode_apply
+from bagua_kernels.launchers.blockwise.fusion import encode_rule as encode_rule
+from bagua_kernels.rules.messages import FEEDBACK
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op(__name__)
@@ -87,6 +91,44 @@ def encode_pieces(
     seed = checked_seed(seed)
     if form.n:
         OP.backend(payload.device).encode_pieces(rule, flat, payload, form, seed)
+
+
+def feedback(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    payload: torch.Tensor,
+    *,
+    block: int,
+    factor: float,
+    seed: int | None,
+    counts: torch.Tensor | None = None,
+) -> None:
+    """Encodes `factor * (x + residual)` and leaves in `residual` what the payload lacks of `x + residual`, in one pass.
+
+    Where the sum or the decoded value is not finite the residual stays as it was.
+
+    Args:
+        rule: the quantizer.
+        x: shape (n,), float32, float16 or bfloat16, contiguous.
+        residual: shape (n,), float32, contiguous; updated.
+        payload: shape (size,), uint8; overwritten.
+        block: elements a block.
+        factor: a float32; 1 for a contractive codec, 1 / (1 + omega) for an unbiased one.
+        seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+        counts: as for `encode`; residuals of other elements stay as they are.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a shape, size, device, alignment, block or seed does not fit.
+    """
+    check_vector("x", x, FLOAT_DTYPES)
+    check_vector("residual", residual, (torch.float32,))
+    if residual.shape != x.shape or residual.device != x.device:
+        raise ValueError(
+            f"residual must have shape {tuple(x.shape)} on {x.device} as x, got {tuple(residual.shape)} on {residual.device}"
+        )
+    encode_rule(rule, FEEDBACK, (x, residual), (factor,), payload, block=block, seed=seed, counts=counts)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, *, block: int) -> None:

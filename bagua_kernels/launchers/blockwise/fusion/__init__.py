@@ -17,7 +17,7 @@ import torch
 from bagua_kernels.jit.op import Op
 from bagua_kernels.launchers.arguments import Weights, checked_seed, checked_weights
 from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
-from bagua_kernels.launchers.fusion.sources import Rows, Sources, check_arrays, check_replicas
+from bagua_kernels.launchers.blockwise.fusion.sources import Rows, Sources, check_arrays, check_replicas
 from bagua_kernels.rules.gossip import NOTHING
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule

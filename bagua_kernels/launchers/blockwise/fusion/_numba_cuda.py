@@ -16,8 +16,8 @@ from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cuda import bound, counted, flat_parts, launch, or_nothing
 from bagua_kernels.launchers.blockwise._numba_cuda_kernels import LANES
 from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
 from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.launchers.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -177,7 +177,7 @@ def encode_rule(
     counts: torch.Tensor | None,
     rows: Rows | None,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.encode_rule`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.encode_rule`."""
     dtypes, device = tuple(a.dtype for a in arrays), payload.device
     kind = None if rows is None else rows.kind
     run = message_kernel(rule, form.block, message, dtypes, seed is not None, counts is not None, kind)
@@ -202,7 +202,7 @@ def decode_apply(
     scalars: tuple[float, ...],
     form: BlockForm,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.decode_apply`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.decode_apply`."""
     run = apply_kernel(rule, form.block, update, len(scalars), mixture, tuple(a.dtype for a in arrays))
     device = sources.payloads.device
     weights = or_nothing(sources.weights.factors, torch.float32, device)

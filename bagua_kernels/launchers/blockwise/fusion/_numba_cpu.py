@@ -15,8 +15,8 @@ from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cpu import bound, clear_pads, counts_array, run, weights_array
 from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
 from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.launchers.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -221,7 +221,7 @@ def encode_rule(
     counts: torch.Tensor | None,
     rows: Rows | None,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.encode_rule`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.encode_rule`."""
     words, codes = map(array, form.parts(payload))
     dtypes = tuple(a.dtype for a in arrays)
     kernel = message_kernels(rule, form.block, message, dtypes, seed is not None, None if rows is None else rows.kind)
@@ -241,7 +241,7 @@ def decode_apply(
     scalars: tuple[float, ...],
     form: BlockForm,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.decode_apply`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.decode_apply`."""
     words, codes = map(array, sources.whole.parts(sources.payloads, sources.first))
     ranks = len(sources.payloads)
     fours = ranks >= 4 and not mixture.tracked

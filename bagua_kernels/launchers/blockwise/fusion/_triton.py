@@ -14,8 +14,8 @@ from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._triton import UNSPECIALIZED, bound, launch, or_any
 from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, Rows, Sources, message_lines
 from bagua_kernels.launchers.elementwise import call_lines
-from bagua_kernels.launchers.fusion.sources import Mixture, Rows, Sources, message_lines
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -159,7 +159,7 @@ def encode_rule(
     counts: torch.Tensor | None,
     rows: Rows | None,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.encode_rule`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.encode_rule`."""
     words, codes = form.parts(payload)
     run = message_kernel(rule, message, tuple(a.dtype for a in arrays), rows is not None)
     replicas, weights = (None, Weights()) if rows is None else (rows.replicas, rows.weights)
@@ -180,7 +180,7 @@ def decode_apply(
     scalars: tuple[float, ...],
     form: BlockForm,
 ) -> None:
-    """See `bagua_kernels.launchers.fusion.decode_apply`."""
+    """See `bagua_kernels.launchers.blockwise.fusion.decode_apply`."""
     payloads = sources.payloads
     words, codes = sources.whole.parts(payloads, sources.first)
     run = apply_kernel(rule, update, len(scalars), mixture, tuple(a.dtype for a in arrays))
