@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from bagua_kernels.compression import BlockCodec
+from bagua_kernels.compression import BlockCodec, MinMaxUInt8
 from bagua_kernels.launchers.arguments import padded
+from bagua_kernels.rules.gossip import DCD
 from bench.workloads.codecs import INT8, SIGN, Codecs
 from bench.workloads.elementwise import OPTIMIZERS
 from bench.workloads.rivals import Rival, full_blocks, rivals
@@ -21,6 +23,7 @@ from bench.workloads.rows import SEED, Run, Workload, backend_rows, copy_row, gr
 RANKS = 4
 SYMMETRIC: Codecs = {"AbsMaxInt8": INT8["AbsMaxInt8"]}
 FEEDBACK: Codecs = SYMMETRIC | SIGN
+GOSSIP: Codecs = {"MinMaxUInt8": MinMaxUInt8(stochastic=True)}
 
 Ours = Callable[[BlockCodec], Run]
 Theirs = Callable[[BlockCodec, Rival], Run]
@@ -235,10 +238,76 @@ def apply_group(name: str, n: int, device: torch.device) -> list[Workload]:
     return fused_group(f"decode and apply {name}", SYMMETRIC, n, device, moved, fused, unfused, theirs)
 
 
+def gossip_group(n: int, device: torch.device) -> list[Workload]:
+    """One step of low-precision gossip on a ring, without the wire: the difference is encoded, and three replicas are moved.
+
+    Reads three replicas, twice, and the parameter, and writes all of them. Writes a payload and reads three.
+    """
+    ranks, own = 3, 1
+    weights = (1 / ranks,) * ranks
+
+    def vectors() -> tuple[torch.Tensor, torch.Tensor]:
+        x = gradient(n, device)
+        return x.clone(), torch.stack([x * scale for scale in (0.99, 1.0, 1.01)])
+
+    def payloads_of(codec: BlockCodec) -> torch.Tensor:
+        return codec.encode(gradient(n, device) * 1e-2, seed=SEED).repeat(ranks, 1)
+
+    def fused(codec: BlockCodec) -> Run:
+        (x, replicas), payloads = vectors(), payloads_of(codec)
+
+        def run() -> object:
+            codec.encode_rule(DCD, [x, replicas[own]], seed=SEED, out=payloads[own], replicas=replicas, weights=weights)
+            return codec.decode_add(payloads, replicas)
+
+        return run
+
+    def in_steps(
+        x: torch.Tensor,
+        replicas: torch.Tensor,
+        encode: Callable[[torch.Tensor], Sequence[Any]],
+        decode: Callable[..., Any],
+    ) -> Run:
+        difference = torch.empty_like(x)
+
+        def run() -> object:
+            torch.add(replicas[0], replicas[1], out=difference)
+            difference.add_(replicas[2]).div_(ranks).add_(x).sub_(replicas[own], alpha=2)
+            for replica, payload in zip(replicas, encode(difference), strict=True):
+                replica.add_(decode(payload))
+            return x.copy_(replicas[own])
+
+        return run
+
+    def unfused(codec: BlockCodec) -> Run:
+        (x, replicas), payloads = vectors(), payloads_of(codec)
+        decoded = torch.empty_like(x)
+
+        def encode(difference: torch.Tensor) -> torch.Tensor:
+            codec.encode(difference, seed=SEED, out=payloads[own])
+            return payloads
+
+        return in_steps(x, replicas, encode, lambda payload: codec.decode(payload, decoded))
+
+    def theirs(codec: BlockCodec, rival: Rival) -> Run:
+        whole = full_blocks(n, codec.block)
+        x, replicas = (vector[..., :whole].contiguous() for vector in vectors())
+        neighbour = rival.encode(x * 1e-2)
+        return in_steps(
+            x, replicas, lambda z: [neighbour, rival.encode(z), neighbour], lambda parts: rival.decode(*parts)
+        )
+
+    def moved(codec: BlockCodec) -> int:
+        return (2 + 3 * ranks) * 4 * n + (1 + ranks) * codec.payload_size(n)
+
+    return fused_group("low-precision gossip", GOSSIP, n, device, moved, fused, unfused, theirs)
+
+
 def groups(n: int, device: torch.device) -> list[list[Workload]]:
     return [
         reduce_group(n, device),
         feedback_group(n, device),
+        gossip_group(n, device),
         pieces_group(n, device),
         *(apply_group(name, n, device) for name in OPTIMIZERS),
     ]

@@ -193,6 +193,11 @@ def test_code_of_the_section_on_using_runs() -> None:
     assert torch.equal(names["m"], names["mean"])
     sent = used.decode(names["payload"], torch.empty(1000))
     assert torch.equal(names["residual"], names["gradients"][0] - sent)
+    assert torch.equal(names["own"], used.decode(names["message"], torch.empty(1000)))
+    for replica, payload in zip(names["replicas"], names["payloads"], strict=True):
+        assert torch.equal(replica, used.decode(payload, torch.empty(1000)))
+    first, second = names["replicas"]
+    assert torch.equal(names["total"], first * 0.75 + second * 0.25)
 
 
 def test_table_has_every_codec_and_no_other() -> None:
