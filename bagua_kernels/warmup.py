@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bagua_kernels import optim
-from bagua_kernels.algorithms import Algorithm, from_spec, names
+from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, from_spec, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
@@ -31,6 +31,7 @@ _THREADS = (1, 2)
 # Large enough that also the part of one rank is worked on by several threads, small enough to take no time.
 _INPUTS, _HIDDEN, _OUTPUTS = 300, 600, 10
 _RANKS = 2
+_RANKS_ON_A_RING = 4  # of which each has two neighbours, as in longer rings: kernels depend on their number
 _STEPS = 3
 _PATIENCE = 600.0  # seconds: one rank waits while the other compiles
 
@@ -57,13 +58,15 @@ def warm_up(
         raise ValueError(f"there is no {', '.join(unknown)} in bagua_kernels.optim; known are {sorted(optim.__all__)}")
     if parse_spec(spec)[0] not in names():
         raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
+    on_parameters = issubclass(Algorithm.registered[parse_spec(spec)[0]], ModelAlgorithm)
+    ranks = _RANKS_ON_A_RING if on_parameters else _RANKS
     before, threads = compiling.seconds(), torch.get_num_threads()
     try:
         for count in _THREADS:
             torch.set_num_threads(count)
             for dtype in dtypes:
                 for optimizer in optimizers:
-                    run_ranks(_RANKS, _train, spec, optimizer, dtype, timeout=_PATIENCE)
+                    run_ranks(ranks, _train, spec, optimizer, dtype, timeout=_PATIENCE)
     finally:
         torch.set_num_threads(threads)
     return compiling.seconds() - before
@@ -76,7 +79,8 @@ def _train(communicator: Communicator, spec: str, optimizer: str, dtype: torch.d
         return
     short = {"warmup_steps": 0} if issubclass(kind, CompressedAllReduce) else {}
     _steps(communicator, spec, optimizer, dtype, **short)
-    _steps(communicator, spec, optimizer, dtype, apply_in_backward=True, **short)
+    if not issubclass(kind, ModelAlgorithm):
+        _steps(communicator, spec, optimizer, dtype, apply_in_backward=True, **short)
 
 
 def _steps(communicator: Communicator, spec: str, optimizer: str | None, dtype: torch.dtype, **options: Any) -> None:

@@ -34,6 +34,7 @@ class Choco(Differences):
     """
 
     name = "choco"
+    remedy = "a smaller eta"
 
     def __init__(
         self,

@@ -14,8 +14,6 @@ from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, Roun
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
 from bagua_kernels.comm.topology import Topology
-from bagua_kernels.launchers import elementwise
-from bagua_kernels.rules.mixing import UNCORRECTED
 
 _TOLERANCE = 1e-9  # of eigenvalues in float64
 
@@ -26,9 +24,12 @@ class D2(RoundAlgorithm):
 
     After the optimizer's step from x to x+, with a correction c that is zero at first:
 
-    1. Exchange y = x+ - c with the neighbours: new = sum_j W_ij y_j.
-    2. Keep c = x+ - new.
-    3. Before the next forward pass, put `new` in the place of the parameters.
+    1. Exchange y = x+ - c with the neighbours.
+    2. Subtract what flows from the neighbours: c -= sum_j W_ij (y_j - y_i).
+    3. Before the next forward pass, put x = x+ - c, which is sum_j W_ij y_j, in the place of the parameters.
+
+    Flows between two ranks cancel bit for bit. Rounding of the sum itself, which c would take over, would move the mean of all
+    ranks in all later steps.
 
     With plain SGD that is the paper's algorithm, which keeps the last gradient and the last parameters instead. Here one
     vector is kept, for any optimizer and schedule of learning rates.
@@ -76,19 +77,14 @@ class D2(RoundAlgorithm):
         """See `RoundAlgorithm.exchange`."""
         assert self.mixer is not None
         correction, sent = self._vectors(bucket)
-        # `correction` holds x+ from here on, of which `merge` takes what the parameters become.
-        if bucket.flat.dtype == torch.float64:
-            torch.sub(bucket.flat, correction, out=sent)
-            correction.copy_(bucket.flat)
-        else:
-            elementwise.apply(UNCORRECTED, [bucket.flat, correction, sent], [])
+        torch.sub(bucket.flat, correction, out=sent)
         yield from self.mixer.exchange(bucket, sent, turn, self.number(bucket, turn))
 
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         assert self.mixer is not None
         correction, sent = self._vectors(bucket)
-        self.mixer.terms(bucket, sent, turn).correct(correction, bucket.flat)
+        self.mixer.terms(bucket, sent, turn).flow(correction, bucket.flat)
 
     def _vectors(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         return self.flat.kept(bucket, "correction"), self.flat.kept(bucket, "sent", saved=False)

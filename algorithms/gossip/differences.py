@@ -32,7 +32,10 @@ class Differences(RoundAlgorithm):
         topology: the mixing matrix.
         ranks: this rank and its neighbours, ascending.
         weights: of `ranks`, in their order.
+        remedy: what else to use where an algorithm diverges.
     """
+
+    remedy = "Choco, which scales what it sends"
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Differences(RoundAlgorithm):
                 f"{type(self).__name__} expects each rank to keep a part of its own, got {self.topology!r}: use Lazy"
             )
         for bucket in self.flat.buckets:
-            self._guards[bucket.index] = _Guard(type(self).__name__, self.codec)
+            self._guards[bucket.index] = _Guard(type(self).__name__, self.codec, self.remedy)
             self._counts[bucket.index] = None
             if isinstance(self.codec, BlockCodec):
                 counts = own_counts(bucket.own, bucket.flat.numel(), self.codec.block)
@@ -124,7 +127,10 @@ class Differences(RoundAlgorithm):
         )
         if expected is not None:
             decoded = self.codec.decode(payloads[place], torch.empty_like(bucket.flat, dtype=torch.float32))
-            self._guards[bucket.index].look(expected, decoded[: expected.numel()], turn)
+            # Padding between parameters holds what nobody reads.
+            spans = [slice(span.start, min(span.stop, _SAMPLE)) for span in bucket.own if span.start < _SAMPLE]
+            difference, decoded = (torch.cat([vector[span] for span in spans]) for vector in (expected, decoded))
+            self._guards[bucket.index].look(difference, decoded, turn)
         rooms = {rank: payloads[each] for each, rank in enumerate(self.ranks) if each != place}
         number = self.number(bucket, turn)
         yield self.mailbox.exchange(rooms, dict.fromkeys(self.neighbours, payloads[place]), number)
@@ -161,10 +167,11 @@ class Differences(RoundAlgorithm):
 class _Guard:
     """Looks now and then how large the differences of a bucket are, and how much of them the codec loses."""
 
-    def __init__(self, name: str, codec: Codec) -> None:
+    def __init__(self, name: str, codec: Codec, remedy: str) -> None:
         self.noise = 0.0
         self._name = name
         self._codec = codec
+        self._remedy = remedy
         self._first: list[float] = []
 
     def look(self, difference: torch.Tensor, decoded: torch.Tensor, turn: int) -> None:
@@ -181,5 +188,5 @@ class _Guard:
             raise DivergenceError(
                 f"{self._name} diverges: in round {turn} the differences to be sent have the norm {norm:.3g}, at first "
                 f"{usual:.3g}, and {self._codec!r} loses {self.noise:.2f} of their square (alpha^2, expected below {_LOUD}): use "
-                "more bits, smaller blocks, or Choco, which scales what it sends"
+                f"more bits, smaller blocks, or {self._remedy}"
             )

@@ -22,6 +22,7 @@ from bagua_kernels.comm.topology import (
     Topology,
     Torus,
     weighted_sum,
+    whole,
 )
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules import mixing
@@ -65,8 +66,7 @@ def topology_of(peers: Peers, size: int) -> Topology:
 class Terms:
     """What a gossip step adds up.
 
-    Terms are added in ascending rank order, in float32 for parameters of half precision. If all weights are 1/n, the plain
-    sum is divided by n (see `weighted_sum`).
+    Terms are added in ascending rank order, in float32 for parameters of half precision, as `weighted_sum` does it.
 
     Attributes:
         values: by rank.
@@ -88,14 +88,23 @@ class Terms:
         else:
             own.copy_(weighted_sum(self.values, self.weights, torch.empty_like(own)))
 
-    def correct(self, correction: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the sum to `out`, and subtracts it from `correction`; values may be overwritten."""
-        if self._fits:
-            elementwise.apply(mixing.corrected(len(self.weights)), [*self._arrays, correction, out], self._scalars)
+    def flow(self, correction: torch.Tensor, x: torch.Tensor) -> None:
+        """Subtracts sum_j W_ij (y_j - y_i) from `correction`, and then `correction` from `x`.
+
+        The terms of a pair of ranks are opposite, bit for bit, so that corrections of all ranks sum to zero but for the rounding
+        of their own sums.
+        """
+        factors, divisor = whole(self.weights)
+        own, others = self.values[self.own], {peer: w for peer, w in factors.items() if peer != self.own}
+        if self._fits and others:
+            arrays = [*(self.values[peer] for peer in others), own, correction, x]
+            elementwise.apply(mixing.flows(len(others)), arrays, [*others.values(), float(divisor)])
         else:
-            new = weighted_sum(self.values, self.weights, torch.empty_like(correction))
-            correction.sub_(new)
-            out.copy_(new)
+            total = torch.zeros_like(correction)
+            for peer, factor in others.items():
+                total.add_((self.values[peer] - own).mul_(factor))
+            correction.sub_(total.div_(divisor))
+            x.sub_(correction)
 
     @property
     def _fits(self) -> bool:
@@ -109,9 +118,8 @@ class Terms:
 
     @property
     def _scalars(self) -> list[float]:
-        count = len(self.weights)
-        mean = all(weight == 1 / count for weight in self.weights.values())
-        return [1.0] * count + [float(count)] if mean else [*self.weights.values(), 1.0]
+        weights, divisor = whole(self.weights)
+        return [*weights.values(), float(divisor)]
 
 
 class Mixer:

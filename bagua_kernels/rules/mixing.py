@@ -34,40 +34,36 @@ def mixed_5(a, b, c, d, e, wa, wb, wc, wd, we, divisor):
     return tl.div_rn(a * wa + b * wb + c * wc + d * wd + e * we, divisor)
 
 
-def corrected_2(a, b, correction, _, wa, wb, divisor):
-    """What is left of a correction once the mean of two ranks has been taken from it, and that mean."""
-    new = mixed_2(a, b, wa, wb, divisor)
-    return correction - new, new
+def corrected(flow, correction, x):
+    """The new correction, and the parameter less that."""
+    new = correction - flow
+    return new, x - new
 
 
-def corrected_3(a, b, c, correction, _, wa, wb, wc, divisor):
-    """As above, of three ranks."""
-    new = mixed_3(a, b, c, wa, wb, wc, divisor)
-    return correction - new, new
+def flow_1(b, own, correction, x, wb, divisor):
+    """What flows from one neighbour changes the correction; see `D2`."""
+    return corrected(tl.div_rn((b - own) * wb, divisor), correction, x)
 
 
-def corrected_4(a, b, c, d, correction, _, wa, wb, wc, wd, divisor):
-    """As above, of four ranks."""
-    new = mixed_4(a, b, c, d, wa, wb, wc, wd, divisor)
-    return correction - new, new
+def flow_2(b, c, own, correction, x, wb, wc, divisor):
+    """As above, from two neighbours."""
+    return corrected(tl.div_rn((b - own) * wb + (c - own) * wc, divisor), correction, x)
 
 
-def corrected_5(a, b, c, d, e, correction, _, wa, wb, wc, wd, we, divisor):
-    """As above, of five ranks."""
-    new = mixed_5(a, b, c, d, e, wa, wb, wc, wd, we, divisor)
-    return correction - new, new
+def flow_3(b, c, d, own, correction, x, wb, wc, wd, divisor):
+    """As above, from three neighbours."""
+    return corrected(tl.div_rn((b - own) * wb + (c - own) * wc + (d - own) * wd, divisor), correction, x)
 
 
-def uncorrected(x, correction, _):
-    """The value itself, which takes the place of its correction, and what is left of it without the correction."""
-    return x, x - correction
+def flow_4(b, c, d, e, own, correction, x, wb, wc, wd, we, divisor):
+    """As above, from four neighbours."""
+    flow = (b - own) * wb + (c - own) * wc + (d - own) * wd + (e - own) * we
+    return corrected(tl.div_rn(flow, divisor), correction, x)
 
 
 MOST = 5  # ranks that a rule of this file adds up
 _MIXED: dict[int, Callable[..., Any]] = {2: mixed_2, 3: mixed_3, 4: mixed_4, 5: mixed_5}
-_CORRECTED: dict[int, Callable[..., Any]] = {2: corrected_2, 3: corrected_3, 4: corrected_4, 5: corrected_5}
-# Arrays: values, their correction, and what is sent.
-UNCORRECTED = ElementwiseRule("uncorrected", uncorrected, 3, (1, 2))
+_FLOWS: dict[int, Callable[..., Any]] = {1: flow_1, 2: flow_2, 3: flow_3, 4: flow_4}
 
 
 @functools.cache
@@ -77,6 +73,6 @@ def mixed(terms: int, own: int) -> ElementwiseRule:
 
 
 @functools.cache
-def corrected(terms: int) -> ElementwiseRule:
-    """Returns the rule of `terms` arrays to add up, their correction, and the array that becomes the sum."""
-    return ElementwiseRule(f"corrected_{terms}", _CORRECTED[terms], terms + 2, (terms, terms + 1))
+def flows(neighbours: int) -> ElementwiseRule:
+    """Returns the rule of the neighbours' values, the own one, its correction, and the parameters; 1 to `MOST` - 1 neighbours."""
+    return ElementwiseRule(f"flow_{neighbours}", _FLOWS[neighbours], neighbours + 3, (neighbours + 1, neighbours + 2))

@@ -8,14 +8,16 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import FLOATING, HALF
-from bagua_kernels.comm.topology.base import Topology
+from bagua_kernels.comm.topology.base import TOLERANCE, Topology
+
+_LARGEST = 64  # divisor of weights that count as whole numbers
 
 
 def neighbour_average(communicator: Communicator, topology: Topology, x: torch.Tensor, step: int = 0) -> None:
     """Replaces `x` by sum_j W[i, j] x_j: one gossip step, in which every rank takes part with the same step; blocks.
 
-    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32. If all weights are
-    1/n, the sum is divided by n. Holds one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
+    Terms are added in ascending rank order, in the dtype of `x`, for float16 and bfloat16 in float32; see `weighted_sum`. Holds
+    one tensor like `x` for each neighbour to hear from; for `Complete` use an all-reduce.
 
     Args:
         communicator: of `topology.size` ranks, all with the same topology, see `Topology.check`.
@@ -38,7 +40,8 @@ def weighted_sum(values: Mapping[int, torch.Tensor], weights: Mapping[int, float
     """Writes the sum of some ranks' values, each times its weight, to `out`, and returns it.
 
     Products and sums are in the dtype of the values, for float16 and bfloat16 in float32; terms are added in ascending
-    rank order. If all weights that are not zero are 1/n, the plain sum is divided by n.
+    rank order. Weights that are multiples of 1/d, such as 2/3 and 1/6, count as whole numbers, and the sum is divided by d
+    (see `whole`).
 
     Args:
         values: by rank, of one shape, dtype and device; left as they are.
@@ -50,25 +53,37 @@ def weighted_sum(values: Mapping[int, torch.Tensor], weights: Mapping[int, float
     wide = torch.float32 if dtype in HALF else dtype
     if not weights:
         return out.zero_()
-    # 1/3 rounded to float32 is too large: with three of them the model would grow by 3e-8 in every step. Dividing the
-    # sum has no bias, and gives ranks that average the same values the same bits.
-    mean = all(weight == 1 / len(weights) for weight in weights.values())
+    weights, divisor = whole(weights)
+    plain = all(weight == 1.0 for weight in weights.values())
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
     product: torch.Tensor | None = None
     first, *others = weights.items()
-    if mean and others:
+    if plain and others:
         # Two in one pass over memory.
         second, *others = others
         torch.add(values[first[0]].to(wide), values[second[0]].to(wide), out=total)
     else:
         torch.mul(values[first[0]].to(wide), first[1], out=total)
     for peer, weight in others:
-        if mean:
+        if plain:
             total.add_(values[peer].to(wide))
         else:
             # The product is rounded before it is added: `alpha` would round once, and only on some processors.
             product = torch.mul(values[peer].to(wide), weight, out=product)
             total.add_(product)
-    if mean and len(weights) > 1:
-        total.div_(len(weights))
+    if divisor != 1:
+        total.div_(divisor)
     return total if total is out else out.copy_(total)
+
+
+def whole(weights: Mapping[int, float]) -> tuple[dict[int, float], int]:
+    """Returns weights as whole numbers and what to divide by, for the least divisor up to 64; else as they are, and 1.
+
+    1/3 rounded to float32 is too large: with three of them the model would grow by 3e-8 in every step. Dividing a sum with
+    whole weights has no bias, and gives ranks that average the same values the same bits.
+    """
+    for divisor in range(1, _LARGEST + 1):
+        numbers = {peer: weight * divisor for peer, weight in weights.items()}
+        if all(abs(number - round(number)) < TOLERANCE * divisor for number in numbers.values()):
+            return {peer: float(round(number)) for peer, number in numbers.items()}, divisor
+    return dict(weights), 1

@@ -45,24 +45,19 @@ def test_own_value_becomes_the_sum(target: Target, terms: int, own: int, mean: b
         assert torch.equal(array.cpu(), expected if place == own else arrays[place])
 
 
-@grid(terms=[2, 3, 4, 5], mean=[True, False], cover=1)
-def test_corrections_are_what_the_sum_leaves(target: Target, terms: int, mean: bool) -> None:
-    arrays, weights = values(terms, torch.float32), None if mean else list(THIRDS[:terms])
-    correction = torch.linspace(-1, 1, N)
-    out = torch.full((N,), 7.0, dtype=torch.bfloat16, device=target.device)
-    new, before = summed(arrays, weights), correction.numpy().copy()
-    placed = [each.to(target.device) for each in [*arrays, correction]]
-    elementwise.apply(mixing.corrected(terms), [*placed, out], scalars(terms, weights))
-    assert np.array_equal(placed[-1].cpu().numpy(), before - new)
-    assert torch.equal(out.cpu(), torch.from_numpy(new).bfloat16())
-
-
-def test_a_correction_is_taken_out_and_replaced(target: Target) -> None:
-    x, correction = (each.to(target.device) for each in values(2, torch.float32))
-    sent, expected = torch.zeros_like(x), (x - correction).cpu()
-    elementwise.apply(mixing.UNCORRECTED, [x, correction, sent], [])
-    assert torch.equal(sent.cpu(), expected)
-    assert torch.equal(correction, x)
+@grid(neighbours=[1, 2, 3, 4], divisor=[1.0, 6.0], cover=1)
+def test_flows_change_corrections_and_parameters(target: Target, neighbours: int, divisor: float) -> None:
+    *others, own, correction, x = values(neighbours + 3, torch.float32)
+    x, weights, flow = x.bfloat16(), [1.0, 4.0, 2.0, 0.3][:neighbours], np.zeros(N, np.float32)
+    for other, weight in zip(others, weights, strict=True):
+        flow = flow + (other.numpy() - own.numpy()) * np.float32(weight)
+    new = correction.numpy() - flow / np.float32(divisor)
+    placed = [each.to(target.device, copy=True) for each in [*others, own, correction, x]]
+    elementwise.apply(mixing.flows(neighbours), placed, [*weights, divisor])
+    assert np.array_equal(placed[-2].cpu().numpy(), new)
+    assert torch.equal(placed[-1].cpu(), torch.from_numpy(x.float().numpy() - new).bfloat16())
+    for before, after in zip([*others, own], placed, strict=False):
+        assert torch.equal(before, after.cpu())
 
 
 @pytest.mark.parametrize("terms", [1, 6])

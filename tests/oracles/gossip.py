@@ -22,21 +22,27 @@ Gradient = Callable[[int, int, Floats], Floats | None]
 Through = Callable[[Floats, int, int], Floats]  # what a payload makes of a vector, for a rank, in a round
 
 
+def whole(weights: F64) -> tuple[F64, int]:
+    """Returns weights that are multiples of 1/d, for the smallest d up to 64, as whole numbers, and d; else the weights and 1."""
+    d = next((d for d in range(1, 65) if np.abs(weights * d - np.rint(weights * d)).max() <= 1e-12 * d), None)
+    return (weights, 1) if d is None else (np.rint(weights * d), d)
+
+
 def mixed(w: F64, values: Floats) -> Floats:
     """Returns sum_j W[i, j] x_j for each rank i.
 
-    Terms are added in ascending order of the ranks. If all weights of a rank are 1/n, the sum is divided by n.
+    Products are rounded, and added in ascending order of the ranks. Weights of a rank that are multiples of 1/d, for a d up
+    to 64, count as whole numbers; the sum is divided by the smallest such d.
     """
     if values.dtype == np.float64:
         return np.asarray(w @ values)
-    rows = []
+    kind, rows = values.dtype.type, []
     for weights in w:
-        heard = np.flatnonzero(weights)
-        mean = len(heard) > 0 and bool((weights[heard] == 1 / len(heard)).all())
+        factors, divisor = whole(weights)
         total = np.zeros_like(values[0])
-        for rank in heard:
-            total = total + (values[rank] if mean else values[rank] * values.dtype.type(weights[rank]))
-        rows.append(total / values.dtype.type(len(heard)) if mean else total)
+        for rank in np.flatnonzero(factors):
+            total = total + values[rank] * kind(factors[rank])
+        rows.append(total / kind(divisor))
     return np.stack(rows)
 
 
@@ -180,16 +186,31 @@ class D2(Simulation):
     """half = 2 x_k - x_{k-1} - lr_k g_k + lr_{k-1} g_{k-1}; x_{k+1} = sum_j W_ij half_j.
 
     With x+ the end of the optimizer's step and c the last x+ - x, half is x+ - c, for any optimizer.
+
+    Args:
+        flows: Whether c changes by sum_j W_ij (half_j - half_i) instead. What flows from i to j is then exactly what flows
+            from j to i, so that rounding leaves the sum of all c at zero.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, flows: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.flows = flows
         self.correction = np.zeros_like(self.x)
 
     def round(self, w: F64) -> None:
-        after = self.x
-        self.x = mixed(w, after - self.correction)
-        self.correction = after - self.x
+        after, half = self.x, self.x - self.correction
+        if self.flows:
+            for rank, row in enumerate(half):
+                factors, divisor = whole(w[rank])
+                flow = np.zeros_like(row)
+                for other in np.flatnonzero(factors):
+                    if other != rank:
+                        flow = flow + row.dtype.type(factors[other]) * (half[other] - row)
+                self.correction[rank] = self.correction[rank] - flow / row.dtype.type(divisor)
+            self.x = after - self.correction
+        else:
+            self.x = mixed(w, half)
+            self.correction = after - self.x
 
 
 class PushSum(Simulation):
@@ -198,13 +219,13 @@ class PushSum(Simulation):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.numerator = self.x.copy()
-        self.weights = np.ones((self.ranks, 1), self.x.dtype)
+        self.weights = np.ones((self.ranks, 1))  # float64, whatever the parameters are
 
     def round(self, w: F64) -> None:
         # Steps since the last round have moved the parameters from n / w by the gradients.
-        numerator = self.numerator + (self.x - self.numerator / self.weights)
+        numerator = self.numerator + (self.x - self.numerator / self.weights.astype(self.x.dtype))
         self.numerator, self.weights = mixed(w, numerator), mixed(w, self.weights)
-        self.x = self.numerator / self.weights
+        self.x = self.numerator / self.weights.astype(self.x.dtype)
 
 
 def exact(values: Floats, rank: int, round_: int) -> Floats:
