@@ -91,7 +91,7 @@ class Terms:
     def flow(self, correction: torch.Tensor, x: torch.Tensor) -> None:
         """Subtracts sum_j W_ij (y_j - y_i) from `correction`, and then `correction` from `x`.
 
-        The terms of a pair of ranks are opposite, bit for bit, so that corrections of all ranks sum to zero but for the rounding
+        The terms of a pair of ranks are opposite, bit for bit. So corrections of all ranks sum to zero but for the rounding
         of their own sums.
         """
         factors, divisor = whole(self.weights)

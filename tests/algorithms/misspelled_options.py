@@ -11,3 +11,7 @@ algorithms.PowerSGD(module, averge_buffers=True)  # type: ignore[call-arg]
 algorithms.QSGD(module, bucket_bytes="many")  # type: ignore[arg-type]
 algorithms.DGC(module, guard=3)  # type: ignore[arg-type]
 algorithms.OneBitAdam(module, limt=1.0)  # type: ignore[call-arg]
+
+optimizer = torch.optim.SGD(module.parameters())
+algorithms.Decentralized(module, optimizer, intervall=2)  # type: ignore[call-arg]
+algorithms.Choco(module, optimizer, average_states="yes")  # type: ignore[arg-type]

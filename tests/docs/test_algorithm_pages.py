@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_kernels import algorithms, comm
-from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, GradientAlgorithm, names
+from bagua_kernels.algorithms import (
+    Algorithm,
+    CompressedAllReduce,
+    GradientAlgorithm,
+    ModelAlgorithm,
+    RoundAlgorithm,
+    names,
+)
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
@@ -34,6 +41,9 @@ BLOCKS = [(name, i, code) for name, text in [("README.md", INDEX), *PAGES.items(
           for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))]  # fmt: skip
 
 every_row = pytest.mark.parametrize("name", ROWS)
+every_row_on_gradients = pytest.mark.parametrize(
+    "name", [name for name in ROWS if issubclass(Algorithm.registered[name], GradientAlgorithm)]
+)
 
 
 def make_net() -> nn.Module:
@@ -154,14 +164,19 @@ def test_options_of_both_adams() -> None:
 
 
 def test_options_of_all() -> None:
-    assert options(INDEX) == {
+    on_gradients, _, on_parameters = INDEX.partition("## Parameters instead of gradients")
+    assert options(on_parameters) == {
+        **arguments(vars(RoundAlgorithm)["__init__"]),
+        **arguments(vars(ModelAlgorithm)["__init__"]),
+    }
+    assert options(on_gradients) == {
         "optimizer": "None",
         **arguments(vars(GradientAlgorithm)["__init__"]),
         **arguments(vars(Algorithm)["__init__"]),
     }
 
 
-@every_row
+@every_row_on_gradients
 def test_index_says_what_the_codec_says(name: str) -> None:
     _, (cls, size, sent, bias, feedback, _, when) = ROWS[name]
     found = algorithms.Algorithm.registered[name]
@@ -186,7 +201,7 @@ def test_index_says_what_the_codec_says(name: str) -> None:
     assert feedback == ("yes" if kept else "no")
 
 
-@every_row
+@every_row_on_gradients
 def test_index_says_what_goes_with_which_optimizer(name: str) -> None:
     """Where the constructor warns of Adam, the table says SGD."""
     found = algorithms.Algorithm.registered[name]

@@ -1,0 +1,128 @@
+"""What pages say about algorithms on parameters: bytes, vectors, threads, and the names of topologies."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, RoundAlgorithm, model_algorithm, names
+from bagua_kernels.algorithms.gossip.differences import Differences
+from bagua_kernels.algorithms.rounds.mixing import topology_of
+from bagua_kernels.comm import Communicator, run_ranks, topology
+from tests.comm.mailbox.common import over_sockets
+from tests.docs.test_algorithm_pages import INDEX, ROWS
+
+ON_PARAMETERS = [name for name in names() if issubclass(Algorithm.registered[name], ModelAlgorithm)]
+TOPOLOGIES = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
+NAMES = re.findall(r'^\| `"(\w+)"` \| `(.+?)` \| (yes|no)', TOPOLOGIES, re.MULTILINE)
+# One parameter, whose number of elements no other tensor of these tests has; payloads need a multiple of 256.
+INPUTS, OUTPUTS = 61, 67
+SIZES = {INPUTS * OUTPUTS, -(-INPUTS * OUTPUTS // 256) * 256}
+RANKS, STEPS = 4, 3
+
+every = pytest.mark.parametrize("name", ON_PARAMETERS)
+
+
+def trained(name: str, communicator: Communicator) -> Any:
+    module = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = Algorithm.registered[name](
+        module, optimizer, communicator=communicator, **({"eta": 0.5} if name == "choco" else {})
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.full((2, INPUTS), 1.0 + communicator.rank + step)).square().mean().backward()
+        optimizer.step()
+    assert isinstance(model, ModelAlgorithm)
+    model.wait()
+    return model
+
+
+def vectors() -> int:
+    """The number of float32 vectors of the model's size in this process."""
+    found = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    return len({each.data_ptr() for each in found if each.numel() in SIZES and each.dtype == torch.float32})
+
+
+@every
+def test_vectors_are_as_many_as_the_table_says(name: str) -> None:
+    """Counted in memory, beside parameters and gradients."""
+    counts: list[int] = []
+    gc.collect()
+    before = vectors()
+
+    def rank(communicator: Communicator) -> None:
+        model = trained(name, communicator)
+        communicator.barrier().wait()
+        if communicator.rank == 0:
+            counts.append(vectors() - before)
+        communicator.barrier().wait()
+        model.close()
+
+    run_ranks(RANKS, rank)
+    beside = counts[0] / RANKS - 2
+    assert ROWS[name][1][3] == f"{beside:g}"
+
+
+@every
+def test_bytes_are_those_of_the_table(name: str) -> None:
+    def rank(communicator: Communicator) -> tuple[int, float, int]:
+        model = trained(name, communicator)
+        payload = 4.0
+        if isinstance(model, Differences):
+            payload = model.codec.payload_size(10**6) / 10**6
+        graph = model.topology if isinstance(model, Differences) else model.mixer.topology
+        sent = model.stats().bytes_sent
+        neighbours = len(graph.neighbours_out(communicator.rank))
+        model.close()
+        return sent, payload, neighbours
+
+    for sent, payload, neighbours in run_ranks(RANKS, rank):
+        _, size, times, *_ = ROWS[name][1]
+        assert size == f"{payload:g}" or size == f"{payload:.3f}"
+        assert times == ("b" if neighbours == 1 else f"{neighbours} b")
+        # Padding, and what is sent ahead of the next round.
+        assert 1 <= sent / (STEPS * neighbours * payload * INPUTS * OUTPUTS) < 1.4
+
+
+@every
+def test_index_says_when_exchanges_run(name: str) -> None:
+    beside = {"step": "beside forward and backward", "forward": "after the step", "round": "beside the next step"}
+    kind = Algorithm.registered[name]
+    assert issubclass(kind, RoundAlgorithm)
+    assert ROWS[name][1][4] == beside[kind.due]
+
+
+def test_threads_are_as_many_as_the_index_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_algorithm, "open_mailbox", over_sockets)
+    before = set(threading.enumerate())
+
+    def rank(communicator: Communicator) -> list[str]:
+        model = trained("decentralized", communicator)
+        communicator.barrier().wait()
+        here = [each.name for each in set(threading.enumerate()) - before if each.name.startswith("bagua_kernels")]
+        communicator.barrier().wait()
+        model.close()
+        return here
+
+    found, *_ = run_ranks(2, rank)
+    assert len(found) == 2 * 3, found
+    assert "**Threads:** three more" in INDEX
+
+
+def test_names_of_topologies() -> None:
+    size = 8
+    assert len(NAMES) == 8
+    for name, text, static in NAMES:
+        graph = topology_of(name, size)
+        assert eval(text, {**vars(topology), "P": size}) == graph
+        assert static == ("yes" if graph.symmetric and graph.period == 1 else "no")
+    with pytest.raises(ValueError, match="expected peers to be one of") as error:
+        topology_of("nothing", size)
+    assert all(name in str(error.value) for name, _, _ in NAMES)
