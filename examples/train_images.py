@@ -8,6 +8,7 @@ datasets.py; the progress bar, the table and the picture are in report.py.
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms import from_spec
+from bagua_kernels.algorithms import ModelAlgorithm, OneBitAdam, QAdam, from_spec
 
 
 class Net(nn.Module):
@@ -54,8 +55,12 @@ def train(algorithm: str, options: argparse.Namespace, communicator: comm.Commun
     """Trains one network from the same start as any other, and returns what was measured on the way."""
     train_set, test_set = datasets.load(options.dataset, options.data)
     torch.manual_seed(0)
-    model = from_spec(algorithm, Net().to(comm.device()))  # <- instead of DistributedDataParallel(...)
-    optimizer = torch.optim.AdamW(model.parameters())
+    net = Net().to(comm.device())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters())
+    own_adam = algorithm.startswith(("qadam", "onebit_adam"))
+    model = from_spec(algorithm, net, None if own_adam else optimizer)  # <- instead of DistributedDataParallel(...)
+    if isinstance(model, QAdam | OneBitAdam):
+        optimizer = model.optimizer
     sampler = DistributedSampler(train_set, comm.size(), comm.rank())
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
     steps = options.epochs * len(loader)
@@ -70,7 +75,9 @@ def train(algorithm: str, options: argparse.Namespace, communicator: comm.Commun
                 optimizer.step()
                 schedule.step()
                 run.step(loss.item(), len(images), model.stats())
-            run.evaluation(accuracy(model.module, test_set, communicator))
+            # Of an algorithm on parameters each rank has its own: their mean is evaluated.
+            with model.averaged() if isinstance(model, ModelAlgorithm) else contextlib.nullcontext():
+                run.evaluation(accuracy(model.module, test_set, communicator))
     return run
 
 

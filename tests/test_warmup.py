@@ -61,7 +61,8 @@ def test_unknown_names_are_told(arguments: list[str], text: str, tmp_path: Path)
     assert text in result.stderr
 
 
-def test_threads_are_as_before() -> None:
+@pytest.mark.parametrize("spec", ["allreduce", "d2"])
+def test_threads_are_as_before(spec: str) -> None:
     before = torch.get_num_threads()
-    assert warm_up("allreduce", optimizers=["SGD"]) >= 0.0
+    assert warm_up(spec, optimizers=["SGD"]) >= 0.0
     assert torch.get_num_threads() == before

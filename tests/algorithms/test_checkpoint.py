@@ -20,6 +20,7 @@ SPECS = [
     "powersgd:min_compression=0.5,alternate=True",
     "dgc:ratio=0.2,min_numel=0,exact=none",
 ]
+ON_PARAMETERS = ["decentralized", "d2", "sgp:peers=exponential"]
 
 
 def make(spec: str) -> Algorithm:
@@ -51,7 +52,37 @@ def resumes(path: str) -> None:
         steps(again, 2, 4)
         for a, b in zip(whole.parameters(), again.parameters(), strict=True):
             assert torch.equal(a, b), spec
+    resumes_on_parameters(path)
     comm.shutdown()
+
+
+def resumes_on_parameters(path: str) -> None:
+    """There the file alone brings back parameters, buffers and the optimizer's state."""
+    for spec in ON_PARAMETERS:
+        whole, again = (make_on_parameters(spec) for _ in range(2))
+        steps_on_parameters(*whole, 0, 2)
+        save(whole[0], f"{path}/{spec}")
+        load(again[0], f"{path}/{spec}")
+        assert again[0].stats().steps == 2
+        expected, found = (steps_on_parameters(*each, 2, 4) for each in (whole, again))
+        assert all(torch.equal(expected[name], found[name]) for name in expected), spec
+
+
+def make_on_parameters(spec: str) -> tuple[Algorithm, torch.optim.Optimizer]:
+    module = Odd(seed=0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    return from_spec(spec, module, optimizer), optimizer
+
+
+def steps_on_parameters(
+    algorithm: Algorithm, optimizer: torch.optim.Optimizer, first: int, last: int
+) -> dict[str, torch.Tensor]:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        algorithm(batch(comm.world().rank, step)).square().mean().backward()
+        optimizer.step()
+    state: dict[str, torch.Tensor] = algorithm.algorithm_state_dict()["parameters"]
+    return state
 
 
 def loads(path: str, more: int) -> None:

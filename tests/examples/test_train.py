@@ -72,6 +72,18 @@ def test_one_rank_sends_nothing(mnist: Path, tmp_path: Path) -> None:
     assert exact["loss"] == compressed["loss"]
 
 
+@pytest.mark.slow
+def test_algorithms_that_need_the_optimizer_or_bring_one(mnist: Path, tmp_path: Path) -> None:
+    """The accuracy is that of the mean of all ranks, which the last line of each run shows."""
+    algorithms = ["decentralized", "lowprec", "qadam:freeze_step=40"]
+    result = run("--nproc", "3", "--epochs", "2", "--output", tmp_path, "--algorithm", *algorithms)
+    assert result.returncode == 0, result.stderr
+    mixed, encoded, adam = json.loads((tmp_path / "train.json").read_text())["runs"]
+    assert all(entry["test_accuracy"] > 0.85 for entry in (mixed, encoded, adam))
+    assert encoded["bytes_per_step"] < 0.6 * mixed["bytes_per_step"]  # to two neighbours instead of one
+    assert adam["bytes_per_step"] < mixed["bytes_per_step"]  # compressed after the freeze; exact means send 4/3 of it
+
+
 def test_missing_data_is_one_message(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = run("--data", tmp_path / "nowhere")
