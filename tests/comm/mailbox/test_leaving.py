@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.comm.backends.sockets import inbox
+from bagua_kernels.comm.backends.sockets import farewell, inbox
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.errors import CommunicationError, RankLostError
 from tests.comm.backends.sockets.common import data, leaving_nothing, until
@@ -88,6 +88,7 @@ def test_what_was_sent_before_leaving_arrives_late(monkeypatch: pytest.MonkeyPat
 def test_leaving_loses_nothing_of_what_the_network_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket that is closed with unread bytes would lose what it has still to send."""
     monkeypatch.setattr(inbox, "_AHEAD", 1000)
+    monkeypatch.setattr(farewell, "_LONGEST", 0.3)
     unread = threading.Event()
     numbers, n = range(9), 256 << 10
 
@@ -104,7 +105,7 @@ def test_leaving_loses_nothing_of_what_the_network_still_holds(monkeypatch: pyte
         box.exchange({}, {0: data(n)}, 0)
         unread.set()
         until(lambda: 0 in box._loop._leaving)
-        time.sleep(3.0)  # longer than a rank that leaves waits
+        time.sleep(0.5)  # longer than a rank that leaves waits
         for number in numbers:
             got = zeros(n)
             box.exchange({0: got}, {}, number).wait()
@@ -114,13 +115,14 @@ def test_leaving_loses_nothing_of_what_the_network_still_holds(monkeypatch: pyte
     among_threads(2, run)
 
 
-def test_host_that_does_not_answer_holds_nobody_up_for_long() -> None:
+def test_host_that_does_not_answer_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank leaves, though another one reads nothing of it."""
+    monkeypatch.setattr(farewell, "_LONGEST", 0.3)
     with by_hand() as box:
         box.post(1, b"unread")
         started = time.monotonic()
         box.leave()
-        assert time.monotonic() - started < 4
+        assert 0.3 < time.monotonic() - started < 2
 
 
 def test_leaving_wakes_those_that_wait() -> None:

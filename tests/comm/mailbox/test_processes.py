@@ -72,7 +72,7 @@ def survive(leaves: bool) -> None:
 
 
 FAULTS = [
-    pytest.param(signal.SIGKILL, id="killed"),
+    pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
     pytest.param(signal.SIGSTOP, id="stopped"),
     pytest.param(None, id="leaves", marks=pytest.mark.slow),
 ]
