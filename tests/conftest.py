@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from bagua_kernels import knobs
 from bagua_kernels.comm import run_ranks
+from bagua_kernels.comm.testing.fork_server import servers
 from bagua_kernels.jit import _numba_cpu, op
 from tests import grids
 
@@ -154,6 +155,13 @@ def kernels_on_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         if not grids.EVERYTHING and not request.node.get_closest_marker("threads"):
             patch.setattr(_numba_cpu, "_threads", lambda: 1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def fork_servers(request: pytest.FixtureRequest) -> None:
+    """Starts what processes are forked from before a test counts this process's descriptors."""
+    if request.node.get_closest_marker("processes"):
+        servers()
 
 
 @pytest.fixture(autouse=True)
