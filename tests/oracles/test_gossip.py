@@ -79,7 +79,7 @@ def test_d2_equals_its_form_with_two_vectors(w: F64) -> None:
         x = w @ half
         expected.append(x)
     assert differ(simulated(gossip.D2, always(w)), np.stack(expected)) <= 1e-12
-    assert differ(simulated(gossip.D2, always(w), flows=True), np.stack(expected)) <= 1e-12
+    assert differ(simulated(gossip.D2, always(w), flows=False), np.stack(expected)) <= 1e-12
 
 
 @pytest.mark.parametrize("w", SYMMETRIC.values(), ids=SYMMETRIC.keys())

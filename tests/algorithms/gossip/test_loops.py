@@ -105,6 +105,34 @@ def test_an_overflow_on_one_rank_shifts_no_round(case: Case, kind: str, at: int)
     assert error(found, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_step_that_a_rank_leaves_out(case: Case) -> None:
+    """With `skip_step` instead of the optimizer's step, the rank mixes what it has, in the round of the others."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        module = Quadratic()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        model = case.make(module, optimizer, communicator)
+        task = Task(flat(module).numel())
+        for step in range(5):
+            optimizer.zero_grad()
+            task.loss(model, communicator.rank, step).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = falling(step)
+            if (communicator.rank, step) in skips:
+                model.skip_step()
+            else:
+                optimizer.step()
+        model.wait()
+        module.seen.append(flat(module))
+        model.close()
+        return module.seen
+
+    skips = frozenset({(1, 0), (2, 3)})
+    found = np.stack([np.stack([x.double().numpy() for x in seen]) for seen in run_ranks(3, rank)], axis=1)
+    assert error(found, simulated(case, case.peers(3), 5, skips=skips)) <= TOLERANCE
+
+
 ALGEBRA = {
     "torch_adam": partial(torch.optim.AdamW, lr=0.01),
     "torch_sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),

@@ -160,12 +160,12 @@ def test_differences_go_through_the_codec(case: CodecCase) -> None:
 @pytest.mark.parametrize(
     ("codec", "size", "eta", "steps"),
     [
-        ("minmax_uint8", 8, 0.4, 60),
+        pytest.param("minmax_uint8", 8, 0.4, 60, marks=pytest.mark.slow),
         ("minmax_uint4", 5, 0.4, 40),
         ("qsgd:bits=4", 3, 0.3, 40),
-        ("fp8", 2, 0.3, 20),
+        pytest.param("fp8", 2, 0.3, 20, marks=pytest.mark.slow),
         ("sign", 3, 0.2, 120),
-        ("topk:ratio=0.1", 2, 0.1, 150),
+        pytest.param("topk:ratio=0.1", 2, 0.1, 150, marks=pytest.mark.slow),
     ],
 )
 def test_choco_finds_the_mean_with_codecs_of_any_kind(codec: str, size: int, eta: float, steps: int) -> None:
