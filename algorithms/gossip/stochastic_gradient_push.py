@@ -25,7 +25,8 @@ class StochasticGradientPush(RoundAlgorithm):
     2. Push: n = sum_j W_ij n_j and w = sum_j W_ij w_j. Columns of W sum to 1, so that the sums over all ranks stay.
     3. Before the next forward pass, put x = n / w in the place of the parameters.
 
-    If the rows of W sum to 1 as well, w stays 1. Then it is not sent, and there is no numerator beside the parameters.
+    If the rows of W sum to 1 as well, w stays 1. Then it is not sent, and the parameters are the numerator. The weight is
+    float64.
     """
 
     name = "sgp"
@@ -89,6 +90,9 @@ class StochasticGradientPush(RoundAlgorithm):
             vector.add_(bucket.flat.to(vector.dtype) - before.to(vector.dtype))
             # The last bucket brings the weight: those before have read the old one by then.
             weight = self._weight if bucket.index == len(self.flat.buckets) - 1 else None
+        else:
+            # A copy: the parameters are the caller's to read and to write until the next forward pass.
+            vector.copy_(bucket.flat)
         yield from self.mixer.exchange(bucket, vector, turn, self.number(bucket, turn), weight)
 
     def merge(self, bucket: Bucket, turn: int) -> None:
@@ -96,14 +100,16 @@ class StochasticGradientPush(RoundAlgorithm):
         assert self.mixer is not None
         vector = self._pushed(bucket)
         self.mixer.terms(bucket, vector, turn).mix()
-        if self._weighs and bucket.index == len(self.flat.buckets) - 1:
+        if not self._weighs:
+            bucket.flat.copy_(vector)
+        elif bucket.index == len(self.flat.buckets) - 1:
             # The weight that goes with all numerators came with the last one.
             for each in self.flat.buckets:
                 each.flat.copy_(self._pushed(each) / self.push_weight)
 
     def _pushed(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the numerator of a bucket, which is the parameters themselves while weights stay 1."""
-        return self.flat.kept(bucket, "numerator") if self._weighs else bucket.flat
+        """Returns what is pushed of a bucket: the numerator, or a copy of the parameters while weights stay 1."""
+        return self.flat.kept(bucket, "numerator") if self._weighs else self.flat.kept(bucket, "pushed", saved=False)
 
     def numbers(self) -> dict[str, float]:
         """See `ModelAlgorithm.numbers`."""
