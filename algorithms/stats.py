@@ -13,11 +13,11 @@ class Stats:
     """What an algorithm has done since it was made, on this rank.
 
     Attributes:
-        steps: backward passes whose gradients were exchanged; a rank alone exchanges none.
-        bytes_sent: bytes put on the wire for gradients and buffers.
-        wait_seconds: time that training waited for communication at the end of backward passes; the compilation of kernels
-            is left out.
-        exchange_seconds: time that a communication thread was busy, most of it beside backward.
+        steps: backward passes whose gradients were exchanged, or steps of the optimizer of algorithms on parameters; a rank
+            alone exchanges no gradients.
+        bytes_sent: bytes put on the wire for gradients, parameters and buffers.
+        wait_seconds: time that training waited for communication. Of gradients the compilation of kernels is left out.
+        exchange_seconds: time that a communication thread was busy, most of it beside training.
         residual_norm: Euclidean norm of what this rank's payloads have lacked so far; 0 without error feedback.
         errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
         disagreement: root mean square difference between a parameter here and at a neighbour, in the last exchange of

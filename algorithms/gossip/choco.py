@@ -53,8 +53,8 @@ class Choco(Differences):
             module: as for `RoundAlgorithm`.
             optimizer: as for `RoundAlgorithm`.
             codec: a codec or its spec.
-            eta: the consensus step, above 0 and at most 1. If None, rank 0 finds by a simulation which one of a few brings ranks
-                together fastest, in about a second.
+            eta: the consensus step, above 0 and at most 1. If None, rank 0 chooses it by a simulation of all ranks: the step of a
+                few that brings them nearest to their mean.
             peers: as for `Decentralized`; of one symmetric matrix.
             seed: of random numbers.
             **options: as for `RoundAlgorithm`.
