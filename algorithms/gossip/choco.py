@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm.topology import whole
 from bagua_kernels.compression import Codec, Unbiased, decode_apply
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.gossip import ADDED, CHOCO, TOWARDS
@@ -23,12 +24,14 @@ from bagua_kernels.rules.gossip import ADDED, CHOCO, TOWARDS
 class Choco(Differences):
     """Moves towards the neighbours by a fraction of what all know of each other (Choco-SGD, Koloskova et al., ICML 2019).
 
-    Each rank has a public copy `own` of its parameters, and `total` = sum_j W_ij own_j; both begin with the common
-    parameters. After the optimizer's step to x:
+    Each rank has a public copy `own` of its parameters, at first the common parameters, and `gap` = sum_j W_ij (own_j - own_i),
+    at first zero. After the optimizer's step to x:
 
     1. Encode q = C(x - own); send it to the neighbours, and receive theirs.
-    2. own += q_i, and total += sum_j W_ij q_j, over the neighbours j and this rank i.
-    3. Before the next forward pass, x += eta (total - own).
+    2. own += q_i, and gap += sum_j W_ij (q_j - q_i), over the neighbours j.
+    3. Before the next forward pass, x += eta gap.
+
+    The paper has sum_j W_ij own_j in place of `gap`. Its rounding errors would move the mean of all ranks in all later steps.
 
     Any codec is a contraction here: what an unbiased one encodes is divided by 1 + omega. Both vectors are float32.
     """
@@ -82,25 +85,25 @@ class Choco(Differences):
     def restart(self) -> None:
         """See `ModelAlgorithm.restart`."""
         for bucket in self.flat.buckets:
-            for key in ("own", "total"):
-                self.flat.kept(bucket, key).copy_(bucket.flat)
+            self.flat.kept(bucket, "own").copy_(bucket.flat)
+            self.flat.kept(bucket, "gap").zero_()
 
     def disagreement(self) -> float:
         """See `ModelAlgorithm.disagreement`; between this rank's public copy and the weighted mean of its neighbours'."""
-        return root_mean_square(
-            self.flat.kept(bucket, "total")[span] - self.flat.kept(bucket, "own")[span]
-            for bucket in self.flat.buckets
-            for span in bucket.own
-        )
+        gaps = [(self.flat.kept(bucket, "gap"), bucket.own) for bucket in self.flat.buckets]
+        return root_mean_square(gap[span] for gap, spans in gaps for span in spans)
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        own, total = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "total")
+        own, gap = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "gap")
         yield from self.encode(bucket, turn, CHOCO, [bucket.flat, own], [self.factor])
-        decode_apply(self.codec, self.payloads(bucket), ADDED, [total], weights=self.weights)
+        factors, divisor = whole(dict(zip(self.ranks, self.weights, strict=True)))
+        factors[self.mailbox.rank] -= divisor
+        # As whole numbers, weights of what a rank sent sum to zero over all ranks.
+        weights = list(factors.values())
+        decode_apply(self.codec, self.payloads(bucket), ADDED, [gap], weights=weights, scale=1 / divisor)
 
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         assert self.eta is not None
-        own, total = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "total")
-        elementwise.apply(TOWARDS, [bucket.flat, own, total], [self.eta])
+        elementwise.apply(TOWARDS, [bucket.flat, self.flat.kept(bucket, "gap")], [self.eta])

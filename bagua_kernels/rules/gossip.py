@@ -46,9 +46,9 @@ def unchanged(change):
     return change
 
 
-def towards(x, own, total, rate):
-    """The parameter, moved by `rate` times the distance from its replica to the total."""
-    return x + (total - own) * rate
+def towards(x, gap, rate):
+    """The parameter, moved by `rate` times the distance of the neighbours' replicas from its own."""
+    return x + gap * rate
 
 
 # Choco-SGD (Koloskova et al., ICML 2019), (x, own; factor): sends C(factor (x - own)), then own += what is decoded.
@@ -61,5 +61,5 @@ DCD_TOTAL = MessageRule("dcd_total", mixed_difference, 3, after=both_replaced, a
 ADDED = ElementwiseRule("added", added, arrays=2, writes=(0,))
 # Nothing but replicas is updated.
 NOTHING = ElementwiseRule("nothing", unchanged, arrays=1, writes=())
-# (x, own, total; rate): x += rate (total - own).
-TOWARDS = ElementwiseRule("towards", towards, arrays=3, writes=(0,))
+# (x, gap; rate): x += rate gap.
+TOWARDS = ElementwiseRule("towards", towards, arrays=2, writes=(0,))

@@ -166,6 +166,8 @@ class DCD(_Lossy):
 class Choco(_Lossy):
     """h = x_i - lr g_i; q = C(h - xhat_i); xhat_i += q; s_i += sum_j W_ij q_j; x_i = h + eta (s_i - xhat_i).
 
+    The difference s_i - xhat_i is kept instead of s_i.
+
     Args:
         eta: Step size of the consensus.
     """
@@ -173,13 +175,23 @@ class Choco(_Lossy):
     def __init__(self, *args: Any, eta: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self.eta = self.x.dtype.type(eta)
-        self.total = mixed(self.matrices(0), self.own)
+        # sum_j W_ij (xhat_j - xhat_i), which is zero if all ranks start alike.
+        alike = bool((self.own == self.own[0]).all())
+        self.gap = np.zeros_like(self.x) if alike else mixed(self.matrices(0), self.own) - self.own
 
     def round(self, w: F64) -> None:
         q = self.sent(self.x - self.own)
         self.own = self.own + q
-        self.total = self.total + mixed(w, q)
-        self.x = self.x + self.eta * (self.total - self.own)
+        kind = self.x.dtype.type
+        for rank, weights in enumerate(w):
+            # What a rank sent has weights that sum to zero over all ranks.
+            factors, divisor = whole(weights)
+            factors = factors - divisor * np.eye(len(w))[rank]
+            change = np.zeros_like(q[rank])
+            for other in np.flatnonzero(factors):
+                change = change + q[other] * kind(factors[other])
+            self.gap[rank] = self.gap[rank] + change * kind(1 / divisor)
+        self.x = self.x + self.eta * self.gap
 
 
 class D2(Simulation):
