@@ -107,10 +107,6 @@ class FlatParameters:
                 self._saved[f"{key} {number}"] = None
         return self._matrices[bucket.index, key]
 
-    def vectors(self) -> int:
-        """Returns the number of vectors beside the model, counted in models."""
-        return len({key for _, key in self._vectors})
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name."""
         state: dict[str, dict[str, torch.Tensor]] = {}

@@ -103,7 +103,7 @@ class RoundAlgorithm(ModelAlgorithm):
         """
 
     def number(self, bucket: Bucket, turn: int) -> int:
-        """Returns the number of the exchange of a bucket in a round, for `Mailbox.exchange` or `Mixer.mix`."""
+        """Returns the number of the exchange of a bucket in a round, for `Mailbox.exchange` or `Mixer.exchange`."""
         return turn * len(self.flat.buckets) + bucket.index
 
     def open(self, mailbox: Mailbox) -> None:
