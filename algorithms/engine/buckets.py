@@ -98,24 +98,21 @@ def fill(
             that is the bucket's memory stays until the next one is.
         weight: by which they are multiplied.
         exchange: the bucket's, if it may read gradients in place (`reads_in_place`, `takes_memory`); None copies all.
-        interruption: by which gradients are dropped, if some are set after it happened.
+        interruption: after which no parameter gets its view any more; needed where `gradients` names parameters.
     """
     lends, adopts = exchange is not None and exchange.reads_in_place, exchange is not None and exchange.takes_memory
     while gradients:
         slot, gradient, parameter = gradients.pop()
         if adopts and gradient is not None:
             bucket.adopt(gradient)
-        if parameter is not None:
-            parameter.grad = bucket.views[slot]
+        if parameter is not None and interruption is not None:
+            interruption.give(parameter, bucket.views[slot])
         lendable = lends and weight == 1.0 and bucket.compressed(slot)
         if lendable and gradient is not None and bucket.lend(slot, gradient):
             continue
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
-    # Not before gradients were set: another thread may drop them meanwhile.
-    if interruption is not None and interruption.happened:
-        interruption.drop()
 
 
 def exchanged(

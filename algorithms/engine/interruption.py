@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ class Interruption:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Prepares for parameters whose gradients are exchanged."""
         self.happened = False
+        # Reentrant, since a collected `Ending` may call `happen` on any thread, at any time.
+        self._lock = threading.RLock()
         self._parameters = list(parameters)
         self._known = set(self._parameters)
         self._reason = ""
@@ -39,10 +42,12 @@ class Interruption:
             error: what went wrong, which gets a note; None if another exception ended backward.
             updated: names of the parameters that were updated in this backward pass already.
         """
-        if self.happened:
-            return
-        self.happened = True  # before gradients are dropped: other threads that set some look at it afterwards
-        self.drop()
+        with self._lock:
+            if self.happened:
+                return
+            self.happened = True
+            for parameter in self._parameters:
+                parameter.grad = None
         half = ""
         if updated:
             half = (
@@ -59,10 +64,11 @@ class Interruption:
         self._handle = register_optimizer_step_pre_hook(_refusal(weakref.ref(self)))
         weakref.finalize(self, self._handle.remove)
 
-    def drop(self) -> None:
-        """Sets all gradients to None."""
-        for parameter in self._parameters:
-            parameter.grad = None
+    def give(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Sets a parameter's gradient from any thread, unless gradients were dropped before."""
+        with self._lock:
+            if not self.happened:
+                parameter.grad = gradient
 
     def check(self) -> None:
         """Raises if an exchange was interrupted.

@@ -12,7 +12,9 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, PowerSGD
+from bagua_kernels.algorithms.engine.buckets import fill
 from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.interruption import Interruption
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
@@ -146,6 +148,31 @@ def test_an_exception_of_the_users_in_backward(wrap: Callable[..., Algorithm]) -
         algorithm.close()
 
     run_ranks(2, rank)
+
+
+def test_no_gradient_appears_after_they_were_dropped() -> None:
+    """On a communication thread that fills a bucket when backward has ended already, not even for a moment."""
+
+    class Watched(nn.Parameter):
+        given: list[torch.Tensor]
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "grad" and isinstance(value, torch.Tensor):
+                self.given.append(value)
+            super().__setattr__(name, value)
+
+    parameter = Watched(torch.zeros(3))
+    parameter.given = []
+    bucket, gradient = Bucket([parameter], align=1), torch.ones(3)
+    interruption = Interruption([parameter])
+    fill(bucket, [(0, gradient, parameter)], 1.0, interruption=interruption)
+    assert parameter.grad is bucket.views[0]
+    assert len(parameter.given) == 1
+    interruption.happen(None, ())
+    fill(bucket, [(0, gradient, parameter)], 1.0, interruption=interruption)
+    assert parameter.grad is None
+    assert len(parameter.given) == 1
+    interruption.remove()
 
 
 def test_nothing_follows_if_no_exchange_had_begun() -> None:
