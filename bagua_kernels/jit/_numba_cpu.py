@@ -18,7 +18,7 @@ import torch
 from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_words, scalar
 from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
-from bagua_kernels.rules.calls import Rule, called_rules, code_of
+from bagua_kernels.rules.calls import Rule, called_rules, code_of, global_names
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ def compile_template(
 
     Args:
         template: a function of arrays and scalars whose free names `bindings` supplies.
-        bindings: rules (compiled here), numbers, or functions that are compiled already.
+        bindings: rules (compiled here), numbers, or functions that are compiled already. What the template does not read makes
+            no other kernel of it, unless it is text.
         parallel: True if its `numba.prange` loops run on several threads.
         literal: the type of the rules' float literals, float32 or float64.
         nogil: True if other Python threads may run meanwhile.
@@ -67,21 +68,42 @@ def compile_template(
             helper then.
         helper: True if only other templates call it: Python must not.
     """
-    names = {
-        name: compile_rule(value, literal) if isinstance(value, FunctionType) else value
-        for name, value in bindings.items()
-    }
-    # A Dispatcher among the bindings is another template; its own digest is part of its name.
-    described = [
-        (name, value.__name__ if isinstance(value, numba.core.dispatcher.Dispatcher) else value)
-        for name, value in bindings.items()
-    ]
-    function = rebuilt(
-        template, names, suffix="_" + digest(template, described, literal, fastmath, inlined, helper, VOCABULARY)
-    )
+    # Texts are digests of what kernels are made of beside their bindings.
+    reads = {*global_names(template), *(name for name, value in bindings.items() if isinstance(value, str))}
+    read = {name: bindings[name] for name in sorted(reads) if name in bindings}
+    described = [(name, _described(value)) for name, value in read.items()]
     options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil, "forceinline": inlined}
     if helper or inlined:
         options |= _HELPER
+    name = f"{template.__name__}_{digest(template, described, literal, sorted(options.items()), VOCABULARY)}"
+    return _templates.get(name) or _templates.setdefault(name, _compiled(template, name, read, literal, options))
+
+
+def _described(value: object) -> object:
+    """What tells a bound value from others of its kind, in any process."""
+    if isinstance(value, numba.core.dispatcher.Dispatcher):
+        return value.__name__  # of another template, with a digest of its own
+    if isinstance(value, numba.core.extending._Intrinsic):
+        return value._name, _captured(value._defn)
+    return value
+
+
+def _captured(function: FunctionType) -> list[object]:
+    """The code of a function that another one has returned, and the values with which it was."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [function.__code__, *(_captured(each) if isinstance(each, FunctionType) else each for each in cells)]
+
+
+# By the names of their functions.
+_templates: dict[str, Any] = {}
+
+
+def _compiled(template: Rule, name: str, bindings: Mapping[str, Any], literal: type, options: dict[str, Any]) -> Any:
+    names = {
+        key: compile_rule(value, literal) if isinstance(value, FunctionType) else value
+        for key, value in bindings.items()
+    }
+    function = rebuilt(template, names, suffix=name.removeprefix(template.__name__))
     kernel = numba.njit(function, **options)
     try:
         _numba_cpu_cache.keep_on_disk(kernel)

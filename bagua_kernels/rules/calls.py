@@ -11,9 +11,12 @@ Rule = Callable[..., Any]
 
 
 def global_names(function: Rule) -> tuple[str, ...]:
-    """The global names that a function's own code reads, in order of first use."""
-    reads = (i.argval for i in dis.get_instructions(code_of(function)) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(reads))
+    """The global names that a function's code reads, with that of comprehensions in it, in order of first use."""
+    parts, reads = [code_of(function)], dict[str, None]()
+    for part in parts:
+        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+        reads |= dict.fromkeys(i.argval for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(reads)
 
 
 def code_of(function: Rule) -> CodeType:

@@ -43,6 +43,7 @@ factor = 1.0
 
 def doubling() -> Any:
     """A new dispatcher each time, as after a new start."""
+    _numba_cpu._templates.clear()
     return _numba_cpu.compile_template(doubled_sum, {"factor": np.float32(2)})
 
 

@@ -13,9 +13,10 @@ from numba.core import caching
 
 from bagua_kernels.compression import BlockCodec, Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
 from bagua_kernels.jit import _numba_cpu
+from bagua_kernels.jit._numba_cpu_intrinsics import packing
 from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import vocabulary as tl
-from bagua_kernels.rules.calls import called_rules
+from bagua_kernels.rules.calls import called_rules, global_names
 
 
 def half(x):
@@ -68,10 +69,46 @@ def test_rules_are_their_own_reference() -> None:
 def test_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     # Numba finds no folder to write to.
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(_numba_cpu, "_templates", {})
     with caplog.at_level(logging.WARNING):
         kernel = _numba_cpu.compile_template(applied, {"rule": half})
     assert kernel(np.float32(4)) == 2
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_one_kernel_for_bindings_that_a_template_does_not_read() -> None:
+    first = _numba_cpu.compile_template(applied, {"rule": half, "SIZE": 1})
+    assert _numba_cpu.compile_template(applied, {"rule": half, "SIZE": 2}) is first
+    assert _numba_cpu.compile_template(applied, {"rule": half}, nogil=False) is not first
+    other = _numba_cpu.compile_template(applied, {"rule": other_half, "SIZE": 1})
+    assert (first(np.float32(4)), other(np.float32(4))) == (2, 1)
+
+
+def packs(loose, packed):
+    pack(loose, packed)  # noqa: F821 - bound when the template is compiled
+
+
+def test_kernels_are_told_apart_by_what_a_function_of_theirs_has_captured() -> None:
+    """Two of one name and one text, which other functions have returned."""
+    kernels = [_numba_cpu.compile_template(packs, {"pack": packing(2, stride)[0]}) for stride in (2, 4, 2)]
+    assert kernels[0] is kernels[2]
+    loose = np.arange(8, dtype=np.uint8)
+    for kernel, expected in zip(kernels[:2], ([32, 49, 0, 0], [64, 81, 98, 115]), strict=True):
+        packed = np.zeros(4, np.uint8)
+        kernel(loose, packed)
+        assert packed.tolist() == expected
+
+
+def test_a_text_among_bindings_counts_in_any_case() -> None:
+    first, second = (_numba_cpu.compile_template(applied, {"rule": half, "MADE_OF": text}) for text in "ab")
+    assert first is not second
+
+
+def test_names_that_a_comprehension_reads_are_its_functions() -> None:
+    def sums(values):
+        return [half(value) for value in values] + [tl.cast(0, tl.int32)]
+
+    assert set(global_names(sums)) == {"half", "tl"}
 
 
 def difference_of_product(x, y, z):
