@@ -33,7 +33,7 @@ settings.register_profile("emulated", PROFILE, max_examples=3)
 settings.load_profile("emulated" if EMULATED else "native")
 
 # What a test uses that starts processes; it gets the marker `processes`.
-STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen", "Lab"}
+STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen", "Lab", "on_hosts"}
 
 # Ranks that are threads may be compiling kernels, on a machine that has other things to do.
 run_ranks.__kwdefaults__["timeout"] = 100.0

@@ -17,6 +17,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
 from tests.algorithms.gossip.common import ALL
+from tests.comm.hosts import on_hosts
 
 TIMEOUT = 6.0
 GRACE = 2.0
@@ -82,12 +83,30 @@ def test_a_lost_rank_is_named_in_time(name: str, how: signal.Signals, size: int,
         results = processes.wait(90, survivors)
     for rank, result in zip(survivors, results, strict=True):
         assert result.returncode == 0, result.stderr[-3000:]
-        error, left = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
-        assert victim in error["ranks"], (rank, error)
-        assert f"rank {victim}" in error["text"], (rank, error)
-        assert error["kind"] == "RankLostError", (rank, error)
-        assert error["at"] - since <= TIMEOUT + GRACE, (rank, error)
-        assert not [each for each in left["left"] if each.startswith("thread")], (rank, left)
-        # Gloo keeps the listener and the connections of a group that was given up, as it does in all algorithms.
-        assert len(left["left"]) <= size, (rank, left)
-        assert left["closed"] - error["at"] <= TIMEOUT + GRACE, (rank, error, left)
+        check_survivor(rank, result.stdout, size, victim, since)
+
+
+def check_survivor(rank: int, output: str, size: int, victim: int, since: float) -> None:
+    """It raised in time, naming the victim, and little is left of what it had."""
+    error, left = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert victim in error["ranks"], (rank, error)
+    assert f"rank {victim}" in error["text"], (rank, error)
+    assert error["kind"] == "RankLostError", (rank, error)
+    assert error["at"] - since <= TIMEOUT + GRACE, (rank, error)
+    assert not [each for each in left["left"] if each.startswith("thread")], (rank, left)
+    # Gloo keeps the listener and the connections of a group that was given up, as it does in all algorithms.
+    assert len(left["left"]) <= size, (rank, left)
+    assert left["closed"] - error["at"] <= TIMEOUT + GRACE, (rank, error, left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ALL))
+def test_a_rank_whose_host_is_unplugged_is_named_in_time(name: str) -> None:
+    """Nothing tells the others but silence."""
+    size, victim = 4, 1
+    with on_hosts(train, [name], size) as hosts:
+        hosts.wait_for_output("under way")
+        since = hosts.unplug(victim)
+        for rank in range(size):
+            if rank != victim:
+                check_survivor(rank, hosts.end(rank), size, victim, since)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator
-from bagua_kernels.comm.testing import Processes, process_command
+from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
+from tests.comm.hosts import on_hosts
 from tests.grids import grid
 
 RANKS, VICTIM, TIMEOUT, BEAT, N = 3, 1, 4.0, 0.1, 300_000
@@ -115,43 +110,18 @@ def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
             check_survivor(rank, result.stdout, result.returncode, result.stderr, broken, VICTIM, limit)
 
 
-@contextmanager
-def in_lab(operation: str) -> Iterator[tuple[object, list[subprocess.Popen[str]], list[Path]]]:
-    """Starts the ranks on a host each; yields the lab, their processes and the files of their output."""
-    from bench.netlab import lab as netlab
-
-    if reason := netlab.available(delay=False):
-        pytest.skip(reason)
-    with tempfile.TemporaryDirectory() as folder, netlab.Lab(RANKS, rate=1000) as lab:
-        paths = [Path(folder) / f"rank{rank}" for rank in range(RANKS)]
-        processes = []
-        for rank, path in enumerate(paths):
-            environment = {**lab.environment(rank), **ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            with path.open("wb") as file:
-                processes.append(
-                    lab.start(rank, process_command(repeat, [operation]), environment, file, subprocess.STDOUT)
-                )
-        yield lab, processes, paths
-
-
 @pytest.mark.slow
 @grid(operation=OPERATIONS, victim=[VICTIM, 0])
 def test_unplugged(operation: str, victim: int) -> None:
     """The unplugged rank raises too, though it cannot know whether it is itself that was cut off."""
-    with in_lab(operation) as (lab, processes, paths):
-        deadline = time.monotonic() + 60
-        while not all("GOING" in path.read_text() for path in paths):
-            assert time.monotonic() < deadline, [path.read_text() for path in paths]
-            time.sleep(0.05)
+    with on_hosts(repeat, [operation], RANKS, ENVIRONMENT) as hosts:
+        hosts.wait_for_output("GOING")
         time.sleep(0.2)
-        broken = time.time()
-        lab.cut(victim)  # type: ignore[attr-defined]
-        for rank, (process, path) in enumerate(zip(processes, paths, strict=True)):
-            process.wait(60)
-            output = path.read_text()
+        broken = hosts.unplug(victim)
+        for rank in range(RANKS):
+            output = hosts.end(rank)
             if rank != victim:
-                check_survivor(rank, output, process.returncode, "", broken, victim, TIMEOUT + BUSY)
+                check_survivor(rank, output, 0, "", broken, victim, TIMEOUT + BUSY)
             else:
                 assert "RAISED" in output, output
-                assert (process.returncode, output.splitlines()[-1]) == (0, "ENDED"), output
+                assert output.splitlines()[-1] == "ENDED", output

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Mailbox
-from bagua_kernels.comm.testing import Processes, process_command
+from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError, RankLostError
-from bench.netlab import lab as netlab
 from tests.comm.backends.sockets.common import until
+from tests.comm.hosts import on_hosts
 from tests.comm.mailbox.cases import value
 
 RANKS, VICTIM, TIMEOUT = 4, 1, 3.0
@@ -106,29 +103,15 @@ def check(rank: int, output: str, broken: float, reason: str) -> None:
 
 
 @pytest.mark.slow
-def test_survivors_of_an_unplugged_rank_go_on(tmp_path: Path) -> None:
+def test_survivors_of_an_unplugged_rank_go_on() -> None:
     """Nothing comes from it any more; its own mailbox finds the others silent."""
-    if reason := netlab.available(delay=False):
-        pytest.skip(reason)
-    with netlab.Lab(RANKS, rate=1000) as lab:
-        paths, processes = [tmp_path / f"rank{rank}" for rank in range(RANKS)], []
-        for rank, path in enumerate(paths):
-            environment = {**lab.environment(rank), "PYTHONUNBUFFERED": "1"}
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            with path.open("wb") as file:
-                command = process_command(survive, [False])
-                processes.append(lab.start(rank, command, environment, file, subprocess.STDOUT))
-        deadline = time.monotonic() + 60
-        while not all("GOING" in path.read_text() for path in paths):
-            assert time.monotonic() < deadline, [path.read_text() for path in paths]
-            time.sleep(0.05)
+    with on_hosts(survive, [False], RANKS) as hosts:
+        hosts.wait_for_output("GOING")
         time.sleep(0.2)
-        broken = time.time()
-        lab.cut(VICTIM)
+        broken = hosts.unplug(VICTIM)
         for rank in (rank for rank in range(RANKS) if rank != VICTIM):
-            assert processes[rank].wait(60) == 0, paths[rank].read_text()
-            check(rank, paths[rank].read_text(), broken, "nothing came from it")
-        until(lambda: "RankLostError" in paths[VICTIM].read_text())
+            check(rank, hosts.end(rank), broken, "nothing came from it")
+        until(lambda: "RankLostError" in hosts.output(VICTIM))
 
 
 def forking() -> None:
