@@ -32,10 +32,11 @@ def abort_of_a_duplicate(c: Communicator) -> None:
     c.barrier().wait()
 
 
-def late_neighbour(c: Communicator, seconds: float = 2.0) -> None:
+def late_neighbour(c: Communicator) -> None:
     """Rank 1 comes late to each kind of operation; nobody minds, and the communicator goes on working."""
     right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
-    for kind in ("recv", "polled recv", "neighbour_exchange", "all_reduce"):
+    lateness = {"recv": 0.5, "polled recv": 0.5, "neighbour_exchange": 2.0, "all_reduce": 0.5}
+    for kind, seconds in lateness.items():
         mine, got = torch.full((5,), float(c.rank)), torch.full((5,), -1.0)
         if c.rank == 1:
             time.sleep(seconds)
