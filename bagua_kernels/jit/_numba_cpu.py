@@ -80,7 +80,7 @@ def compile_template(
 
 
 def _described(value: object) -> object:
-    """What tells a bound value from others of its kind, in any process."""
+    """By what a bound value differs from others of its kind, in any process."""
     if isinstance(value, numba.core.dispatcher.Dispatcher):
         return value.__name__  # of another template, with a digest of its own
     if isinstance(value, numba.core.extending._Intrinsic):
