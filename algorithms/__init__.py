@@ -7,11 +7,8 @@ from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
-from bagua_kernels.algorithms.bytegrad import ByteGrad as ByteGrad
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
-from bagua_kernels.algorithms.double_squeeze import DoubleSqueeze as DoubleSqueeze
 from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
-from bagua_kernels.algorithms.fp8_all_reduce import FP8AllReduce as FP8AllReduce
 from bagua_kernels.algorithms.gossip.choco import Choco as Choco
 from bagua_kernels.algorithms.gossip.d2 import D2 as D2
 from bagua_kernels.algorithms.gossip.decentralized import Decentralized as Decentralized
@@ -22,22 +19,25 @@ from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticG
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
-from bagua_kernels.algorithms.natural_compression import NaturalCompression as NaturalCompression
-from bagua_kernels.algorithms.one_bit_sgd import OneBitSGD as OneBitSGD
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
-from bagua_kernels.algorithms.qsgd import QSGD as QSGD
+from bagua_kernels.algorithms.quantized.bytegrad import ByteGrad as ByteGrad
+from bagua_kernels.algorithms.quantized.double_squeeze import DoubleSqueeze as DoubleSqueeze
+from bagua_kernels.algorithms.quantized.fp8_all_reduce import FP8AllReduce as FP8AllReduce
+from bagua_kernels.algorithms.quantized.natural_compression import NaturalCompression as NaturalCompression
+from bagua_kernels.algorithms.quantized.one_bit_sgd import OneBitSGD as OneBitSGD
+from bagua_kernels.algorithms.quantized.qsgd import QSGD as QSGD
+from bagua_kernels.algorithms.quantized.signsgd import SignSGD as SignSGD
+from bagua_kernels.algorithms.quantized.terngrad import TernGrad as TernGrad
 from bagua_kernels.algorithms.registry import from_spec as from_spec
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm as RoundAlgorithm
-from bagua_kernels.algorithms.signsgd import SignSGD as SignSGD
 from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK
 from bagua_kernels.algorithms.stats import Stats as Stats
-from bagua_kernels.algorithms.terngrad import TernGrad as TernGrad
 
 __all__ = [
     "D2",

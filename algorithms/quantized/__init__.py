@@ -1,0 +1,1 @@
+"""Algorithms on gradients whose codec sends every element in a few bits."""
