@@ -80,7 +80,8 @@ def measure(
                 rival.step()
                 moments[name].append(time.monotonic())
             after = _host()
-            # A rank that is through must not compute beside the others' last step.
+            # Neither messages nor a rank that is through may be in the way of others' steps.
+            rival.conclude()
             c.barrier().wait()
             after |= _engine(rival)
             for what, value in after.items():

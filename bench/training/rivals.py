@@ -146,6 +146,11 @@ class Rival:
         self.backward()
         self.optimizer.step()
 
+    def conclude(self) -> None:
+        """Waits for messages that a step has left under way."""
+        if isinstance(self.algorithm, algorithms.ModelAlgorithm):
+            self.algorithm.wait()
+
     def warm_up(self) -> None:
         for _ in range(_WARM):
             self.step()
