@@ -18,6 +18,12 @@ from bagua_kernels.algorithms.gossip.low_precision_decentralized import (
 from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
+from bagua_kernels.algorithms.local_steps.diloco import DiLoCo as DiLoCo
+from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD as LocalSGD
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop as OuterLoop
+from bagua_kernels.algorithms.local_steps.outer_nesterov import OuterNesterov as OuterNesterov
+from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
+from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
@@ -48,6 +54,7 @@ __all__ = [
     "Choco",
     "CompressedAllReduce",
     "Decentralized",
+    "DiLoCo",
     "DoubleSqueeze",
     "Exchange",
     "FP8AllReduce",
@@ -55,17 +62,22 @@ __all__ = [
     "GradientAlgorithm",
     "GradientAllReduce",
     "Guard",
+    "LocalSGD",
     "LowPrecisionDecentralized",
     "ModelAlgorithm",
     "NaturalCompression",
     "OneBitAdam",
     "OneBitSGD",
     "OptimizerFitWarning",
+    "OuterLoop",
+    "OuterNesterov",
+    "PostLocalSGD",
     "PowerSGD",
     "QAdam",
     "RandomK",
     "RoundAlgorithm",
     "SignSGD",
+    "SlowMo",
     "Stats",
     "StochasticGradientPush",
     "TernGrad",

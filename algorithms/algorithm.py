@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 
@@ -102,7 +102,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._setup_bytes = 0
         options: Recorded = self.__dict__.pop("_options")
         try:
-            if self._communicator.size > 1:
+            if self._communicator.size > 1 or self.acts_alone:
                 if self._communicator.rank == 0:
                     self._warn(optimizer)
                 self._agree(module, optimizer, options)
@@ -112,6 +112,11 @@ class Algorithm(WrappedModule, abc.ABC):
         except Exception as error:
             self._give_up(error)
             raise
+
+    @property
+    def acts_alone(self) -> bool:
+        """True if it changes the training of one rank alone, too."""
+        return False
 
     def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns, on one rank, of what does not go together."""
@@ -215,6 +220,22 @@ class Algorithm(WrappedModule, abc.ABC):
         """Goes on with a number of steps."""
         self._steps_alone = steps
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Closes it. After an exception it ends at once, for other ranks may not come to the end of their blocks."""
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            if self._claim is not None:
+                self._claim.release()
+            communicators = self._communicators()
+            self._stop()
+            for each in communicators:
+                each.abort(f"a rank's block ended in an exception: {error}")
+
     def close(self) -> None:
         """Stops exchanging and frees the connections; collective over all ranks.
 
@@ -290,7 +311,7 @@ class Algorithm(WrappedModule, abc.ABC):
             ValueError: a state has other keys, or a vector another shape.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        if self._communicator.size > 1:
+        if self._communicator.size > 1 or self.acts_alone:
             self._load(states)
             return
         self._steps_alone = int(states[0]["steps"])

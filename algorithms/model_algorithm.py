@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -101,7 +101,8 @@ class ModelAlgorithm(Algorithm):
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment)
+        kinds = {name: self.kind(name, parameter) for name, parameter in trained.items()}
+        self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment, kinds=kinds)
         self._mailbox = open_mailbox(self._communicator)
         self.open(self._mailbox)
         self.restart()
@@ -114,6 +115,10 @@ class ModelAlgorithm(Algorithm):
         assert self._mailbox is not None
         return self._mailbox
 
+    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """Returns what the parameters of a bucket have in common beside their dtype."""
+        return None
+
     def open(self, mailbox: Mailbox) -> None:
         """Makes what exchanges need; called once on several ranks, with parameters in `flat`; collective."""
 
@@ -122,11 +127,7 @@ class ModelAlgorithm(Algorithm):
 
     @abc.abstractmethod
     def at_forward(self, training: bool) -> None:
-        """Called before a forward pass of the module, wherever that is called from.
-
-        Args:
-            training: True if the module is in training mode and gradients are recorded.
-        """
+        """Called before each forward pass of the module; `training` is True in training mode if gradients are recorded."""
 
     @abc.abstractmethod
     def at_step_begin(self) -> None:
@@ -198,7 +199,7 @@ class ModelAlgorithm(Algorithm):
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
         self.wait()
-        return self._communicator.size > 1
+        return self._points is not None
 
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
         """As `Algorithm.switch_to`, after `synchronize`, so that no rank's progress is lost."""
@@ -254,6 +255,15 @@ class ModelAlgorithm(Algorithm):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """Restores what `numbers` returned."""
 
+    def vectors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name; collective."""
+        return self.flat.state()
+
+    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
+        """Restores vectors of this rank, or of all earlier ranks if their number has changed: then they begin anew."""
+        if len(states) == 1:
+            self.flat.load(states[0]["vectors"])
+
     def algorithm_state_dict(self) -> dict[str, Any]:
         """See `Algorithm.algorithm_state_dict`; exchanges under way are put in place first.
 
@@ -266,16 +276,12 @@ class ModelAlgorithm(Algorithm):
             "steps": self.stats().steps,
             **module_state(self.module),
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
-            "vectors": self.flat.state(),
+            "vectors": self.vectors(),
             "numbers": self.numbers(),
         }
 
     def load_algorithm_state_dict(self, state: Any) -> None:
-        """See `Algorithm.load_algorithm_state_dict`.
-
-        If the number of ranks has changed, each rank begins with the mean of parameters, buffers and optimizer states. Vectors
-        begin anew then, for a rank has other neighbours.
-        """
+        """See `Algorithm.load_algorithm_state_dict`; another number of ranks begins with the means of the earlier ones."""
         states = [state] if isinstance(state, Mapping) else list(state)
         check_keys(type(self).__name__, states, _STATE)
         self._load(states)
@@ -289,6 +295,6 @@ class ModelAlgorithm(Algorithm):
         self._take_steps(int(states[0]["steps"]))
         if several:
             self.restart()
+            self.load_vectors(states)
         if several and len(states) == 1:
-            self.flat.load(states[0]["vectors"])
             self.load_numbers(states[0]["numbers"])

@@ -83,6 +83,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "quantized",
         "adam",
         "sparse",
+        "local_steps",
     ),
 }
 LONGEST = 400  # lines of a file

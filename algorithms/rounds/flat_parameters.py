@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -28,6 +28,7 @@ class FlatParameters:
         *,
         bucket_bytes: int = 10 << 20,
         align: int = 1,
+        kinds: Mapping[str, Hashable] | None = None,
     ) -> None:
         """Moves parameters into buckets.
 
@@ -35,6 +36,7 @@ class FlatParameters:
             parameters: dense, by name, on one device.
             bucket_bytes: size from which a bucket takes no more parameters.
             align: elements to whose multiples parameters are aligned in a bucket.
+            kinds: of parameters, by name: a bucket has those of one kind. All are the same if None.
 
         Raises:
             ValueError: two parameters share memory, which a bucket would separate.
@@ -48,11 +50,13 @@ class FlatParameters:
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
         self._matrices: dict[tuple[int, str], torch.Tensor] = {}
         self._saved: dict[str, None] = {}
-        for index, positions in enumerate(partition(tensors, bucket_bytes) if tensors else []):
+        of = [None if kinds is None else kinds[name] for name in names]
+        for index, positions in enumerate(partition(tensors, bucket_bytes, of) if tensors else []):
             bucket = Bucket(
                 [tensors[position] for position in positions],
                 align=align,
                 index=index,
+                kind=of[positions[0]],
                 names=[names[position] for position in positions],
             )
             self.buckets.append(bucket)

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar, Literal, Unpack
 
@@ -44,11 +44,13 @@ class RoundAlgorithm(ModelAlgorithm):
             forward pass. With "step", they begin before the forward pass and end before the optimizer's step. With "round",
             they begin after the optimizer's step and end before the next round, beside all that lies between.
         interval: the number of steps for which there is one round.
+        delay: with "forward", the number of optimizer's steps that come before results are put in place.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
     """
 
     due: ClassVar[Literal["forward", "step", "round"]] = "forward"
     several = False
+    delay = 0
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
         self._turn = 0
+        self._until = 0  # the number of steps with which what is under way is due
         self._joining = False
         self._wait_seconds = self._exchange_seconds = 0.0
         self.mixer: Mixer | None = None
@@ -102,6 +105,19 @@ class RoundAlgorithm(ModelAlgorithm):
             turn: number of the round.
         """
 
+    def turn_at(self, step: int) -> int | None:
+        """Returns the number of the round that belongs to a step; None if there is none.
+
+        Args:
+            step: number of the optimizer's step, from 0.
+        """
+        rounds, rest = divmod(step + 1, self.interval)
+        return None if rest else rounds - 1
+
+    def buckets_of(self, turn: int) -> Sequence[Bucket]:
+        """Returns the buckets that are exchanged in a round, equal on all ranks."""
+        return self.flat.buckets
+
     def number(self, bucket: Bucket, turn: int) -> int:
         """Returns the number of the exchange of a bucket in a round, for `Mailbox.exchange` or `Mixer.exchange`."""
         return turn * len(self.flat.buckets) + bucket.index
@@ -122,7 +138,7 @@ class RoundAlgorithm(ModelAlgorithm):
     def at_forward(self, training: bool) -> None:
         """See `ModelAlgorithm.at_forward`."""
         self._check_failure()
-        if self.due == "forward":
+        if self._is_due():
             self.wait()
         elif self.due == "step" and training and not self._under_way:
             self._begin()
@@ -132,16 +148,19 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_failure()
         if self.due == "step" and not self._under_way:
             self._begin()
-        if self.due != "round":
+        if self.due == "step" or self._is_due():
             self.wait()
 
     def at_step_end(self) -> None:
         """See `ModelAlgorithm.at_step_end`."""
-        if self.due == "round":
+        if self.due == "round" or self.turn_at(self._steps) is not None:
             self.wait()
         if self.due != "step":
             self._begin()
         self._steps += 1
+
+    def _is_due(self) -> bool:
+        return self.due == "forward" and self._steps >= self._until
 
     def skip_step(self) -> None:
         """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""
@@ -150,16 +169,17 @@ class RoundAlgorithm(ModelAlgorithm):
 
     def _begin(self) -> None:
         """Starts the round that belongs to the present step, if there is one."""
-        if self._runtime is None or (self._steps + 1) % self.interval:
+        turn = self.turn_at(self._steps)
+        if self._runtime is None or turn is None:
             return
         self.flat.check()
         self._check_untrained()
         if self._joining:
             self._tell(_TAKES_PART)
-        self._turn, self._under_way = self._steps // self.interval, True
+        self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
         try:
             with torch.no_grad():
-                for bucket in self.flat.buckets:
+                for bucket in self.buckets_of(turn):
                     steps = self.exchange(bucket, self._turn)
                     run = partial(_rest, next(steps, None), steps)
                     label = f"bagua_kernels {self.name}, bucket {bucket.index}"

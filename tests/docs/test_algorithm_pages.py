@@ -22,6 +22,7 @@ from bagua_kernels.algorithms import (
     CompressedAllReduce,
     GradientAlgorithm,
     ModelAlgorithm,
+    OuterLoop,
     RoundAlgorithm,
     names,
 )
@@ -164,11 +165,13 @@ def test_options_of_both_adams() -> None:
 
 
 def test_options_of_all() -> None:
-    on_gradients, _, on_parameters = INDEX.partition("## Parameters instead of gradients")
+    on_gradients, _, rest = INDEX.partition("## Parameters instead of gradients")
+    on_parameters, _, local_steps = rest.partition("## Local steps")
     assert options(on_parameters) == {
         **arguments(vars(RoundAlgorithm)["__init__"]),
         **arguments(vars(ModelAlgorithm)["__init__"]),
     }
+    assert options(local_steps) == arguments(vars(OuterLoop)["__init__"])
     assert options(on_gradients) == {
         "optimizer": "None",
         **arguments(vars(GradientAlgorithm)["__init__"]),

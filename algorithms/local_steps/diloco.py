@@ -1,0 +1,96 @@
+"""Local steps with Nesterov's momentum on pseudo-gradients: DiLoCo."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.local_steps.fragments import fragments_of
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules.outer import NESTEROV
+
+
+@register
+class DiLoCo(OuterLoop):
+    """Ranks train by themselves, and an outer optimizer steps once in `interval` steps (Douillard et al., 2023, algorithm 1).
+
+    1. Take `interval` steps of the optimizer, which is AdamW in the paper.
+    2. d = mean(start - x) over all ranks.
+    3. m = outer_momentum m + d; start -= outer_lr (d + outer_momentum m).
+    4. x = start, at once or after `delay` steps, see `OuterLoop`.
+
+    With `fragments` F, that is done for one part of the model at a time, each `interval` / F steps. That is Streaming DiLoCo
+    (Douillard et al., 2025, section 2.2). A fragment has every F-th block of layers. So the line is never asked for
+    the whole model at once.
+
+    With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
+    """
+
+    name = "diloco"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 30,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        **options: Unpack[OuterOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `OuterLoop`.
+            optimizer: as for `OuterLoop`.
+            interval: optimizer's steps from one exchange of a parameter to its next.
+            outer_lr: of step 3. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
+            outer_momentum: of step 3, at least 0 and below 1.
+            fragments: a divisor of `interval`; `delay` is less than `interval` / `fragments`.
+            **options: as for `OuterLoop`.
+
+        Raises:
+            TypeError: as for `OuterLoop`.
+            ValueError: a number does not fit, or as for `OuterLoop`.
+        """
+        if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+            raise ValueError(
+                f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
+            )
+        if fragments < 1 or interval % fragments:
+            raise ValueError(f"fragments must divide interval, got {fragments=} and {interval=}")
+        self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._fragment = fragments_of(names, fragments)
+        super().__init__(module, optimizer, interval=interval // fragments, **options)
+
+    @property
+    def acts_alone(self) -> bool:
+        """See `Algorithm.acts_alone`."""
+        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
+
+    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """See `ModelAlgorithm.kind`."""
+        return self._fragment[name], super().kind(name, parameter)
+
+    def encoded_by(self, kind: Hashable) -> Hashable:
+        """See `OuterLoop.encoded_by`."""
+        assert isinstance(kind, tuple)
+        schedule: Hashable = kind[1]
+        return schedule
+
+    def buckets_of(self, turn: int) -> Sequence[Bucket]:
+        """See `RoundAlgorithm.buckets_of`."""
+        number = turn % self.fragments
+        return [b for b in self.flat.buckets if isinstance(b.kind, tuple) and b.kind[0] == number]
+
+    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
+        """See `OuterLoop.outer_step`."""
+        momentum = self.flat.kept(bucket, "outer_momentum")
+        elementwise.apply(NESTEROV, [start, momentum, mean], [self.outer_lr, self.outer_momentum])

@@ -1,0 +1,50 @@
+"""Local steps with plain means of the parameters: local SGD."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
+
+
+@register
+class LocalSGD(OuterLoop):
+    """Ranks train by themselves, and take the mean of their parameters once in `interval` steps (Stich, ICLR 2019).
+
+    1. Take `interval` steps of the optimizer.
+    2. Average the parameters: start -= mean(start - x), x = start.
+
+    With a codec the differences from the last mean are encoded, which are smaller than parameters.
+    """
+
+    name = "local_sgd"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 16,
+        **options: Unpack[OuterOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `OuterLoop`.
+            optimizer: as for `OuterLoop`.
+            interval: as for `OuterLoop`.
+            **options: as for `OuterLoop`.
+
+        Raises:
+            TypeError: as for `OuterLoop`.
+            ValueError: as for `OuterLoop`.
+        """
+        super().__init__(module, optimizer, interval=interval, **options)
+
+    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
+        """See `OuterLoop.outer_step`."""
+        start.sub_(mean)

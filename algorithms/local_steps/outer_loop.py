@@ -1,0 +1,234 @@
+"""The outer loop of local steps: ranks train by themselves, and meet once in many steps."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.vectors import Named, mean_of
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
+from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Mailbox, Work
+from bagua_kernels.comm.work import FINISHED
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules.outer import BLENDED, REBASED
+
+
+class OuterOptions(TypedDict, total=False):
+    """Keyword arguments of `OuterLoop` beside its interval."""
+
+    codec: Encoding
+    error_feedback: bool | None
+    owner_feedback: bool | None
+    exact: str | tuple[str, ...] | list[str]
+    min_numel: int
+    seed: int
+    delay: int
+    blend: float | None
+    communicator: Communicator | None
+    bucket_bytes: int
+    average_states: bool
+
+
+class OuterLoop(RoundAlgorithm):
+    """Base of the algorithms that take many steps alone, and then one together (DiLoCo, Douillard et al., 2023).
+
+    All ranks have the same outer parameters, `start`, in float32. After each `interval` optimizer's steps:
+
+    1. The pseudo-gradient of a rank is d = start - x, where `start` is rounded to the parameters' dtype first.
+    2. The ranks average it, by a codec or as it is, while training goes on for `delay` steps.
+    3. The outer step changes `start` by the mean. It is the same on all ranks, bit for bit.
+    4. The parameters become x = start + (what the rank has learned since step 1), or a blend of `start` and x.
+
+    A step counts if the optimizer has taken it: neither a batch whose gradients are accumulated nor a step that a `GradScaler`
+    leaves out. Optimizer states stay local, and are kept across rounds. One rank alone meets nobody, and takes part in outer
+    steps if these change anything.
+
+    Attributes:
+        delay: optimizer's steps from the beginning of an exchange to the use of its result.
+        blend: the share of x in step 4; None for the sum.
+    """
+
+    due = "forward"
+    # Residuals and two passes take several collectives.
+    several = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 30,
+        codec: Encoding = None,
+        error_feedback: bool | None = None,
+        owner_feedback: bool | None = None,
+        exact: str | tuple[str, ...] | list[str] = "1d",
+        min_numel: int = 512,
+        seed: int = 0,
+        delay: int = 0,
+        blend: float | None = None,
+        communicator: Communicator | None = None,
+        bucket_bytes: int = 10 << 20,
+        average_states: bool = False,
+    ) -> None:
+        """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
+
+        Args:
+            module: as for `ModelAlgorithm`.
+            optimizer: as for `ModelAlgorithm`.
+            interval: optimizer's steps from one round to the next.
+            codec: of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are used. None: float32.
+            error_feedback: True if each rank keeps what its payloads lack; by default if the codec is biased.
+            owner_feedback: True if the owners of chunks do; by default as `error_feedback`.
+            exact: patterns of names of parameters that no codec encodes; "1d" for all biases and norms.
+            min_numel: parameters with fewer elements are exact too.
+            seed: of random numbers.
+            delay: optimizer's steps, less than `interval`, that an exchange may take beside training.
+            blend: from 0 to 1: the share of a rank's own parameters when a result is used. None: the rank's parameters are
+                moved by what the outer step has changed, so that no local step is lost.
+            communicator: as for `Algorithm`.
+            bucket_bytes: as for `ModelAlgorithm`.
+            average_states: as for `ModelAlgorithm`.
+
+        Raises:
+            TypeError: as for `ModelAlgorithm`, or a value that should be a codec is not one.
+            ValueError: a number does not fit, or as for `ModelAlgorithm`.
+        """
+        if not 0 <= delay < max(interval, 1):
+            raise ValueError(f"delay must be from 0 to interval - 1, got {delay=} and {interval=}")
+        if blend is not None and not 0 <= blend <= 1:
+            raise ValueError(f"blend must be from 0 to 1, or None, got {blend=}")
+        self.delay, self.blend = delay, blend
+        self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
+        self.alignment = self.assignment.alignment()
+        self.feedback = Feedback(error_feedback, owner_feedback, seed)
+        self._policy = Scheduled(self.assignment.last_start)
+        self._rounds: Communicator | None = None
+        self._differences: list[Bucket] = []
+        self._exchanges: list[Exchange] = []
+        super().__init__(
+            module,
+            optimizer,
+            interval=interval,
+            communicator=communicator,
+            bucket_bytes=bucket_bytes,
+            average_states=average_states,
+        )
+
+    @abc.abstractmethod
+    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
+        """Changes `start` by the mean pseudo-gradient, on the training thread.
+
+        Args:
+            bucket: of the parameters.
+            start: the outer parameters, float32, of as many elements as `bucket.flat`.
+            mean: of the pseudo-gradients of all ranks, float32.
+            turn: number of the round, from 0.
+        """
+
+    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """See `ModelAlgorithm.kind`: what no codec encodes lies in buckets of its own."""
+        schedule, exact = self.assignment.place(name, parameter)
+        return None if exact or not schedule.codecs else schedule
+
+    def encoded_by(self, kind: Hashable) -> Hashable:
+        """Returns the schedule of codecs of the buckets of a kind; None if no codec encodes them."""
+        return kind
+
+    def open(self, mailbox: Mailbox) -> None:
+        """See `ModelAlgorithm.open`."""
+        super().open(mailbox)
+        self._rounds = self._communicator.duplicate()
+        for bucket in self.flat.buckets:
+            # Sums of pseudo-gradients are not to be rounded as parameters are.
+            dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
+            difference = Bucket(
+                [view.to(dtype) for view in bucket.views],
+                align=bucket.align,
+                index=bucket.index,
+                kind=self.encoded_by(bucket.kind),
+                names=bucket.names,
+            )
+            self._differences.append(difference)
+            self._exchanges.append(self.exchange_for(difference, self._rounds))
+
+    def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
+        """Returns what replaces a bucket of pseudo-gradients by their mean over all ranks."""
+        if difference.kind is None:
+            return Mean(difference, communicator)
+        return CompressedExchange(difference, communicator, self._policy, self.feedback)
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`; momentum and residuals stay."""
+        for bucket in self.flat.buckets:
+            self.start(bucket).copy_(bucket.flat)
+
+    def start(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the outer parameters of a bucket, float32, which are the same on all ranks."""
+        return self.flat.kept(bucket, "start")
+
+    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
+        """See `RoundAlgorithm.exchange`."""
+        start, difference = self.start(bucket), self._differences[bucket.index]
+        # In float32, from `start` as parameters can hold it: without a step the difference is zero.
+        difference.flat.copy_(start.to(bucket.flat.dtype)).sub_(bucket.flat)
+        if self.delay and self.blend is None:
+            self._sent(bucket).copy_(bucket.flat)
+        # Encoding takes place beside training.
+        yield FINISHED
+        if self._communicator.size > 1:
+            yield from self._exchanges[bucket.index].run(turn)
+
+    def merge(self, bucket: Bucket, turn: int) -> None:
+        """See `RoundAlgorithm.merge`."""
+        start, difference = self.start(bucket), self._differences[bucket.index]
+        for gap in difference.gaps:
+            gap.zero_()  # codecs leave something in it
+        self.outer_step(bucket, start, difference.flat, turn)
+        if self.blend:
+            elementwise.apply(BLENDED, [bucket.flat, start], [self.blend])
+        elif self.delay and self.blend is None:
+            elementwise.apply(REBASED, [bucket.flat, start, self._sent(bucket)], [])
+        else:
+            bucket.flat.copy_(start)
+
+    def _sent(self, bucket: Bucket) -> torch.Tensor:
+        return self.flat.kept(bucket, "sent", saved=False)
+
+    def at_step_end(self) -> None:
+        """See `ModelAlgorithm.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package is none."""
+        found = getattr(self._optimizer, "found_inf", None)
+        if found is None or not float(found):
+            super().at_step_end()
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        return math.hypot(*(each.residual_norm() for each in self._exchanges))
+
+    def vectors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """See `ModelAlgorithm.vectors`: with the residuals of the exchanges."""
+        state = super().vectors()
+        for exchange in self._exchanges:
+            for key, named in exchange.state().items():
+                state.setdefault(key, {}).update(named)
+        return state
+
+    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
+        """See `ModelAlgorithm.load_vectors`. Outer parameters and momentum are the same on all ranks, and any number of them."""
+        mean = mean_of([state["vectors"] for state in states])
+        residuals: dict[str, Named] = {key: mean.pop(key) for key in ("worker", "owner") if key in mean}
+        self.flat.load(mean)
+        for exchange in self._exchanges:
+            exchange.load(residuals)
+
+    def _communicators(self) -> list[Communicator]:
+        """See `Algorithm._communicators`."""
+        return [*super()._communicators(), *([] if self._rounds is None else [self._rounds])]

@@ -1,0 +1,122 @@
+"""Local steps with slow momentum: SlowMo."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Work
+from bagua_kernels.launchers import elementwise
+from bagua_kernels.rules.outer import SLOW_MOMENTUM
+
+
+@register
+class SlowMo(OuterLoop):
+    """Ranks train by themselves, and a slow momentum follows their mean (SlowMo, Wang et al., ICLR 2020, algorithm 1).
+
+    With the optimizer's learning rate lr at the end of the round:
+
+    1. Take `interval` steps of the optimizer.
+    2. d = mean(start - x) over all ranks.
+    3. u = slow_momentum u + d / lr; start -= slow_lr lr u.
+    4. x = start.
+
+    What is kept is v = lr u, which has the units of parameters: v = slow_momentum (lr / the last round's lr) v + d. With slow_lr
+    1 and slow_momentum 0 that is `LocalSGD`, bit for bit.
+    """
+
+    name = "slow_mo"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 16,
+        slow_lr: float = 1.0,
+        slow_momentum: float = 0.5,
+        **options: Unpack[OuterOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `OuterLoop`.
+            optimizer: as for `OuterLoop`; each of its groups may have a learning rate of its own.
+            interval: as for `OuterLoop`.
+            slow_lr: of step 3.
+            slow_momentum: of step 3, at least 0 and below 1.
+            **options: as for `OuterLoop`.
+
+        Raises:
+            TypeError: as for `OuterLoop`.
+            ValueError: a number does not fit, or as for `OuterLoop`.
+        """
+        if not slow_lr > 0 or not 0 <= slow_momentum < 1:
+            raise ValueError(
+                f"slow_lr must be above 0, slow_momentum from 0 to below 1, got {slow_lr=} and {slow_momentum=}"
+            )
+        self.slow_lr, self.slow_momentum = slow_lr, slow_momentum
+        self._group = {}
+        if optimizer is not None:
+            groups = enumerate(optimizer.param_groups)
+            self._group = {p: number for number, group in groups for p in group["params"]}
+        # Learning rates of the groups: at the end of the round that is sent, and of the one before.
+        self._sent_at: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        super().__init__(module, optimizer, interval=interval, **options)
+
+    @property
+    def acts_alone(self) -> bool:
+        """See `Algorithm.acts_alone`."""
+        return (self.slow_lr, self.slow_momentum) != (1.0, 0.0)
+
+    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """See `ModelAlgorithm.kind`: parameters of a bucket have one learning rate."""
+        return self._group[parameter], super().kind(name, parameter)
+
+    def encoded_by(self, kind: Hashable) -> Hashable:
+        """See `OuterLoop.encoded_by`."""
+        assert isinstance(kind, tuple)
+        schedule: Hashable = kind[1]
+        return schedule
+
+    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
+        """See `RoundAlgorithm.exchange`."""
+        number = _group(bucket)
+        # Before a scheduler sets that of the next step.
+        self._sent_at[number] = float(self._optimizer.param_groups[number]["lr"])
+        return super().exchange(bucket, turn)
+
+    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
+        """See `OuterLoop.outer_step`."""
+        number = _group(bucket)
+        rate = self._sent_at[number]
+        before = self._last.get(number, rate)
+        # Without a learning rate there was no step that a momentum could be made of.
+        ratio = rate / before if before else 0.0
+        momentum = self.flat.kept(bucket, "slow_momentum")
+        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self.slow_lr, self.slow_momentum * ratio])
+
+    def wait(self) -> None:
+        """See `ModelAlgorithm.wait`."""
+        super().wait()
+        # Other buckets of a group need that of before until all are through.
+        self._last |= self._sent_at
+
+    def numbers(self) -> dict[str, float]:
+        """See `ModelAlgorithm.numbers`."""
+        return {f"lr of group {number}": rate for number, rate in self._last.items()}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `ModelAlgorithm.load_numbers`."""
+        self._last = {int(name.rpartition(" ")[2]): rate for name, rate in numbers.items()}
+
+
+def _group(bucket: Bucket) -> int:
+    assert isinstance(bucket.kind, tuple)
+    return int(bucket.kind[0])

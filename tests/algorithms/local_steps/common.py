@@ -1,0 +1,71 @@
+"""The algorithms with local steps, and a loop that trains with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms import Algorithm, DiLoCo, LocalSGD, PostLocalSGD, SlowMo
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.gossip.common import BUCKET_BYTES, SHAPES, Quadratic, Task, falling, flat
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm with what users would write."""
+
+    kind: Callable[..., Algorithm]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, module: nn.Module, optimizer: Any, communicator: Communicator, **options: Any) -> Any:
+        given = {"bucket_bytes": BUCKET_BYTES, "interval": 4, **self.options, **options}
+        return self.kind(module, optimizer, communicator=communicator, **given)
+
+
+ALL = {
+    "local_sgd": Case(LocalSGD),
+    "post_local_sgd": Case(PostLocalSGD, {"first_phase": 3}),
+    "slow_mo": Case(SlowMo),
+    "diloco": Case(DiLoCo),
+    "diloco, 8 bits": Case(DiLoCo, {"codec": "minmax_uint8", "min_numel": 0}),
+    "diloco, sign": Case(DiLoCo, {"codec": "sign", "exact": (), "min_numel": 0}),
+    "streaming": Case(DiLoCo, {"fragments": 2, "delay": 1, "blend": 0.5}),
+    "delayed": Case(DiLoCo, {"delay": 3}),
+}
+
+
+def follow(
+    communicator: Communicator,
+    case: Case,
+    steps: int,
+    *,
+    momentum: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    lr: Callable[[int], float] = falling,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Trains on one rank; returns the parameters before each step and after the last one, with what is due then."""
+    module = Quadratic(shapes, dtype)
+    task = Task(flat(module).numel())
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr(0), momentum=momentum)
+    model = case.make(module, optimizer, communicator, **options)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr(step)
+        optimizer.zero_grad()
+        task.loss(model, communicator.rank, step).backward()
+        optimizer.step()
+    with torch.no_grad():
+        task.loss(model, communicator.rank, steps)
+    model.close()
+    return module.seen
+
+
+def trained(case: Case, size: int, steps: int = 20, **options: Any) -> torch.Tensor:
+    """Returns what `follow` returns on all ranks, shape (steps + 1, ranks, d)."""
+    everyone = run_ranks(size, lambda c: follow(c, case, steps, **options))
+    return torch.stack([torch.stack(seen) for seen in everyone], dim=1)
