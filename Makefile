@@ -48,10 +48,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
 
-# Kernels for GPUs run in Triton's interpreter and Numba's simulator.
+# Kernels for GPUs run in Triton's interpreter and Numba's simulator. Processes come when kernels are compiled: of several one
+# would compile while the others wait.
 test test-all test-rest: $(INSTALLED)
-	$(PYTEST) tests $(TIER) -n $(PROCESS_WORKERS) -m "processes $(REST)"
 	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	$(PYTEST) tests $(TIER) -n $(PROCESS_WORKERS) -m "processes $(REST)"
 	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
 

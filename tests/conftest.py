@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -155,6 +156,14 @@ def kernels_on_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         if not grids.EVERYTHING and not request.node.get_closest_marker("threads"):
             patch.setattr(_numba_cpu, "_threads", lambda: 1)
         yield
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Garbage collections look only at what the test makes. Compiled kernels are millions of objects, which take seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

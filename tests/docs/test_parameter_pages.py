@@ -50,6 +50,7 @@ def vectors() -> int:
     return len({each.data_ptr() for each in found if each.numel() in SIZES and each.dtype == torch.float32})
 
 
+@pytest.mark.usefixtures("small_heap")
 @every
 def test_vectors_are_as_many_as_the_table_says(name: str) -> None:
     """Counted in memory, beside parameters and gradients."""

@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,15 @@ from torch import nn
 from bagua_kernels.algorithms import ByteGrad
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import ALL, CASES, Case, flat
+from tests.algorithms.local_steps import common as local_steps
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.grids import grid
 
-every = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+# Algorithms with local steps meet after each second step here.
+LOCAL = {name: replace(case, options={**case.options, "interval": 2}) for name, case in local_steps.ALL.items()}
+EVERY: dict[str, Any] = {**ALL, **{name: LOCAL[name] for name in ("local_sgd", "slow_mo", "diloco", "delayed")}}
+EVERY["delayed"] = replace(LOCAL["delayed"], options={"interval": 2, "delay": 1})
+every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 
 
 def made(case: Case, module: nn.Module, communicator: Communicator, lr: float = 0.1, **options: Any) -> tuple[Any, Any]:
@@ -232,7 +238,7 @@ def convolution() -> nn.Module:
     return module.to(memory_format=torch.channels_last)
 
 
-@grid(case=ALL, module=[tied, convolution])
+@grid(case=EVERY, module=[tied, convolution])
 def test_layouts_of_parameters_stay(case: Case, module: Callable[[], nn.Module]) -> None:
     """Tied parameters stay tied; strides stay."""
 

@@ -147,6 +147,7 @@ def test_leaving_wakes_those_that_wait() -> None:
         assert len(errors) == 3
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_forgotten_mailbox_is_gone() -> None:
     """So are its memory and its sockets; the other rank hears of it."""
 

@@ -58,6 +58,7 @@ def test_letters_overtake_tensors_that_nobody_asks_for(monkeypatch: pytest.Monke
     among_threads(2, run)
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("arrived", [100, 60, 0])
 def test_dropped_memory_is_freed(arrived: int) -> None:
     """So is that of a message of which only a part has come; what comes behind it is received."""
@@ -94,6 +95,7 @@ def test_drop_lets_go_on_what_lies_behind(monkeypatch: pytest.MonkeyPatch) -> No
         assert bytes(got.numpy()) == b"z" * 900
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("count", [4_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_many_exchanges_leave_nothing(count: int) -> None:
     """Thousands of them, in bunches that match in any order: no entry stays behind."""

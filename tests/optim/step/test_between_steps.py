@@ -185,6 +185,7 @@ def test_no_gradient_is_freed_while_a_kernel_reads_it(monkeypatch: pytest.Monkey
     assert alive == [True]
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("count", [3, MANY])
 def test_nothing_is_kept_alive(count: int) -> None:
     params = parameters(count)

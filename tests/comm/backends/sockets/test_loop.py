@@ -273,6 +273,7 @@ def test_large_messages_both_ways_at_once() -> None:
     assert all(torch.equal(outputs[rank], inputs[1 - rank]) for rank in range(2))
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("first", ["asked", "sent"])
 @pytest.mark.parametrize("n", [10, 3_000_000])
 def test_nothing_refers_to_tensors_afterwards(n: int, first: str) -> None:

@@ -303,6 +303,7 @@ def test_default_device_of_the_caller_does_not_matter() -> None:
     striped(2, fn, by_way("exchange"))
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_nothing_refers_to_tensors_of_a_stopped_loop() -> None:
     """What was under way is let go, though somebody still holds the loop."""
     with by_hand() as (loop, (peer,)):
