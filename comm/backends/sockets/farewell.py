@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -13,7 +14,7 @@ from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.letters import Kind, LetterChannel
 from bagua_kernels.comm.mailbox import LONGEST_LETTER
 
-_LONGEST = 2.0  # seconds; only a host that does not answer makes it last
+_LONGEST = 1.0  # seconds; only a host that does not answer makes it last
 _PAUSES = (0.0005, 0.02)  # seconds between two looks at the sockets: the first, and the longest
 
 
@@ -27,28 +28,33 @@ def say_farewell(channels: Mapping[LetterChannel, Sequence[Channel]], reason: st
         channels: for each other rank its letters and its tensors.
         reason: for the other ranks.
     """
-    deadline = time.monotonic() + _LONGEST
+    deadline, pause = time.monotonic() + _LONGEST, _PAUSES[0]
     for letters in channels:
         letters.put(Kind.LEAVE, reason.encode()[:LONGEST_LETTER])
-    # The reason first: a rank that sees the end of the tensors looks for it.
-    _repeat(_sent, channels, deadline)
-    everything = [each for letters, tensors in channels.items() for each in (letters, *tensors)]
-    for channel in everything:
-        try:
-            channel.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            continue  # it has ended already
-    _repeat(_received, everything, deadline)
-
-
-def _repeat(done: Callable[[Channel], bool], channels: Iterable[Channel], deadline: float) -> None:
-    """Asks until each channel is done or broken, or time is up."""
-    left, pause = list(channels), _PAUSES[0]
-    while left := [channel for channel in left if not _ask(done, channel)]:
-        if time.monotonic() > deadline:
+    # The reason first: a rank that sees the end of the tensors looks for it. A host that does not answer delays no other's.
+    sending, ending = dict(channels), list[Channel]()
+    while True:
+        for letters in [each for each in sending if _ask(_sent, each)]:
+            ending += _shut([letters, *sending.pop(letters)])
+        ending = [channel for channel in ending if not _ask(_received, channel)]
+        if not sending and not ending:
             return
+        if time.monotonic() > deadline:
+            break
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
+    for letters, tensors in sending.items():
+        _shut([letters, *tensors])
+
+
+def _shut(channels: Iterable[Channel]) -> list[Channel]:
+    """Sends the end of the connections to one rank; returns those that had not ended already."""
+    found = []
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel.sock.shutdown(socket.SHUT_WR)
+            found.append(channel)
+    return found
 
 
 def _ask(done: Callable[[Channel], bool], channel: Channel) -> bool:

@@ -66,7 +66,7 @@ class SocketMailbox(Mailbox):
         return dict(self._loop.reasons)
 
     def leave(self, reason: str = "") -> None:
-        """See `Mailbox.leave`; takes up to two seconds if the host of another rank does not answer."""
+        """See `Mailbox.leave`; takes up to a second if the host of another rank does not answer."""
         self._loop.stop(left_reason(reason))
 
     def _unusable(self) -> str:
