@@ -231,10 +231,10 @@ class Algorithm(WrappedModule, abc.ABC):
             self._closed = True
             if self._claim is not None:
                 self._claim.release()
-            communicators = self._communicators()
-            self._stop()
-            for each in communicators:
+            # First, for threads may be waiting for other ranks.
+            for each in self._communicators():
                 each.abort(f"a rank's block ended in an exception: {error}")
+            self._stop()
 
     def close(self) -> None:
         """Stops exchanging and frees the connections; collective over all ranks.

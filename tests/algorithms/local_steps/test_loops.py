@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from bagua_kernels import optim
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, OuterNesterov
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.errors import CommunicationError
 from tests.algorithms.gossip.common import Quadratic, flat
 from tests.algorithms.local_steps.common import ALL, Case
 from tests.algorithms.ranks import Odd, batch
@@ -129,6 +132,31 @@ def test_an_exception_in_a_block_ends_the_other_ranks() -> None:
     assert own == "KeyError: 'a bad file'"
     assert "rank 1" in other
     assert "a bad file" in other
+
+
+def test_an_exception_ends_an_exchange_under_way() -> None:
+    """Rank 1 does not wait for rank 0, which comes late to the exchange."""
+    left = threading.Event()
+
+    def rank(communicator: Communicator) -> float:
+        module = Odd()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        began = 0.0
+        try:
+            with LocalSGD(module, optimizer, communicator=communicator, interval=2, delay=1):
+                train(module, optimizer, communicator.rank, range(1))
+                if communicator.rank == 0:
+                    assert left.wait(20)
+                train(module, optimizer, communicator.rank, range(1, 2))
+                began = time.monotonic()
+                raise KeyError("a bad file")
+        except KeyError:
+            left.set()
+        except CommunicationError:
+            assert communicator.rank == 0
+        return time.monotonic() - began if communicator.rank else 0.0
+
+    assert max(run_ranks(2, rank)) < 10
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
