@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
 
 from bagua_kernels.algorithms.local_steps.fragments import fragments_of
-from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions, kind_of
+from bagua_kernels.algorithms.local_steps.outer_nesterov import check_outer
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.launchers import elementwise
@@ -59,10 +60,7 @@ class DiLoCo(OuterLoop):
             TypeError: as for `OuterLoop`.
             ValueError: a number does not fit, or as for `OuterLoop`.
         """
-        if not outer_lr > 0 or not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
-            )
+        check_outer(outer_lr, outer_momentum)
         if fragments < 1 or interval % fragments:
             raise ValueError(f"fragments must divide interval, got {fragments=} and {interval=}")
         self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
@@ -75,20 +73,13 @@ class DiLoCo(OuterLoop):
         """See `Algorithm.acts_alone`."""
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
-    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
-        """See `ModelAlgorithm.kind`."""
-        return self._fragment[name], super().kind(name, parameter)
-
-    def encoded_by(self, kind: Hashable) -> Hashable:
-        """See `OuterLoop.encoded_by`."""
-        assert isinstance(kind, tuple)
-        schedule: Hashable = kind[1]
-        return schedule
+    def part(self, name: str, parameter: torch.Tensor) -> int:
+        """See `OuterLoop.part`: its fragment."""
+        return self._fragment[name]
 
     def buckets_of(self, turn: int) -> Sequence[Bucket]:
         """See `RoundAlgorithm.buckets_of`."""
-        number = turn % self.fragments
-        return [b for b in self.flat.buckets if isinstance(b.kind, tuple) and b.kind[0] == number]
+        return [bucket for bucket in self.flat.buckets if kind_of(bucket).part == turn % self.fragments]
 
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""

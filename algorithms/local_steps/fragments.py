@@ -17,15 +17,13 @@ def fragments_of(names: Sequence[str], fragments: int) -> dict[str, int]:
         fragments: how many there are.
     """
     blocks = {name: _block(name) for name in names}
-    numbered = list(dict.fromkeys(block for block in blocks.values() if block is not None))
-    if not numbered:
+    if not any(blocks.values()):
         blocks = {name: name.rpartition(".")[0] for name in names}
-        numbered = list(dict.fromkeys(block for block in blocks.values() if block is not None))
-    place = {block: number for number, block in enumerate(numbered)}
+    places: dict[str, int] = {}
     found, last = {}, 0
-    for name in names:
-        block = blocks[name]
-        last = last if block is None else place[block]
+    for name, block in blocks.items():
+        if block is not None:
+            last = places.setdefault(block, len(places))
         found[name] = last % fragments
     return found
 

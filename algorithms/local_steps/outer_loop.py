@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -13,7 +13,8 @@ from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchan
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.vectors import Named, mean_of
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
-from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Schedule, Scheduled
+from bagua_kernels.algorithms.rounds.points import is_left_out
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
@@ -36,6 +37,18 @@ class OuterOptions(TypedDict, total=False):
     communicator: Communicator | None
     bucket_bytes: int
     average_states: bool
+
+
+class Kind(NamedTuple):
+    """What the parameters of a bucket have in common.
+
+    Attributes:
+        part: see `OuterLoop.part`.
+        schedule: of the codecs that encode their pseudo-gradients; None if none does.
+    """
+
+    part: int
+    schedule: Schedule | None
 
 
 class OuterLoop(RoundAlgorithm):
@@ -107,6 +120,7 @@ class OuterLoop(RoundAlgorithm):
         if blend is not None and not 0 <= blend <= 1:
             raise ValueError(f"blend must be from 0 to 1, or None, got {blend=}")
         self.delay, self.blend = delay, blend
+        self._rebases = delay > 0 and blend is None
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
         self.alignment = self.assignment.alignment()
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
@@ -134,14 +148,14 @@ class OuterLoop(RoundAlgorithm):
             turn: number of the round, from 0.
         """
 
-    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+    def part(self, name: str, parameter: torch.Tensor) -> int:
+        """Returns the number of the part of the model to which a parameter belongs; a bucket has parameters of one part."""
+        return 0
+
+    def kind(self, name: str, parameter: torch.Tensor) -> Kind:
         """See `ModelAlgorithm.kind`: what no codec encodes lies in buckets of its own."""
         schedule, exact = self.assignment.place(name, parameter)
-        return None if exact or not schedule.codecs else schedule
-
-    def encoded_by(self, kind: Hashable) -> Hashable:
-        """Returns the schedule of codecs of the buckets of a kind; None if no codec encodes them."""
-        return kind
+        return Kind(self.part(name, parameter), None if exact or not schedule.codecs else schedule)
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
@@ -154,7 +168,7 @@ class OuterLoop(RoundAlgorithm):
                 [view.to(dtype) for view in bucket.views],
                 align=bucket.align,
                 index=bucket.index,
-                kind=self.encoded_by(bucket.kind),
+                kind=kind_of(bucket).schedule,
                 names=bucket.names,
             )
             self._differences.append(difference)
@@ -180,7 +194,7 @@ class OuterLoop(RoundAlgorithm):
         start, difference = self.start(bucket), self._differences[bucket.index]
         # In float32, from `start` as parameters can hold it: without a step the difference is zero.
         difference.flat.copy_(start.to(bucket.flat.dtype)).sub_(bucket.flat)
-        if self.delay and self.blend is None:
+        if self._rebases:
             self._sent(bucket).copy_(bucket.flat)
         # Encoding takes place beside training.
         yield FINISHED
@@ -195,7 +209,7 @@ class OuterLoop(RoundAlgorithm):
         self.outer_step(bucket, start, difference.flat, turn)
         if self.blend:
             elementwise.apply(BLENDED, [bucket.flat, start], [self.blend])
-        elif self.delay and self.blend is None:
+        elif self._rebases:
             elementwise.apply(REBASED, [bucket.flat, start, self._sent(bucket)], [])
         else:
             bucket.flat.copy_(start)
@@ -205,8 +219,7 @@ class OuterLoop(RoundAlgorithm):
 
     def at_step_end(self) -> None:
         """See `ModelAlgorithm.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package is none."""
-        found = getattr(self._optimizer, "found_inf", None)
-        if found is None or not float(found):
+        if not is_left_out(self._optimizer):
             super().at_step_end()
 
     def residual_norm(self) -> float:
@@ -232,3 +245,9 @@ class OuterLoop(RoundAlgorithm):
     def _communicators(self) -> list[Communicator]:
         """See `Algorithm._communicators`."""
         return [*super()._communicators(), *([] if self._rounds is None else [self._rounds])]
+
+
+def kind_of(bucket: Bucket) -> Kind:
+    """Returns what the parameters of a bucket have in common."""
+    assert isinstance(bucket.kind, Kind)
+    return bucket.kind

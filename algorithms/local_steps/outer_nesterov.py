@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bagua_kernels.algorithms.rounds.points import is_left_out
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import NESTEROV
 
@@ -44,11 +45,9 @@ class OuterNesterov:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"expected an optimizer, got {optimizer!r}")
-        if interval < 1 or not outer_lr > 0 or not 0 <= outer_momentum < 1:
-            raise ValueError(
-                "interval must be at least 1, outer_lr above 0, outer_momentum from 0 to below 1, got "
-                f"{interval=}, {outer_lr=} and {outer_momentum=}"
-            )
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1, got {interval=}")
+        check_outer(outer_lr, outer_momentum)
         self.interval, self.outer_lr, self.outer_momentum = interval, outer_lr, outer_momentum
         self.steps = 0
         self._optimizer = optimizer
@@ -61,8 +60,7 @@ class OuterNesterov:
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
-        found = getattr(self._optimizer, "found_inf", None)
-        if found is not None and float(found):
+        if is_left_out(self._optimizer):
             return
         self.steps += 1
         if self.steps % self.interval:
@@ -104,6 +102,14 @@ class OuterNesterov:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_outer(outer_lr: float, outer_momentum: float) -> None:
+    """Raises a ValueError unless an outer step can be taken with these."""
+    if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+        raise ValueError(
+            f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
+        )
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

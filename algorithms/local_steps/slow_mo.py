@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions, kind_of
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -75,26 +75,20 @@ class SlowMo(OuterLoop):
         """See `Algorithm.acts_alone`."""
         return (self.slow_lr, self.slow_momentum) != (1.0, 0.0)
 
-    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
-        """See `ModelAlgorithm.kind`: parameters of a bucket have one learning rate."""
-        return self._group[parameter], super().kind(name, parameter)
-
-    def encoded_by(self, kind: Hashable) -> Hashable:
-        """See `OuterLoop.encoded_by`."""
-        assert isinstance(kind, tuple)
-        schedule: Hashable = kind[1]
-        return schedule
+    def part(self, name: str, parameter: torch.Tensor) -> int:
+        """See `OuterLoop.part`: its group in the optimizer, with a learning rate of its own."""
+        return self._group[parameter]
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        number = _group(bucket)
+        number = kind_of(bucket).part
         # Before a scheduler sets that of the next step.
         self._sent_at[number] = float(self._optimizer.param_groups[number]["lr"])
         return super().exchange(bucket, turn)
 
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""
-        number = _group(bucket)
+        number = kind_of(bucket).part
         rate = self._sent_at[number]
         before = self._last.get(number, rate)
         # Without a learning rate there was no step that a momentum could be made of.
@@ -115,8 +109,3 @@ class SlowMo(OuterLoop):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """See `ModelAlgorithm.load_numbers`."""
         self._last = {int(name.rpartition(" ")[2]): rate for name, rate in numbers.items()}
-
-
-def _group(bucket: Bucket) -> int:
-    assert isinstance(bucket.kind, tuple)
-    return int(bucket.kind[0])

@@ -89,6 +89,12 @@ class Points:
             listener.at_step_end()
 
 
+def is_left_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True in a step of an optimizer of this package that a `GradScaler` has it leave out; waits for the device."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 def misfit(optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter]) -> str:
     """Returns why an optimizer does not fit a module; empty if it has the module's trainable parameters and no others.
 

@@ -28,7 +28,7 @@ class Hosts:
         """What a rank has written so far."""
         return self._paths[rank].read_text()
 
-    def wait_for_output(self, text: str, timeout: float = 90) -> None:
+    def wait_for_output(self, text: str, timeout: float = 60) -> None:
         """Waits until every rank has written a text."""
         deadline = time.monotonic() + timeout
         while not all(text in self.output(rank) for rank in range(len(self._paths))):

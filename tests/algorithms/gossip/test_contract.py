@@ -21,9 +21,11 @@ from tests.algorithms.ranks import Odd, batch, fill
 from tests.grids import grid
 
 # Algorithms with local steps meet after each second step here.
-LOCAL = {name: replace(case, options={**case.options, "interval": 2}) for name, case in local_steps.ALL.items()}
-EVERY: dict[str, Any] = {**ALL, **{name: LOCAL[name] for name in ("local_sgd", "slow_mo", "diloco", "delayed")}}
-EVERY["delayed"] = replace(LOCAL["delayed"], options={"interval": 2, "delay": 1})
+LOCAL = {"local_sgd": {}, "slow_mo": {}, "diloco": {}, "delayed": {"delay": 1}}
+EVERY: dict[str, Any] = {
+    **ALL,
+    **{name: replace(local_steps.ALL[name], options={"interval": 2, **more}) for name, more in LOCAL.items()},
+}
 every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 
 

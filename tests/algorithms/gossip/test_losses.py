@@ -105,7 +105,7 @@ def test_a_rank_whose_host_is_unplugged_is_named_in_time(name: str) -> None:
     """Nothing tells the others but silence."""
     size, victim = 4, 1
     with on_hosts(train, [name], size) as hosts:
-        hosts.wait_for_output("under way")
+        hosts.wait_for_output("under way", timeout=90)
         since = hosts.unplug(victim)
         for rank in range(size):
             if rank != victim:
