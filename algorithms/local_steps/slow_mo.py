@@ -109,3 +109,4 @@ class SlowMo(OuterLoop):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """See `ModelAlgorithm.load_numbers`."""
         self._last = {int(name.rpartition(" ")[2]): rate for name, rate in numbers.items()}
+        self._sent_at = dict(self._last)

@@ -121,10 +121,10 @@ class FlatParameters:
         return state
 
     def load(self, state: Mapping[str, Named]) -> None:
-        """Restores what `state` returned."""
-        for key, named in state.items():
+        """Restores what `state` returned; saved vectors that it lacks are zero again."""
+        for key in {**self._saved, **state}:
             for bucket in self.buckets:
-                self.kept(bucket, key).copy_(gather(bucket, named))
+                self.kept(bucket, key).copy_(gather(bucket, state.get(key, {})))
 
 
 def _check_apart(parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -261,3 +261,33 @@ def test_options_that_do_not_fit(kind: Any, options: dict[str, Any], text: str) 
             kind(module, torch.optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **options)
 
     run_ranks(1, rank)
+
+
+@every
+def test_a_wrapper_goes_back_to_an_earlier_state(case: Case) -> None:
+    """One of before the first round too, where there is no momentum yet, at another learning rate."""
+
+    def rank(communicator: Communicator) -> None:
+        module = Odd()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        model = case.make(module, optimizer, communicator)
+        train(model, optimizer, communicator.rank, range(1))
+        states = {1: copy.deepcopy(model.algorithm_state_dict())}
+        train(model, optimizer, communicator.rank, range(1, 9))
+        states[9] = copy.deepcopy(model.algorithm_state_dict())
+        optimizer.param_groups[0]["lr"] = 0.02
+        train(model, optimizer, communicator.rank, range(9, 18))
+        model.wait()
+        expected = flat(module)
+        model.load_algorithm_state_dict(states[1])
+        train(model, optimizer, communicator.rank, range(1, 9))
+        again = model.algorithm_state_dict()["parameters"]
+        assert all(torch.equal(values, again[name]) for name, values in states[9]["parameters"].items())
+        model.load_algorithm_state_dict(states[9])
+        optimizer.param_groups[0]["lr"] = 0.02
+        train(model, optimizer, communicator.rank, range(9, 18))
+        model.wait()
+        assert torch.equal(flat(module), expected)
+        model.close()
+
+    run_ranks(2, rank)
