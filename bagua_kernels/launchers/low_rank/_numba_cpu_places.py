@@ -25,6 +25,14 @@ def matrix(address, rows, columns):
     return numba.carray(pointer(address), (rows, columns))
 
 
+def copy(source, destination):
+    """Copies a matrix. An assignment of one would compile the text of its error about shapes, which takes two seconds."""
+    rows, columns = source.shape
+    for i in range(rows):
+        for j in range(columns):
+            destination[i, j] = source[i, j]
+
+
 def choose_right(place):
     """Writes the right factor that is used next, by columns."""
     columns, rank = place[COLUMNS], place[RANK]
@@ -49,8 +57,8 @@ def turn_right(place):
 
 def keep_factors(place):
     rows, columns, rank = place[ROWS], place[COLUMNS], place[RANK]
-    matrix(place[BEFORE_LEFT], rows, rank)[:] = matrix(place[LEFT], rows, rank)
-    matrix(place[BEFORE_RIGHT], rank, columns)[:] = matrix(place[TURNED], rank, columns)
+    copy(matrix(place[LEFT], rows, rank), matrix(place[BEFORE_LEFT], rows, rank))
+    copy(matrix(place[TURNED], rank, columns), matrix(place[BEFORE_RIGHT], rank, columns))
 
 
 def keep_finite(place, only_left):
@@ -66,7 +74,7 @@ def keep_finite(place, only_left):
     if spoilt != 0:
         return
     if only_left:
-        matrix(place[KEPT_LEFT], rows, rank)[:] = left
+        copy(left, matrix(place[KEPT_LEFT], rows, rank))
         return
     kept, unit = matrix(place[KEPT], columns, rank), np.empty(1, np.float32)
     for k in range(rank):
@@ -108,6 +116,6 @@ def parts() -> dict[str, Any]:
     }
     names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]}, helper=True)
     names["power_of_two"] = compile_template(power_of_two, {"np": np}, helper=True)
-    for rule in (choose_right, turn_right, keep_factors, keep_finite):
+    for rule in (copy, choose_right, turn_right, keep_factors, keep_finite):
         names[rule.__name__] = compile_template(rule, names, helper=True)
     return names
