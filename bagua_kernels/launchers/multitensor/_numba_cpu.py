@@ -26,12 +26,7 @@ NEEDS_TENSORS = False
 def source(variant: Variant) -> str:
     """The text of a kernel over a block, over one piece of a tensor, over a range of pieces, and over parts in parallel."""
     columns, sums = range(len(variant.dtypes)), range(variant.rule.sums)
-    scalars = ["factor", *(f"s{i}" for i in range(variant.scalars))]
-    values = [f"rows[tensor, {FACTOR}]", *(f"rows[tensor, {SCALARS + i}]" for i in range(variant.scalars))]
-    if variant.width > SCALARS + variant.scalars:
-        scalars.append("rate")
-        values.append(f"rows[tensor, {SCALARS + variant.scalars}]")
-    keys = ["key", "second_key"] if variant.stochastic else []
+    scalars, keys = list(_scalars(variant)), _keys(variant)
     body = variant.body(lambda c: f"a{c}[i]", lambda c, value: f"a{c}[i] = {value}", "np.uint32(start + i)")
     lines = [
         f"def over_block({', '.join([*(f'a{c}' for c in columns), *scalars, *keys])}, start):",
@@ -44,21 +39,9 @@ def source(variant: Variant) -> str:
     if sums:
         lines.append(f"    return {', '.join(f'total{i}' for i in sums)},")
     lines.append("def over_piece(addresses, rows, keys, partials, task, tensor, start, n):")
-    for i, dtype in enumerate(variant.dtypes):
-        lines.append(f"    p{i} = addresses[tensor, {i}] + start * {dtype.itemsize}")
-        lines.append(f"    a{i} = numba.carray(pointer_{i}(p{i}), (n,))")
-    lines += [f"    {name} = {value}" for name, value in zip(scalars, values, strict=True)]
-    if variant.stochastic:
-        lines.append("    key, second_key = random_key(keys[tensor, 0], keys[tensor, 1], np.uint32(start >> 32))")
-    lines.append(f"    for first in range(0, n, {BLOCK}):")
-    for i, dtype in enumerate(variant.dtypes):
-        for line in range(0, BLOCK * dtype.itemsize, CACHE_LINE):
-            lines.append(f"        prefetch_address(p{i} + first * {dtype.itemsize} + {AHEAD + line})")
-    block = [f"a{c}[first:min(first + {BLOCK}, n)]" for c in columns]
-    call = f"over_block({', '.join([*block, *scalars, *keys])}, start + first)"
-    lines.append(f"        {'totals = ' if sums else ''}{call}")
-    lines += [f"        partials[task, {i}] += totals[{i}]" for i in sums]
+    lines += [f"    {line}" for line in _piece(variant)]
     arguments = "addresses, sizes, rows, keys, partials, tensors, pieces"
+    # A piece is part of this function's text: a function of its own would be compiled twice, the second time as part of this.
     lines += [
         f"def over_pieces({arguments}, begin, end):",
         "    for task in range(begin, end):",
@@ -66,7 +49,7 @@ def source(variant: Variant) -> str:
         f"        start = pieces[task] * np.int64({CHUNK})",
         f"        n = min(sizes[tensor] - start, {CHUNK})",
         f"        if rows[tensor, {SKIP}] == 0:",
-        "            over_piece(addresses, rows, keys, partials, task, tensor, start, n)",
+        *(f"            {line}" for line in _piece(variant)),
         f"def over_parts({arguments}, bounds):",
         "    for part in numba.prange(bounds.size - 1):",
         f"        over_pieces({arguments}, bounds[part], bounds[part + 1])",
@@ -74,13 +57,43 @@ def source(variant: Variant) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _scalars(variant: Variant) -> dict[str, str]:
+    """The names of a block's scalars and keys, and where in a tensor's row they are."""
+    found = {"factor": FACTOR} | {f"s{i}": SCALARS + i for i in range(variant.scalars)}
+    if variant.width > SCALARS + variant.scalars:
+        found["rate"] = SCALARS + variant.scalars
+    return {name: f"rows[tensor, {place}]" for name, place in found.items()}
+
+
+def _piece(variant: Variant) -> list[str]:
+    """The lines that take the `n` elements from `start` on of one tensor through blocks."""
+    lines, scalars = [], _scalars(variant)
+    for i, dtype in enumerate(variant.dtypes):
+        lines.append(f"p{i} = addresses[tensor, {i}] + start * {dtype.itemsize}")
+        lines.append(f"a{i} = numba.carray(pointer_{i}(p{i}), (n,))")
+    lines += [f"{name} = {value}" for name, value in scalars.items()]
+    if variant.stochastic:
+        lines.append("key, second_key = random_key(keys[tensor, 0], keys[tensor, 1], np.uint32(start >> 32))")
+    lines.append(f"for first in range(0, n, {BLOCK}):")
+    for i, dtype in enumerate(variant.dtypes):
+        for line in range(0, BLOCK * dtype.itemsize, CACHE_LINE):
+            lines.append(f"    prefetch_address(p{i} + first * {dtype.itemsize} + {AHEAD + line})")
+    block = [f"a{c}[first:min(first + {BLOCK}, n)]" for c in range(len(variant.dtypes))]
+    call = f"over_block({', '.join([*block, *scalars, *_keys(variant)])}, start + first)"
+    lines.append(f"    {'totals = ' if variant.rule.sums else ''}{call}")
+    return lines + [f"    partials[task, {i}] += totals[{i}]" for i in range(variant.rule.sums)]
+
+
+def _keys(variant: Variant) -> list[str]:
+    return ["key", "second_key"] if variant.stochastic else []
+
+
 def _template(variant: Variant, name: str) -> Any:
     return function_from_source(source(variant), name, {"__name__": __name__, "numba": numba, "np": np}, __file__)
 
 
-@functools.cache
-def piece_kernel(variant: Variant) -> Any:
-    """The kernel over one piece of a tensor."""
+def _names(variant: Variant) -> dict[str, Any]:
+    """What the templates read, the kernel over a block among it."""
     literal = np.float64 if variant.double else np.float32
     pointers = {f"pointer_{i}": POINTER[dtype] for i, dtype in enumerate(variant.dtypes)}
     # Sums may be taken in any order, which lets them be taken in vectors; the order is the same at each call.
@@ -88,13 +101,19 @@ def piece_kernel(variant: Variant) -> Any:
     names = {**bindings(variant, LOAD, STORE), **pointers}
     names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address}
     block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath, helper=True)
-    return compile_template(_template(variant, "over_piece"), {**names, "over_block": block}, helper=True)
+    return {**names, "over_block": block}
+
+
+@functools.cache
+def piece_kernel(variant: Variant) -> Any:
+    """The kernel over one piece of a tensor, for other templates."""
+    return compile_template(_template(variant, "over_piece"), _names(variant), helper=True)
 
 
 @functools.cache
 def kernels(variant: Variant) -> tuple[Any, Any]:
     """The serial and the parallel kernel."""
-    serial = compile_template(_template(variant, "over_pieces"), {"over_piece": piece_kernel(variant)})
+    serial = compile_template(_template(variant, "over_pieces"), _names(variant))
     return serial, compile_template(_template(variant, "over_parts"), {"over_pieces": serial}, parallel=True)
 
 
