@@ -36,7 +36,7 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
     own = np.empty((max(SUMS, 1) + 1, BLOCK), np.float32)
     scratch = borrowed(own)
     padded_block = scratch[-1]
-    piece = np.searchsorted(firsts, begin, "right") - 1
+    piece = 0
     for block in range(begin, end):
         while block >= firsts[piece + 1]:
             piece += 1

@@ -107,8 +107,8 @@ def write_tasks(x, threshold, counts, starts, scratch_offsets, scratch_values, o
         start, count = starts[c], counts[c]
         to_offsets, to_values = offsets[start : start + count], values[start : start + count]
         if count <= scratch_offsets.shape[1]:
-            to_offsets[:] = scratch_offsets[c, :count]
-            to_values[:] = scratch_values[c, :count]
+            for i in range(count):
+                to_offsets[i], to_values[i] = scratch_offsets[c, i], scratch_values[c, i]
         else:
             append(x[c * CHUNK : (c + 1) * CHUNK], 0, threshold, to_offsets, to_values, 0)
 
