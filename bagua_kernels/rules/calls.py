@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -12,7 +13,13 @@ Rule = Callable[..., Any]
 
 def global_names(function: Rule) -> tuple[str, ...]:
     """The global names that a function's code reads, with that of comprehensions in it, in order of first use."""
-    parts, reads = [code_of(function)], dict[str, None]()
+    return _names_of(code_of(function))
+
+
+@functools.cache
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    # Reading instructions takes half a millisecond, and each kernel asks for all rules below it.
+    parts, reads = [code], dict[str, None]()
     for part in parts:
         parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
         reads |= dict.fromkeys(i.argval for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
