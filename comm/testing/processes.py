@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import inspect
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +25,8 @@ from bagua_kernels.comm.testing.fork_server import servers
 
 Target = Callable[..., object] | str | Path
 _ROOT = Path(bagua_kernels.__path__[0]).parent
+# Below those that systems give to outgoing connections: such a one could take the port before rank 0 listens.
+_PORTS = (16_384, 32_768)
 _MAIN = f"import sys; from {__name__} import run_file; run_file(*sys.argv[1:])"
 
 
@@ -187,10 +191,18 @@ class Processes:
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port of 127.0.0.1 that nobody listened on a moment ago, and that no outgoing connection is given."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            port = random.SystemRandom().randrange(*_PORTS)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return port
+    raise RuntimeError(f"got 100 ports of {_PORTS[0]} to {_PORTS[1] - 1} that are in use, expected a free one")
 
 
 def process_command(target: Target, args: Sequence[Any]) -> list[str]:
