@@ -17,16 +17,16 @@ else
 export PYTHONPATH := $(CURDIR)
 endif
 
-# make test
-WORKERS         ?= 2
-# Tests that start processes mostly wait for them.
-PROCESS_WORKERS ?= 3
+# make test: ranks that are threads wait for each other, so that three workers keep two cores busy.
+WORKERS         ?= 3
 PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --durations-min=2
+# Where bytecode is not kept, all workers and all processes that tests start compile the same files again.
+test test-all test-rest: export PYTHONDONTWRITEBYTECODE :=
 EMULATED_TESTS  := tests/compression tests/docs tests/launchers
 test-all:  TIER := --all
 # What `make test` leaves out of `make test-all`.
 test-rest: TIER := --all
-test-rest: REST := and (slow or beyond)
+test-rest: REST := slow or beyond
 
 .PHONY: help train test test-all test-rest lint format bench gpu-check wheel clean
 
@@ -48,13 +48,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
 
-# Kernels for GPUs run in Triton's interpreter and Numba's simulator. Processes come when kernels are compiled: of several one
-# would compile while the others wait.
+# Kernels for GPUs run in Triton's interpreter and Numba's simulator.
 test test-all test-rest: $(INSTALLED)
-	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "not processes $(REST)"
-	$(PYTEST) tests $(TIER) -n $(PROCESS_WORKERS) -m "processes $(REST)"
-	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "$(REST)"
+	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "$(REST)"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "$(REST)"
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -26,8 +26,12 @@ from tests import grids
 EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
 
 # The `target` fixture stays as it is from one example to the next, which is what is wanted.
+# Nor is the time looked at that examples take: the first one may compile a kernel.
 PROFILE = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.register_profile("native", PROFILE, max_examples=100)
 settings.register_profile("emulated", PROFILE, max_examples=3)
@@ -99,7 +103,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if not left_out(item)]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = kept
+    # What takes longest comes first, or one worker would end with it while the others have nothing left. Processes come when
+    # kernels are compiled: of several one would compile while the others wait.
+    items[:] = sorted(kept, key=lambda item: (not item.get_closest_marker("slow"), in_processes(item)))
+
+
+def in_processes(item: pytest.Item) -> bool:
+    return item.get_closest_marker("processes") is not None
 
 
 def left_out(item: pytest.Item) -> bool:
