@@ -51,7 +51,7 @@ ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = only(
     [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)],
-    *[(FLOAT32, 80), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)],
+    *[(FLOAT32, 90), (BFLOAT16, 90)],
 )
 
 
@@ -136,12 +136,12 @@ def test_decode(name: str, dtype: torch.dtype, sm: int, device: SimpleNamespace)
     assert {"mul.rn.f32", "div.rn.f32"} <= set(opcodes(ptx))
 
 
-@grid(stochastic={"nearest": False, "stochastic": True}, sm=[80, 90, 100], cover=1)
+@grid(stochastic=only([False, True], True), sm=only([80, 90, 100], 80), cover=1)
 def test_reduce(sm: int, stochastic: bool, device: SimpleNamespace) -> None:
     assert violations(blockwise_ptx("reduce", FLOAT32, sm, device, stochastic=stochastic), sums_are_marked=False) == []
 
 
-@grid(name=["encode", "decode", "decode_sum", "reduce"], block=[32, 4096], cover=1)
+@grid(name=only(["encode", "decode", "decode_sum", "reduce"], "encode", "decode_sum"), block=[32, 4096], cover=1)
 def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=True, block=block)
     assert violations(ptx, sums_are_marked=False) == []
@@ -234,7 +234,7 @@ VARIANTS = {
 
 MULTITENSOR = only(
     [("adam", 80), ("adam", 100), *((name, 90) for name in VARIANTS)],
-    *[("adam", 80), ("adam, float64", 90), ("adam, stochastic", 90), ("radam", 90), ("lamb_moments", 90)],
+    *[("adam, float64", 90), ("adam, stochastic", 90), ("lamb_moments", 90)],
 )
 
 

@@ -57,10 +57,13 @@ from bench.ahead_of_time import (
     resources,
     variant_of,
 )
-from tests.grids import grid, one_of_each
+from tests.grids import grid, one_of_each, only
 
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
-TARGETS = [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)]
+TARGETS = only(
+    [(FLOAT32, 80), (FLOAT32, 90), (FLOAT32, 100), (FLOAT16, 90), (BFLOAT16, 90)], (FLOAT32, 90), (BFLOAT16, 90)
+)
+ARCHITECTURES = only([80, 90, 100], 90)
 MINMAX_UINT8 = minmax(8)
 # Kernels of a rule around a quantizer.
 FUSED = ("decode_apply", "gossip", *(message.name for message in MESSAGES))
@@ -135,7 +138,7 @@ def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     assert min(widths(ptx, "st.global")) >= 128
 
 
-@grid(stochastic={"nearest": False, "stochastic": True}, sm=[80, 90, 100], cover=1)
+@grid(stochastic=only([False, True], True), sm=ARCHITECTURES, cover=1)
 def test_reduce(sm: int, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, "reduce", FLOAT32, sm, stochastic=stochastic)
     check(ptx)
@@ -144,13 +147,13 @@ def test_reduce(sm: int, stochastic: bool) -> None:
         assert max(widths(ptx, access)) >= 128
 
 
-@grid(name=["encode", "decode", "decode_sum", "reduce"], block=[32, 4096], cover=1)
+@grid(name=only(["encode", "decode", "decode_sum", "reduce"], "encode", "decode_sum"), block=[32, 4096], cover=1)
 def test_smallest_and_largest_block(name: str, block: int) -> None:
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, block=block))
     check(blockwise_ptx(SIGN_TWO_MEANS, name, FLOAT32, 90, block=block))
 
 
-@grid(name=["encode", "decode", "decode_sum", "reduce"], n=["i32", "i64"], cover=1)
+@grid(name=only(["encode", "decode", "decode_sum", "reduce"], "decode", "reduce"), n=["i32", "i64"], cover=1)
 def test_any_length(name: str, n: str) -> None:
     """A length that is no multiple of 16, or one beyond 2^31, is specialised otherwise."""
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, n=n, multiples=("size",)))
@@ -219,7 +222,11 @@ def test_rules_after_decoding(counted: bool, divided: bool) -> None:
     assert min(widths(ptx, "st.global")) >= 128
 
 
-@grid(rule={rule.name: rule for rule in [MINMAX_UINT8, SIGN_TWO_MEANS]}, name=["encode", "feedback", "reduce"], cover=1)
+@grid(
+    rule={rule.name: rule for rule in [MINMAX_UINT8, SIGN_TWO_MEANS]},
+    name=only(["encode", "feedback", "reduce"], "encode", "feedback"),
+    cover=1,
+)
 def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
     """Knowing which elements are a block's own makes no access narrower."""
     make = functools.partial(blockwise_ptx, rule, name, FLOAT32, 90)
@@ -259,7 +266,7 @@ def vectors_of(ptx: str, access: str) -> Counter[int]:
     return widths("\n".join(line for line in ptx.splitlines() if re.search(r"\.v\d", line)), access)
 
 
-@grid(name=list(VARIANTS), sm=[80, 90, 100], cover=1)
+@grid(name=list(VARIANTS), sm=ARCHITECTURES, cover=1)
 def test_multitensor(name: str, sm: int) -> None:
     variant = VARIANTS[name]
     ptx = multitensor_ptx(variant, sm)

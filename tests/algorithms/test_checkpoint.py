@@ -98,6 +98,8 @@ def loads(path: str, more: int) -> None:
     comm.shutdown()
 
 
+# Eight processes, which import more of PyTorch than others do.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_resume_through_files(tmp_path: Path) -> None:
     """Bit-identical on as many ranks; on fewer the mean of what was remembered is kept."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.algorithms.fuzz import by_processes, by_threads, by_turns, compared, draw, main
+from tests.algorithms.fuzz import by_threads, by_turns, compared, draw, main
+from tests.grids import only
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +28,21 @@ def test_draws_cover_what_matters() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", only(range(3), 0))
 def test_layers_that_ranks_use_by_turns(seed: int, name: str) -> None:
     assert compared(by_turns(seed, name)) == []
 
 
 def test_threads() -> None:
-    assert by_threads(range(20)) == {}
-
-
-def test_processes() -> None:
-    assert by_processes(0, 5, 2, timeout=120) == {}
+    assert by_threads(range(8)) == {}
 
 
 @pytest.mark.slow
-def test_two_thousand_by_threads() -> None:
-    assert main(["--threads", "2000", "--first", "1000"]) == 0
+def test_four_hundred_by_threads() -> None:
+    """More: `python -m tests.algorithms.fuzz --threads 2000 --processes 300`."""
+    assert main(["--threads", "400", "--first", "1000"]) == 0
 
 
 @pytest.mark.slow
-def test_three_hundred_by_processes() -> None:
-    assert main(["--processes", "300", "--first", "1000"]) == 0
+def test_sixty_by_processes() -> None:
+    assert main(["--processes", "60", "--first", "1000"]) == 0

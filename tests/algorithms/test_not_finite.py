@@ -35,10 +35,6 @@ ADAMS: dict[str, Callable[..., Algorithm]] = {
     "onebit_adam": lambda *args, **kw: OneBitAdam(*args, freeze_step=2, exact=(), min_numel=0, **kw),
 }
 EVERY = {**ALGORITHMS, **ADAMS, **CODECS}
-# Those that no algorithm's row has.
-OTHER_CODECS = [
-    f"codec_{spec}" for spec in ("absmax_int8", "minmax_uint2", "threshold_topk", "randomk:values=absmax_int8")
-]
 
 
 def remembered(value: Any) -> list[torch.Tensor]:
@@ -70,7 +66,7 @@ def follow(communicator: Communicator, name: str, where: tuple[int, str, int, fl
     algorithm.close()
 
 
-@pytest.mark.parametrize("name", only(EVERY, *ALGORITHMS, *ADAMS, *OTHER_CODECS))
+@pytest.mark.parametrize("name", only(EVERY, *ALGORITHMS, *ADAMS))
 def test_one_element_arrives_everywhere_and_is_not_kept(name: str) -> None:
     rng = np.random.default_rng(list(name.encode()))
     bad = rng.permutation([float("nan"), float("inf"), float("-inf"), float("nan")]).tolist()

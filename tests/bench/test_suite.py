@@ -23,6 +23,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_folder_holds_all_suites() -> None:
     names = run("bench", "--collect-only", "-q")
     assert "bench/bench_codecs.py::test_codec[encode, 8 bits-AbsMaxInt8 numba_cpu]" in names

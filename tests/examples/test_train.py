@@ -34,6 +34,7 @@ def mnist() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_with_both_algorithms(mnist: Path, tmp_path: Path) -> None:
     result = run("--nproc", "2", "--epochs", "2", "--output", tmp_path)
     assert result.returncode == 0, result.stderr

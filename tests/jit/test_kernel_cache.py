@@ -135,6 +135,7 @@ def started(program: str, folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     processes = [started(PROGRAM, tmp_path) for _ in range(3)]
     for process in processes:
@@ -206,6 +207,7 @@ print(VOCABULARY, low_rank.OP.backend(torch.device("cpu")).kernels((1,)).project
 """
 
 
+@pytest.mark.slow
 def test_a_change_of_powersgd_leaves_other_kernels_in_the_cache(tmp_path: Path) -> None:
     copy, cache = tmp_path / "copy", tmp_path / "cache"
     skipped = shutil.ignore_patterns("__pycache__", "comm", "algorithms")

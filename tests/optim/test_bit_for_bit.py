@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bagua_kernels import optim
+from tests.grids import grid
 from tests.optim.cases import TORCH_CASES, Case
 
 SHAPES = [(3000,), (41, 17), (4, 3, 3, 3), (1,), ()]
@@ -22,8 +23,11 @@ def scalars_in_float64(case: Case) -> bool:
     return not any(isinstance(v, torch.Tensor) for o in options.values() for v in (o if isinstance(o, tuple) else (o,)))
 
 
-@pytest.mark.parametrize("case", [case for case in TORCH_CASES if scalars_in_float64(case)], ids=str)
-def test_a_hundred_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@grid(
+    case=[case for case in TORCH_CASES if scalars_in_float64(case)],
+    steps=[25, pytest.param(100, marks=pytest.mark.beyond)],
+)
+def test_many_steps(case: Case, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
     mine, other = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
@@ -31,7 +35,7 @@ def test_a_hundred_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = getattr(torch.optim, case.optimizer)(other, **case.options(), foreach=False)
     monkeypatch.setattr(torch.Tensor, "sqrt", root)
     monkeypatch.setattr(torch.Tensor, "sqrt_", lambda x: x.copy_(root(x)))
-    for _ in range(100):
+    for _ in range(steps):
         for p, q in zip(mine, other, strict=True):
             p.grad = torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()

@@ -137,10 +137,11 @@ def random_gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torc
 
 
 @by_name
-def test_a_hundred_steps_end_where_torch_does(case: Case) -> None:
+@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.beyond)])
+def test_many_steps_end_where_torch_does(case: Case, steps: int) -> None:
     ours, theirs = Run(optim, case, random(SHAPES, 0)), Run(torch.optim, case, random(SHAPES, 0), foreach=False)
     magnitudes = Magnitudes(theirs.tensors())
-    for step in range(100):
+    for step in range(steps):
         for run in (ours, theirs):
             run.step(random_gradients(100 + step))
         magnitudes.update(theirs.tensors())

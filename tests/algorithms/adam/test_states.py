@@ -19,6 +19,7 @@ from tests.grids import grid
     bucket_bytes=[1, 1000, 10 << 20],
     at=[2, 9],
     kind=KINDS,
+    cover=1,
 )
 def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: int, corrected: dict[str, Any]) -> None:
     """Checkpoints before and after the freeze, in other objects; and buckets are laid out anew after the first pass.

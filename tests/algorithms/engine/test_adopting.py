@@ -152,8 +152,11 @@ def test_what_is_adopted() -> None:
     assert bucket.views[0].stride() == turned.stride()
 
 
-def test_memory_that_several_gradients_share_is_not_adopted(adopted: list[bool]) -> None:
+def test_memory_that_several_gradients_share_is_not_adopted(
+    adopted: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of parameters that are added up in several shapes, backward leaves one tensor's views."""
+    monkeypatch.setattr(bucket_module, "_PATIENCE", 50)
 
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -121,9 +121,7 @@ def reached(way: Way, deal: Deal, steps: int, seed: int) -> Reached:
     return everyone[0]
 
 
-lengths = pytest.mark.parametrize(
-    ("steps", "seed"), [(130, 0), *(pytest.param(400, seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+lengths = pytest.mark.parametrize(("steps", "seed"), [(130, 0), pytest.param(400, 1, marks=pytest.mark.slow)])
 
 
 @lengths
@@ -131,7 +129,7 @@ def test_examples_at_random_train_as_with_all_reduce(steps: int, seed: int) -> N
     expected = reached(ALL_REDUCE, at_random, steps, seed).loss
     assert expected < 0.5
     for name, way in NEAR_AT_RANDOM.items():
-        if way.options.get("codec") == LOUD and steps < 400:
+        if name != "Choco, 2 bits" and steps < 400:
             continue
         found = reached(way, at_random, steps, seed)
         print(f"{name}: {found.loss / expected:.3f}, {found.consensus:.3f}, {found.noise:.2f}")
@@ -140,7 +138,8 @@ def test_examples_at_random_train_as_with_all_reduce(steps: int, seed: int) -> N
         assert way.options.get("codec") != LOUD or found.noise > 1
 
 
-@lengths
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "seed"), [(130, 0), (400, 1)])
 def test_examples_by_label_need_a_correction(steps: int, seed: int) -> None:
     expected = reached(ALL_REDUCE, by_label, steps, seed).loss
     plain, corrected = (reached(way, by_label, steps, seed).loss for way in (RING, Way(algorithms.D2)))

@@ -12,7 +12,7 @@ import torch
 from bagua_kernels.comm.topology import Complete, Graph, OnePeerExponential, Ring, Topology, Torus
 from tests.algorithms.gossip.common import ALL, CASES, PEERS, SIZES, Case, quarters, unequal
 from tests.algorithms.gossip.steps import D, expected, gossiped, spread
-from tests.grids import grid
+from tests.grids import grid, only
 from tests.oracles import gossip
 from tests.oracles.gossip import Floats
 
@@ -66,16 +66,16 @@ def test_the_mean_stays(case: Case, size: int) -> None:
 @pytest.mark.parametrize(("name", "peers"), [("d2", "lazy_ring"), ("choco", "ring"), ("push", "one_peer_exponential")])
 def test_the_mean_stays_in_long_runs(name: str, peers: str) -> None:
     """Rounding errors of a step do not come back in later ones."""
-    assert steps_of_means(gossiped(CASES[name], spread(3), 150, peers=peers)).max() <= 1
+    assert steps_of_means(gossiped(CASES[name], spread(3), 60, peers=peers)).max() <= 1
 
 
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
         ("decentralized", Ring(5)),
-        ("decentralized", Ring(8)),
+        pytest.param("decentralized", Ring(8), marks=pytest.mark.beyond),
         ("decentralized", path(4)),
-        ("decentralized", Torus(8)),
+        pytest.param("decentralized", Torus(8), marks=pytest.mark.beyond),
         ("decentralized", OnePeerExponential(5)),
         ("low_precision", Ring(7)),
         ("choco", Ring(8)),
@@ -111,7 +111,7 @@ def test_one_peer_exponential_is_exact_after_a_period(name: str, size: int) -> N
     assert first == 0 or not (seen[first - 1] == start.mean(axis=0)).all()
 
 
-@grid(size=[2, 3, 5, 8])
+@pytest.mark.parametrize("size", only([2, 3, 5, 8], 3, 8))
 def test_push_sum_keeps_its_mass(size: int) -> None:
     """All ranks end at the mean though rank 0 is heard by all and the others by one; numerators alone would not."""
     start = spread(size)

@@ -253,6 +253,7 @@ def test_fusing_after_wrapping(case: Case) -> None:
     assert case in (ALL["low_precision"], ALL["choco"]) or fused == [None, None]
 
 
+@pytest.mark.usefixtures("small_heap")
 @every
 def test_a_module_is_wrapped_once(case: Case) -> None:
     def rank(communicator: Communicator) -> None:

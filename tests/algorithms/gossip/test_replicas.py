@@ -92,11 +92,11 @@ def moved(everyone: list[list[tuple[Held, torch.Tensor]]]) -> bool:
 
 @grid(case=SAMPLED, dtype=DTYPES, cover=1)
 def test_replicas_are_those_of_their_ranks(case: CodecCase, dtype: torch.dtype) -> None:
-    """After each of 50 steps; topologies in turn. Three levels are too few for DCD where neighbours are many."""
+    """After each of 20 steps; topologies in turn. Three levels are too few for DCD where neighbours are many."""
     peers, size = GRAPHS[(CODECS.index(case) + 3 * DTYPES.index(dtype)) % len(GRAPHS)]
     if case.codec == TernGrad():
         peers, size = Ring, 2
-    check_replicas(peers(size), watched(peers(size), 50, case.codec, dtype, SHAPES))
+    check_replicas(peers(size), watched(peers(size), 20, case.codec, dtype, SHAPES))
 
 
 @grid(dtype=DTYPES, n=[1, 255, 257, 1009], cover=1)

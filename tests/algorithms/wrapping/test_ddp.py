@@ -72,6 +72,7 @@ def test_arguments_by_position_and_of_a_class_of_ones_own() -> None:
     run_ranks(1, rank)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_wrapping_twice_is_refused() -> None:
     """The same module, parts of it, or modules with common parameters, until the first one is closed or gone."""
 
@@ -97,6 +98,7 @@ def test_wrapping_twice_is_refused() -> None:
     run_ranks(2, rank)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_what_nobody_has_any_more_claims_nothing() -> None:
     def rank(communicator: Communicator) -> None:
         module = Odd()

@@ -140,6 +140,7 @@ def test_options_that_may_differ() -> None:
     run_ranks(2, rank)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_options_of_a_switch_are_compared() -> None:
     """A switch that is refused leaves the old algorithm as it was."""
 

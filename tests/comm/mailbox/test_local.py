@@ -121,7 +121,7 @@ def test_rank_that_left_is_lost_once_its_letters_have_arrived() -> None:
         run_ranks(2, run, schedule=Schedule(seed, latency=lambda draws: float(draws.uniform(0, 3))))
 
 
-@grid(size=[2, 3, 5, 8], letters=["at once", "late"])
+@grid(size=[2, 3, 5, 8], letters=["at once", "late"], cover=1)
 def test_random_traffic_and_a_loss(size: int, letters: str) -> None:
     """Many orders of the threads, in each of which one rank leaves somewhere."""
     for seed in range(10):

@@ -102,8 +102,7 @@ def sizes(size: int) -> list[int]:
     return sorted({0, 1, 2, 3, 4, 5, size - 1, size, size + 1, 3 * size - 1, 3 * size, 3 * size + 1, 1013})
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("way", WAYS)
+@grid(way=list(WAYS), size=RANKS, cover=1)
 def test_all_reduce(way: str, size: int) -> None:
     """Every number of elements and every kind of number, the same bits on all ranks."""
     with ranks(size) as world:

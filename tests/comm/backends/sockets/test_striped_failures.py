@@ -250,7 +250,7 @@ def throw() -> None:
         pytest.param(
             "message", "MismatchError", [[0, 1]], ["sent 8000 bytes", "expected 4000"], marks=pytest.mark.slow
         ),
-        ("link", "LinkError", [[0, 1]], ["connection between ranks 0 and 1"]),
+        pytest.param("link", "LinkError", [[0, 1]], ["connection between ranks 0 and 1"], marks=pytest.mark.slow),
         ("silence", "CollectiveTimeoutError", [[0, 1]], ["nothing came through the connection between ranks 0 and 1"]),
     ],
 )
