@@ -73,6 +73,7 @@ def compiled() -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 def test_compiled_modules() -> None:
     results = run_processes(compiled, 2, timeout=120)
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]
