@@ -26,7 +26,7 @@ EMULATED_TESTS  := tests/compression tests/docs tests/launchers
 test-all:  TIER := --all
 # What `make test` leaves out of `make test-all`.
 test-rest: TIER := --all
-test-rest: REST := slow or beyond
+test-rest: REST := and (slow or beyond)
 
 .PHONY: help train test test-all test-rest lint format bench gpu-check wheel clean
 
@@ -49,10 +49,20 @@ train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
 
 # Kernels for GPUs run in Triton's interpreter and Numba's simulator.
-test test-all test-rest: $(INSTALLED)
-	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "$(REST)"
-	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "$(REST)"
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "$(REST)"
+define EMULATED
+	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+endef
+
+test: $(INSTALLED)
+	$(PYTEST) tests -n $(WORKERS)
+	$(EMULATED)
+
+# The long tests of processes have limits of time, and the others keep both cores busy.
+test-all test-rest: $(INSTALLED)
+	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "processes $(REST)"
+	$(EMULATED)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
