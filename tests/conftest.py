@@ -105,11 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     # What takes longest comes first, or one worker would end with it while the others have nothing left. Processes come when
     # kernels are compiled: of several one would compile while the others wait.
-    items[:] = sorted(kept, key=lambda item: (not item.get_closest_marker("slow"), in_processes(item)))
-
-
-def in_processes(item: pytest.Item) -> bool:
-    return item.get_closest_marker("processes") is not None
+    marked = pytest.Item.get_closest_marker
+    items[:] = sorted(kept, key=lambda item: (not marked(item, "slow"), bool(marked(item, "processes"))))
 
 
 def left_out(item: pytest.Item) -> bool:

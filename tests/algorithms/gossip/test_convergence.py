@@ -139,7 +139,7 @@ def test_examples_at_random_train_as_with_all_reduce(steps: int, seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "seed"), [(130, 0), (400, 1)])
+@lengths
 def test_examples_by_label_need_a_correction(steps: int, seed: int) -> None:
     expected = reached(ALL_REDUCE, by_label, steps, seed).loss
     plain, corrected = (reached(way, by_label, steps, seed).loss for way in (RING, Way(algorithms.D2)))
