@@ -296,8 +296,8 @@ def dense(module: nn.Module, communicator: Communicator) -> tuple[nn.Module, Any
 
 # Fewer steps do not tell a method that trains from one that hardly does.
 @pytest.mark.slow
-def test_trains_as_well_as_adam() -> None:
-    steps = 300
+@pytest.mark.parametrize("steps", [300, 2000])
+def test_trains_as_well_as_adam(steps: int) -> None:
     expected = run_ranks(4, training_loss, steps, dense)[0]
     assert expected < 1.0
     for kind in KINDS.values():

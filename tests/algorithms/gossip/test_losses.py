@@ -65,7 +65,10 @@ def train(name: str) -> None:
 
 
 LOSSES = [("decentralized", signal.SIGKILL, 4, 1)]
-ALL_LOSSES = list(itertools.product(ALL, ((signal.SIGKILL, 3, 2), (signal.SIGSTOP, 4, 0))))
+ALL_LOSSES = [
+    ("low_precision", (signal.SIGSTOP, 3, 0)),
+    *itertools.product(ALL, ((signal.SIGKILL, 3, 2), (signal.SIGSTOP, 4, 0))),
+]
 
 
 @pytest.mark.parametrize(

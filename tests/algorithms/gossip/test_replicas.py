@@ -12,6 +12,7 @@ import torch
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.topology import Complete, Graph, Ring, Topology, Torus
 from bagua_kernels.compression import TernGrad
+from tests import grids
 from tests.algorithms.gossip.common import ALL, BUCKET_BYTES, SHAPES, Quadratic, Task, flat, trained
 from tests.algorithms.gossip.steps import gossiped, spread
 from tests.compression.codecs import ALL as CODECS
@@ -29,6 +30,7 @@ SAMPLED = one_of_each(
     lambda case: case.codec.stochastic,
     cover=1,
 )
+STEPS = 50 if grids.EVERYTHING else 20
 Held = dict[int, dict[int, bytes]]  # of each bucket, by rank
 
 
@@ -92,11 +94,14 @@ def moved(everyone: list[list[tuple[Held, torch.Tensor]]]) -> bool:
 
 @grid(case=SAMPLED, dtype=DTYPES, cover=1)
 def test_replicas_are_those_of_their_ranks(case: CodecCase, dtype: torch.dtype) -> None:
-    """After each of 20 steps; topologies in turn. Three levels are too few for DCD where neighbours are many."""
+    """After each of 20 steps, or 50 with --all; topologies in turn.
+
+    Three levels are too few for DCD where neighbours are many.
+    """
     peers, size = GRAPHS[(CODECS.index(case) + 3 * DTYPES.index(dtype)) % len(GRAPHS)]
     if case.codec == TernGrad():
         peers, size = Ring, 2
-    check_replicas(peers(size), watched(peers(size), 20, case.codec, dtype, SHAPES))
+    check_replicas(peers(size), watched(peers(size), STEPS, case.codec, dtype, SHAPES))
 
 
 @grid(dtype=DTYPES, n=[1, 255, 257, 1009], cover=1)
