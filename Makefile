@@ -50,8 +50,8 @@ train: $(INSTALLED)
 
 # Kernels for GPUs run in Triton's interpreter and Numba's simulator.
 define EMULATED
-	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n $(WORKERS) -m "not processes $(REST)"
+	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"
 endef
 
 test: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import os
 from collections.abc import Iterator
@@ -36,6 +37,10 @@ PROFILE = settings(
 settings.register_profile("native", PROFILE, max_examples=100)
 settings.register_profile("emulated", PROFILE, max_examples=3)
 settings.load_profile("emulated" if EMULATED else "native")
+if knobs.CUDA_SIMULATOR.get() and importlib.util.find_spec("numba_cuda"):
+    from tests import simulator
+
+    simulator.install()
 
 # What a test uses that starts processes; it gets the marker `processes`.
 STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen", "Lab", "on_hosts"}
@@ -184,7 +189,8 @@ def fork_servers(request: pytest.FixtureRequest) -> None:
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory is NaN or 255, so that an element that a kernel forgets to write is seen."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # The public function imports `torch._inductor`, which takes each worker two seconds.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])

@@ -42,7 +42,7 @@ def test_import_is_fast() -> None:
     program = (
         "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"
     )
-    assert min(float(run(program)) for _ in range(3)) < 0.3
+    assert any(float(run(program)) < 0.3 for _ in range(3))
 
 
 def test_parts_are_there_after_importing_the_package_alone() -> None:

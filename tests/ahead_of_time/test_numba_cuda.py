@@ -37,7 +37,7 @@ from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.blockwise.fusion import _numba_cuda as fusion
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
-from tests.grids import grid, only
+from tests.grids import grid, one_of_each, only
 
 try:
     nvvm.NVVM()
@@ -168,7 +168,11 @@ def test_rules_after_decoding(counted: bool, divided: bool, device: SimpleNamesp
     assert violations(fused_ptx(kernel, {0: FLOAT32}, 90, device), sums_are_marked=False) == []
 
 
-@grid(rule={rule.name: rule for rule in RULES}, name=["encode", "feedback", "decode", "decode_sum", "reduce"], cover=1)
+@grid(
+    rule=one_of_each([pytest.param(rule, id=rule.name) for rule in RULES], lambda given: given.values[0].bits, cover=1),
+    name=["encode", "feedback", "decode", "decode_sum", "reduce"],
+    cover=1,
+)
 def test_every_rule(rule: BlockQuantizer, name: str, device: SimpleNamespace) -> None:
     if name == "feedback":
         kernel = fusion.message_kernel(rule, 256, FEEDBACK, (FLOAT32, FLOAT32), rule.bits > 1, False)

@@ -30,6 +30,7 @@ def test_folder_holds_all_suites() -> None:
     assert "bench/bench_elementwise.py::test_elementwise[copy_]" in names
 
 
+@pytest.mark.slow
 def test_one_file_is_measured_and_shown_as_a_table(tmp_path: Path) -> None:
     output = run("bench/bench_elementwise.py", *SMALL, "--benchmark-json", str(tmp_path / "out.json"))
     assert "AdamW: 3,000 elements" in output

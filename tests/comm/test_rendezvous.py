@@ -299,6 +299,7 @@ def exits_while_others_hang() -> None:
     raise ValueError("early")
 
 
+@pytest.mark.slow
 def test_exit_does_not_wait_for_work_under_way() -> None:
     """Gloo's own destructor would wait for the timeout of five minutes."""
     with Processes(exits_while_others_hang, 2) as processes:

@@ -257,7 +257,7 @@ def test_decode_and_apply_to_a_part_is_that_part(target: Target, codec: AbsMaxIn
     payloads = torch.stack([codec.encode(vector(n, rank).to(target.device)) for rank in range(ranks)])
     whole = [vector(n, 10 + i).to(target.device) for i in range(SGD.arrays - 1)]
     begin = first * codec.block
-    for end in (begin + codec.block + 9, n):
+    for end in (n,) if EMULATED else (begin + codec.block + 9, n):
         part = [x[begin:end].clone() for x in whole]
         codec.decode_apply(payloads, SGD, part, (0.1, 0.9, 1.0, 0.01, 1.0), first=first, total=n)
         expected = [x.clone() for x in whole]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -36,8 +37,9 @@ class Sentence:
         return sum(any(c.isalnum() for c in word) for word in self.text.split())
 
 
+@functools.cache
 def sentences(file: Path) -> list[Sentence]:
-    """Returns the sentences of a page or of a Python file."""
+    """Returns the sentences of a page or of a Python file, which nobody changes after the first call."""
     paragraphs = _page(file.read_text()) if file.suffix == ".md" else _source(file.read_text())
     return [Sentence(file, line, text) for line, paragraph in paragraphs for text in _split(paragraph)]
 

@@ -62,8 +62,8 @@ class SocketMailbox(Mailbox):
         return self._loop.bytes_sent
 
     def lost(self) -> dict[int, str]:
-        """See `Mailbox.lost`."""
-        return dict(self._loop.reasons)
+        """See `Mailbox.lost`; dropped ranks are in it although the loop may not have come to them yet."""
+        return {**dict.fromkeys(self._loop.dropped, "it was dropped"), **self._loop.reasons}
 
     def leave(self, reason: str = "") -> None:
         """See `Mailbox.leave`; takes up to a second if the host of another rank does not answer."""

@@ -140,6 +140,8 @@ class MailboxLoop(Loop):
 
     def drop(self, ranks: frozenset[int], below: int) -> None:
         """See `Mailbox.drop`; from any thread."""
+        with self._lock:
+            self.dropped |= ranks
         self.call(partial(self._drop_all, ranks, below), "drop")
 
     def forget(self) -> None:
@@ -233,7 +235,6 @@ class MailboxLoop(Loop):
 
     def _drop_all(self, ranks: frozenset[int], below: int) -> None:
         self._inbox.below = below = max(below, self._inbox.below)
-        self.dropped |= ranks
         for rank in ranks:
             self._give_up(rank, "it was dropped", "it dropped this rank")
         self._box.remove(ranks)

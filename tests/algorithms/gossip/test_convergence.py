@@ -126,6 +126,7 @@ lengths = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @lengths
 def test_examples_at_random_train_as_with_all_reduce(steps: int, seed: int) -> None:
     expected = reached(ALL_REDUCE, at_random, steps, seed).loss

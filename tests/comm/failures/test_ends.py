@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from bagua_kernels import comm
@@ -46,6 +47,7 @@ def outlives() -> None:
     kept.append(Slow())
 
 
+@pytest.mark.slow
 def test_a_survivor_ends_in_order_while_the_store_hangs() -> None:
     """What a thread asked of a store that is stopped comes back, as an error, while the interpreter ends."""
     with Processes(outlives, 2, env={"BAGUA_KERNELS_HEARTBEAT": "0.2"}) as processes:

@@ -55,7 +55,8 @@ def told(result: Any) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("absent", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [2, 0])
 def test_a_rank_that_never_starts_is_named(absent: int) -> None:
     """By all others, within the timeout, also where one of them came earlier."""
     results = run_processes(starting, 3, args=[[absent], [0.5, 0.0, 0.0]], timeout=120)

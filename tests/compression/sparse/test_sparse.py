@@ -205,7 +205,7 @@ def test_feedback_is_the_unfused_sequence(target: Target, dtype: torch.dtype, co
 
 def test_residual_counts_once_where_a_threshold_is_lowered(target: Target) -> None:
     """The sample has all large elements, so that too few reach the first threshold."""
-    n, ratio = 16_384, 0.1
+    n, ratio = 12_288, 0.1
     sample = sampled_runs(n, sample_size(n, 0.01, ratio))
     x, residual = (torch.from_numpy(make("gaussian", n, 1.0, seed)) for seed in range(2))
     x.view(-1, RUN)[sample] *= 1000
