@@ -94,7 +94,10 @@ def check_survivor(
 
 @grid(
     operation=[op if op in ("all_reduce",) else pytest.param(op, marks=pytest.mark.slow) for op in OPERATIONS],
-    fault={"killed": pytest.param(signal.SIGKILL, marks=pytest.mark.slow), "stopped": signal.SIGSTOP},
+    fault=[
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, id="stopped"),
+    ],
 )
 def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
     with Processes(repeat, RANKS, args=[operation], env=ENVIRONMENT) as processes:
