@@ -34,7 +34,8 @@ PROFILE = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-settings.register_profile("native", PROFILE, max_examples=100)
+settings.register_profile("native", PROFILE, max_examples=30)
+settings.register_profile("everything", PROFILE, max_examples=100)
 settings.register_profile("emulated", PROFILE, max_examples=3)
 settings.load_profile("emulated" if EMULATED else "native")
 if knobs.CUDA_SIMULATOR.get() and importlib.util.find_spec("numba_cuda"):
@@ -86,6 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     grids.EVERYTHING = config.getoption("--all")
+    if grids.EVERYTHING and not EMULATED:
+        settings.load_profile("everything")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -141,6 +141,7 @@ def test_reduce(sm: int, stochastic: bool, device: SimpleNamespace) -> None:
     assert violations(blockwise_ptx("reduce", FLOAT32, sm, device, stochastic=stochastic), sums_are_marked=False) == []
 
 
+@pytest.mark.slow
 @grid(name=only(["encode", "decode", "decode_sum", "reduce"], "encode", "decode_sum"), block=[32, 4096], cover=1)
 def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespace) -> None:
     ptx = blockwise_ptx(name, FLOAT32, 90, device, stochastic=True, block=block)
@@ -154,7 +155,7 @@ def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype, device:
     assert violations(fused_ptx(kernel, dict(enumerate(dtypes)), 90, device), sums_are_marked=False) == []
 
 
-@grid(weighted=[False, True], divided=[False, True], cover=1)
+@grid(weighted__divided=only([(False, False), (False, True), (True, False), (True, True)], (True, False)))
 def test_sums_of_replicas_before_encoding(weighted: bool, divided: bool, device: SimpleNamespace) -> None:
     rows = RowSum(weighted, divided)
     kernel = fusion.message_kernel(minmax(8), 256, DCD, (FLOAT32, FLOAT32), True, False, rows)

@@ -52,6 +52,7 @@ def aborting() -> None:
     print("FINE", flush=True)
 
 
+@pytest.mark.slow
 def test_gloo_abort() -> None:
     """Only the communicator that was aborted is lost, and the processes end without waiting for its work."""
     for result in run_processes(aborting, 2, timeout=50):

@@ -201,6 +201,7 @@ def with_users_group() -> None:
     print("FINE", flush=True)
 
 
+@pytest.mark.slow
 def test_users_group_is_used_and_kept() -> None:
     """As under Lightning or Accelerate."""
     for result in run_processes(with_users_group, 2, timeout=60):
@@ -267,6 +268,7 @@ def test_settings_that_differ_between_ranks(variable: str, values: list[str]) ->
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_connections_to_its_parent() -> None:
     """It ends at once, and the parents go on."""
     for result in run_processes(forks, 2, timeout=60, fresh=True):
@@ -321,6 +323,7 @@ def restarts(folder: str) -> None:
     Path(folder, f"fine{comm.rank()}").touch()
 
 
+@pytest.mark.slow
 def test_torchrun_restarts(tmp_path: Path) -> None:
     """After a rank died, the second attempt does not see its addresses."""
     script = tmp_path / "script.py"

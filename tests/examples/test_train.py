@@ -85,6 +85,7 @@ def test_algorithms_that_need_the_optimizer_or_bring_one(mnist: Path, tmp_path: 
     assert adam["bytes_per_step"] < mixed["bytes_per_step"]  # compressed after the freeze; exact means send 4/3 of it
 
 
+@pytest.mark.slow
 def test_missing_data_is_one_message(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = run("--data", tmp_path / "nowhere")

@@ -25,7 +25,7 @@ def scalars_in_float64(case: Case) -> bool:
 
 @grid(
     case=[case for case in TORCH_CASES if scalars_in_float64(case)],
-    steps=[25, pytest.param(100, marks=pytest.mark.beyond)],
+    steps=[10, pytest.param(100, marks=pytest.mark.beyond)],
 )
 def test_many_steps(case: Case, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from bagua_kernels import optim
-from tests.grids import grid, one_of_each
+from tests.grids import grid, one_of_each, only
 from tests.optim.cases import SLACK
 
 # What makes an optimizer keep other states, or use them otherwise. Muon's bfloat16 iteration magnifies one rounding.
@@ -352,7 +352,7 @@ def test_memory_held_is_torchs(name: str, new_objects: None) -> None:
     assert ours <= 1.01 * theirs
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", only(CASES, "adamw", "lamb", "sgd_momentum", "muon"))
 def test_nothing_piles_up(name: str, new_objects: None) -> None:
     """Although every gradient is a new tensor; and nothing outlives the optimizer."""
     parameters = new_parameters(name)

@@ -137,7 +137,7 @@ def random_gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torc
 
 
 @by_name
-@pytest.mark.parametrize("steps", [40, pytest.param(100, marks=pytest.mark.beyond)])
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.beyond)])
 def test_many_steps_end_where_torch_does(case: Case, steps: int) -> None:
     ours, theirs = Run(optim, case, random(SHAPES, 0)), Run(torch.optim, case, random(SHAPES, 0), foreach=False)
     magnitudes = Magnitudes(theirs.tensors())

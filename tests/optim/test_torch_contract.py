@@ -278,6 +278,7 @@ json.dump(counts, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_hooks_run_once_where_torchs_classes_come_later() -> None:
     command = [sys.executable, "-c", BEFORE_TORCH, *pairs.NAMES]
     root = Path(__file__).parents[2]

@@ -270,7 +270,7 @@ def test_capturable_is_for_accelerators(name: str) -> None:
 
 
 @torch_imports_its_past
-@every_optimizer
+@pytest.mark.parametrize("name", only(OPTIONS, "AdamW", "LAMB", "SGD", "Muon"))
 def test_compiled_steps(name: str) -> None:
     torch._dynamo.reset()
     models = Net(), Net()

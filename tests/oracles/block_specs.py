@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 
+from tests import grids
 from tests.oracles import block_quantizers as bq
 from tests.oracles.block_rules import Spec
 from tests.oracles.vectors import (
@@ -12,7 +13,7 @@ from tests.oracles.vectors import (
 )
 from tests.oracles.vectors import deterministic as thorough
 
-deterministic = settings(thorough, max_examples=50)
+deterministic = settings(thorough, max_examples=50 if grids.EVERYTHING else 15)
 
 NEAREST = {
     "minmax8": Spec("minmax", 256),

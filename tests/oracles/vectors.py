@@ -6,6 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests import grids
+
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 U32 = npt.NDArray[np.uint32]
@@ -15,7 +17,7 @@ FLOAT32_TINIEST = 2.0**-149
 BLOCKS = (32, 64, 256, 4096)
 KINDS = ("gaussian", "heavy", "constant", "one_hot", "subnormal", "offset", "ties", "zeros", "mixed_scales")
 
-deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=150 if grids.EVERYTHING else 40)
 
 
 def f32(*values: float) -> F32:

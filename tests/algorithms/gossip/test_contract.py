@@ -18,7 +18,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import ALL, CASES, Case, flat
 from tests.algorithms.local_steps import common as local_steps
 from tests.algorithms.ranks import Odd, batch, fill
-from tests.grids import grid
+from tests.grids import grid, only
 
 # Algorithms with local steps meet after each second step here.
 LOCAL = {"local_sgd": {}, "slow_mo": {}, "diloco": {}, "delayed": {"delay": 1}}
@@ -27,6 +27,7 @@ EVERY: dict[str, Any] = {
     **{name: replace(local_steps.ALL[name], options={"interval": 2, **more}) for name, more in LOCAL.items()},
 }
 every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
+several = pytest.mark.parametrize("name", only(EVERY, "decentralized", "choco", "diloco"))
 
 
 def made(case: Case, module: nn.Module, communicator: Communicator, lr: float = 0.1, **options: Any) -> tuple[Any, Any]:
@@ -263,9 +264,10 @@ def test_layouts_of_parameters_stay(case: Case, module: Callable[[], nn.Module])
         assert not torch.equal(end, start)
 
 
-@every
-def test_channels_last_trains_as_contiguous(case: Case) -> None:
+@several
+def test_channels_last_trains_as_contiguous(name: str) -> None:
     """Values go to the same places, whatever order memory has."""
+    case = EVERY[name]
     exact = {"codec": "identity"} if case in (ALL["low_precision"], ALL["choco"]) else {}
 
     def rank(communicator: Communicator, last: bool) -> torch.Tensor:

@@ -167,7 +167,7 @@ def test_differences_go_through_the_codec(case: CodecCase) -> None:
     [
         pytest.param("minmax_uint8", 8, 0.4, 60, marks=pytest.mark.slow),
         ("minmax_uint4", 5, 0.4, 40),
-        ("qsgd:bits=4", 3, 0.3, 40),
+        pytest.param("qsgd:bits=4", 3, 0.3, 40, marks=pytest.mark.slow),
         pytest.param("fp8", 2, 0.3, 20, marks=pytest.mark.slow),
         ("sign", 3, 0.2, 120),
         pytest.param("topk:ratio=0.1", 2, 0.1, 150, marks=pytest.mark.slow),

@@ -227,6 +227,7 @@ def joins_by_itself() -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 def test_the_launchers_environment_is_joined() -> None:
     results = run_processes(joins_by_itself, 2, timeout=60)
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]

@@ -205,6 +205,7 @@ def test_missing_process(tmp_path: Path) -> None:
     assert [one["ranks"] for one in json.loads(path.read_text())["findings"]] == [[1]]
 
 
+@pytest.mark.slow
 def test_import_leaves_the_doctor_alone() -> None:
     """A program that only communicates loads none of it."""
     program = "import sys, bagua_kernels.comm; print([n for n in sys.modules if 'doctor' in n or 'interfaces' in n])"

@@ -46,6 +46,7 @@ def working() -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sockets", ["0", pytest.param("2", marks=pytest.mark.slow)], ids=["gloo", "sockets"])
 def test_a_killed_rank_with_a_forked_child_is_named_at_once(sockets: str) -> None:
     """No connection of Gloo's breaks, and the timeout is far; but the process is gone."""

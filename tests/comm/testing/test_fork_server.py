@@ -50,6 +50,7 @@ def test_copies_end_as_processes_do(how: str, code: int) -> None:
         assert ("ValueError: as asked" in result.stderr) == (how == "raises")
 
 
+@pytest.mark.slow
 def test_sets_of_two_ranks_have_different_orders() -> None:
     first, second = (result.stdout for result in run_processes(told_order, 2))
     assert sorted(eval(first)) == sorted(eval(second))

@@ -295,6 +295,7 @@ def launch(folder: Path, words: list[str], **variables: str) -> subprocess.Compl
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_job_runs_though_the_probe_fails(job: Path) -> None:
     ended = launch(job, ["--", "./torchrun", "--nproc-per-node", "2", "script.py", "seen", "5"], GIVEN="x")
     assert ended.returncode == 5, ended.stderr

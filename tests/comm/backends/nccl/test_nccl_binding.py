@@ -103,6 +103,7 @@ def test_nothing_stays_in_a_group_when_a_send_fails() -> None:
     assert world.gpus[0].group is None
 
 
+@pytest.mark.slow
 def test_import_does_not_load_cupy() -> None:
     program = "import sys, bagua_kernels.comm.backends.nccl.communicator; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[4], check=True, timeout=60)

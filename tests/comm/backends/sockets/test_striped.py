@@ -21,7 +21,7 @@ from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES
 from tests.comm.values import bits, check, oracle, same, values
-from tests.grids import grid
+from tests.grids import grid, only
 
 BASE = Tuning(
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), ((EVER, "base"),))
@@ -46,7 +46,7 @@ def test_contract(case: Callable[[Communicator], None], size: int) -> None:
         striped(size, case)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", only([2, 3], 3))
 def test_contract_around_rings(size: int) -> None:
     """Where the table says so for every size."""
     rings = Tuning(
