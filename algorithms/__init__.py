@@ -24,6 +24,7 @@ from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop as OuterLo
 from bagua_kernels.algorithms.local_steps.outer_nesterov import OuterNesterov as OuterNesterov
 from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
+from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
@@ -78,6 +79,7 @@ __all__ = [
     "RoundAlgorithm",
     "SignSGD",
     "SlowMo",
+    "SparseLoCo",
     "Stats",
     "StochasticGradientPush",
     "TernGrad",

@@ -37,18 +37,15 @@ class ModelOptions(TypedDict, total=False):
 class ModelAlgorithm(Algorithm):
     """Base of the algorithms that exchange parameters; each rank has its own parameters between exchanges.
 
-    Trainable parameters become views of flat buckets. Gradients stay this rank's. The optimizer's step is local, and so is
-    its state. Buffers, such as the statistics of batch norm, stay local in training: a rank's statistics belong to its
-    parameters. `synchronize` averages them.
+    Trainable parameters become views of flat buckets. Gradients, the optimizer's step and its state stay local. So do buffers in
+    training: the statistics of a batch norm belong to a rank's own parameters. `synchronize` averages them.
 
     A subclass has `at_forward`, `at_step_begin` and `at_step_end`, which are called on the training thread.
 
     Attributes:
-        alignment: elements to whose multiples parameters are aligned in a bucket.
         average_states: True if `synchronize` averages the optimizer's states, too.
     """
 
-    alignment = 1
     # Ranks that mix with neighbours have no common mean of gradients that weights could change.
     weighable = False
 
@@ -102,7 +99,7 @@ class ModelAlgorithm(Algorithm):
         """See `Algorithm._start`."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         kinds = {name: self.kind(name, parameter) for name, parameter in trained.items()}
-        self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment, kinds=kinds)
+        self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment_of, kinds=kinds)
         self._mailbox = open_mailbox(self._communicator)
         self.open(self._mailbox)
         self.restart()
@@ -117,7 +114,10 @@ class ModelAlgorithm(Algorithm):
 
     def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Returns what the parameters of a bucket have in common beside their dtype."""
-        return None
+
+    def alignment_of(self, kind: Any) -> int:
+        """Returns the elements to whose multiples parameters of a kind are aligned in a bucket."""
+        return 1
 
     def open(self, mailbox: Mailbox) -> None:
         """Makes what exchanges need; called once on several ranks, with parameters in `flat`; collective."""
@@ -296,5 +296,5 @@ class ModelAlgorithm(Algorithm):
         if several:
             self.restart()
             self.load_vectors(states)
-        if several and len(states) == 1:
-            self.load_numbers(states[0]["numbers"])
+            if len(states) == 1:
+                self.load_numbers(states[0]["numbers"])

@@ -28,6 +28,8 @@ from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.blockwise.fusion import _triton as fusion
 from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, RowSum
+from bagua_kernels.launchers.chunks import INFINITE, Record
+from bagua_kernels.launchers.chunks import _triton as chunks
 from bagua_kernels.launchers.elementwise import _triton as elementwise
 from bagua_kernels.launchers.multitensor import MASTER, Variant
 from bagua_kernels.launchers.multitensor import _triton as multitensor
@@ -37,6 +39,7 @@ from bagua_kernels.rules.gossip import ADDED, DCD_TOTAL
 from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RMSPROP_CENTERED_MOMENTUM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
+from bagua_kernels.rules.two_magnitudes import LEAST_FIELD
 from bench import speed
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -233,6 +236,35 @@ def select_ptx(name: str, dtype: torch.dtype, sm: int, *, n: str = "i32", add: b
     values = {"BLOCK": block, "SPAN": CHUNK, "N_ROUNDS": ROUNDS, "ADD": add}
     constants = {a: values[a] for a in kernel.arg_names if a in values}
     return compiled(kernel, signature, constants, sm, num_warps=select.WARPS, **EXACT)
+
+
+def chunks_ptx(
+    name: str,
+    record: Record,
+    dtype: torch.dtype,
+    sm: int,
+    *,
+    residual: bool = False,
+    start: bool = False,
+    counted: bool = False,
+) -> str:
+    """The PTX of a kernel of chunked top-k."""
+    kernel = chunks.kernel(name, dtype)
+    types = {
+        "x_ptr": POINTERS[dtype],
+        "records_ptr": "*i32",
+        "record_ptr": "*i32",
+        "flags_ptr": "*i32",
+        "senders_ptr": "*i32",
+    }
+    types |= {"start_ptr": "*fp32", "residual_ptr": "*fp32", "out_ptr": "*fp32", "beta": "fp32"}
+    types |= dict.fromkeys(("n", "k", "last"), "i32")
+    high, codes, _ = record.starts
+    values: dict[str, Any] = {"RESIDUAL": residual, "START": start, "COUNTED": counted, **chunks.form_of(record)}
+    values |= {"BEYOND": INFINITE, "LEAST": LEAST_FIELD, "BITS": triton.next_power_of_2(32 * (codes - high))}
+    signature = {a: types[a] for a in kernel.arg_names if a in types}
+    constants = {a: values[a] for a in kernel.arg_names if a in values}
+    return compiled(kernel, signature, constants, sm, num_warps=chunks.WARPS, **EXACT)
 
 
 def assembler(sm: int) -> Path:

@@ -26,6 +26,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "launchers/blockwise",
         "launchers/multitensor",
         "launchers/select",
+        "launchers/chunks",
         "launchers/low_rank",
         "bucket",
         "compression/codec",

@@ -50,7 +50,7 @@ class D2(RoundAlgorithm):
         Args:
             module: as for `RoundAlgorithm`.
             optimizer: as for `RoundAlgorithm`.
-            peers: as for `Decentralized`, or "lazy_ring"; of one symmetric matrix W, whose eigenvalues are above -1/3.
+            peers: as for `Decentralized`, "lazy_ring", or "chain"; of one symmetric matrix W, whose eigenvalues are above -1/3.
             **options: as for `RoundAlgorithm`.
 
         Raises:

@@ -52,12 +52,15 @@ class Differences(RoundAlgorithm):
         if not isinstance(self.codec, Codec):
             raise TypeError(f"expected a codec, or the spec of one, got {codec!r}")
         self.peers, self.seed = peers, seed
-        self.alignment = self.codec.block
         self._guards: dict[int, _Guard] = {}
         self._decay: float | None = None
         self._payloads: dict[int, torch.Tensor] = {}
         self._counts: dict[int, torch.Tensor | None] = {}
         super().__init__(module, optimizer, **options)
+
+    def alignment_of(self, kind: Any) -> int:
+        """See `ModelAlgorithm.alignment_of`."""
+        return self.codec.block
 
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
         """See `Algorithm._misfit`."""

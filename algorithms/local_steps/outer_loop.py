@@ -122,7 +122,6 @@ class OuterLoop(RoundAlgorithm):
         self.delay, self.blend = delay, blend
         self._rebases = delay > 0 and blend is None
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
-        self.alignment = self.assignment.alignment()
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
         self._policy = Scheduled(self.assignment.last_start)
         self._rounds: Communicator | None = None
@@ -156,6 +155,10 @@ class OuterLoop(RoundAlgorithm):
         """See `ModelAlgorithm.kind`: what no codec encodes lies in buckets of its own."""
         schedule, exact = self.assignment.place(name, parameter)
         return Kind(self.part(name, parameter), None if exact or not schedule.codecs else schedule)
+
+    def alignment_of(self, kind: Kind) -> int:
+        """See `ModelAlgorithm.alignment_of`: whole blocks of the codecs that encode the kind."""
+        return max((codec.block for codec in kind.schedule.codecs), default=1) if kind.schedule is not None else 1
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
@@ -191,15 +194,23 @@ class OuterLoop(RoundAlgorithm):
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        start, difference = self.start(bucket), self._differences[bucket.index]
-        # In float32, from `start` as parameters can hold it: without a step the difference is zero.
-        difference.flat.copy_(start.to(bucket.flat.dtype)).sub_(bucket.flat)
+        self.take_difference(bucket, self._differences[bucket.index])
         if self._rebases:
             self._sent(bucket).copy_(bucket.flat)
         # Encoding takes place beside training.
         yield FINISHED
         if self._communicator.size > 1:
             yield from self._exchanges[bucket.index].run(turn)
+
+    def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
+        """Takes a bucket's pseudo-gradient, on the training thread.
+
+        Args:
+            bucket: of the parameters.
+            difference: for the pseudo-gradient, in float32.
+        """
+        # From `start` as parameters can hold it: without a step the difference is zero.
+        difference.flat.copy_(self.start(bucket).to(bucket.flat.dtype)).sub_(bucket.flat)
 
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""

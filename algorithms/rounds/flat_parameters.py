@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -27,7 +27,7 @@ class FlatParameters:
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         bucket_bytes: int = 10 << 20,
-        align: int = 1,
+        align: int | Callable[[Hashable], int] = 1,
         kinds: Mapping[str, Hashable] | None = None,
     ) -> None:
         """Moves parameters into buckets.
@@ -35,7 +35,7 @@ class FlatParameters:
         Args:
             parameters: dense, by name, on one device.
             bucket_bytes: size from which a bucket takes no more parameters.
-            align: elements to whose multiples parameters are aligned in a bucket.
+            align: elements to whose multiples parameters are aligned in a bucket, or what returns them for a kind.
             kinds: of parameters, by name: a bucket has those of one kind. All are the same if None.
 
         Raises:
@@ -54,7 +54,7 @@ class FlatParameters:
         for index, positions in enumerate(partition(tensors, bucket_bytes, of) if tensors else []):
             bucket = Bucket(
                 [tensors[position] for position in positions],
-                align=align,
+                align=align if isinstance(align, int) else align(of[positions[0]]),
                 index=index,
                 kind=of[positions[0]],
                 names=[names[position] for position in positions],

@@ -12,6 +12,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.topology import (
     Complete,
+    Graph,
     Lazy,
     Needs,
     OnePeerExponential,
@@ -39,6 +40,7 @@ _NAMED: dict[str, Callable[[int], Topology]] = {
     "one_peer_exponential": OnePeerExponential,
     "random": lambda size: RandomMatching(size, seed=0),
     "lazy_ring": lambda size: Lazy(Ring(size)),
+    "chain": lambda size: Graph(size, [(rank, rank + 1) for rank in range(size - 1)]),
 }
 
 
@@ -46,7 +48,8 @@ def topology_of(peers: Peers, size: int) -> Topology:
     """Returns the topology that a name stands for, or the given one.
 
     Args:
-        peers: "all", "shift_one", "ring", "torus", "exponential", "one_peer_exponential", "random", "lazy_ring", or a topology.
+        peers: "all", "shift_one", "ring", "torus", "exponential", "one_peer_exponential", "random", "lazy_ring", "chain", or a
+            topology.
         size: the number of ranks.
 
     Raises:

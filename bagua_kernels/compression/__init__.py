@@ -27,6 +27,7 @@ from bagua_kernels.compression.powersgd.low_rank import AlternatingLowRank as Al
 from bagua_kernels.compression.powersgd.low_rank import LowRank as LowRank
 from bagua_kernels.compression.qsgd import QSGD as QSGD
 from bagua_kernels.compression.sign import Sign as Sign
+from bagua_kernels.compression.sparse.chunked import ChunkedTopK as ChunkedTopK
 from bagua_kernels.compression.sparse.randomk import RandomK as RandomK
 from bagua_kernels.compression.sparse.threshold_topk import ThresholdTopK as ThresholdTopK
 from bagua_kernels.compression.sparse.topk import TopK as TopK

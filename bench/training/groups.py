@@ -27,7 +27,8 @@ TRIED = [["ddp", *(f"{name} if faster" for name in names)] for names in (OURS[:4
 DECENTRALIZED = [
     ["ddp", "allreduce", "decentralized", "sgp"],
     ["ddp", "allreduce", "lowprec 8", "lowprec 2"],
-    ["ddp", "allreduce", "choco", "d2"],
+    ["ddp", "allreduce", "choco"],
+    ["ddp", "allreduce", "d2 chain", "d2"],
 ]
 DELAYED = ["ddp", "allreduce", "decentralized"]
 DELAY, DELAYED_RATE = 20.0, 500.0  # ms one way; a delay costs the processor's time, in proportion to the rate

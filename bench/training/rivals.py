@@ -33,6 +33,8 @@ NEIGHBOURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "lowprec 2": (algorithms.LowPrecisionDecentralized, {"codec": "minmax_uint2:stochastic=true"}),
     "choco": (algorithms.Choco, {"codec": "minmax_uint8"}),
     "d2": (algorithms.D2, {"peers": "lazy_ring"}),
+    # Four ranks send 6 models per step, as in a ring all-reduce; around a ring it is 8.
+    "d2 chain": (algorithms.D2, {"peers": "chain"}),
 }
 OURS |= {
     **{

@@ -21,7 +21,10 @@ from tests.algorithms.ranks import Odd, batch, fill
 from tests.grids import grid, only
 
 # Algorithms with local steps meet after each second step here.
-LOCAL = {"local_sgd": {}, "slow_mo": {}, "diloco": {}, "delayed": {"delay": 1}}
+LOCAL: dict[str, dict[str, Any]] = {
+    **{"local_sgd": {}, "slow_mo": {}, "diloco": {}, "delayed": {"delay": 1}},
+    "sparse_loco": {"codec": "chunked_topk:k=4,chunk=32"},
+}
 EVERY: dict[str, Any] = {
     **ALL,
     **{name: replace(local_steps.ALL[name], options={"interval": 2, **more}) for name, more in LOCAL.items()},

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bagua_kernels.algorithms.rounds.mixing import topology_of
 from bagua_kernels.comm.topology import Complete, GivenMatrix, Graph, OnePeerExponential, RandomMatching, Ring, Topology
 from tests.algorithms.gossip.common import (
     CASES,
@@ -41,6 +42,11 @@ def lazy_ring(size: int) -> Topology:
     return GivenMatrix(size, gossip.lazy(Ring(size).matrix()).tolist())
 
 
+def chain(size: int) -> Topology:
+    """The connected graph with the fewest edges that some rank ends."""
+    return topology_of("chain", size)
+
+
 def random(size: int) -> Topology:
     return RandomMatching(size, 3)
 
@@ -69,7 +75,7 @@ OTHERS: dict[str, list[Callable[[int], Topology]]] = {
     "decentralized": [tree, random],
     "low_precision": [Complete, tree],
     "choco": [Complete, tree],
-    "d2": [Complete, lazy_tree, lazy_ring],
+    "d2": [Complete, lazy_tree, lazy_ring, chain],
     "push": [Ring, tree, random],
 }
 

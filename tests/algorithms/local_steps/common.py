@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_kernels.algorithms import Algorithm, DiLoCo, LocalSGD, PostLocalSGD, SlowMo
+from bagua_kernels.algorithms import Algorithm, DiLoCo, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression import ChunkedTopK
 from tests.algorithms.gossip.common import BUCKET_BYTES, SHAPES, Quadratic, Task, falling, flat
 
 
@@ -35,6 +36,8 @@ ALL = {
     "diloco, sign": Case(DiLoCo, {"codec": "sign", "exact": (), "min_numel": 0}),
     "streaming": Case(DiLoCo, {"fragments": 2, "delay": 1, "blend": 0.5}),
     "delayed": Case(DiLoCo, {"delay": 3}),
+    "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32)}),
+    "sparse_loco, delayed": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32), "delay": 2, "reduce": "mean"}),
 }
 
 

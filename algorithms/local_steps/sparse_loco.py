@@ -1,0 +1,116 @@
+"""Local steps whose pseudo-gradients are sparse, with a decayed residual instead of a momentum: SparseLoCo."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypedDict, Unpack
+
+import torch
+
+from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator
+from bagua_kernels.compression import ChunkedTopK, Codec
+from bagua_kernels.compression.codec import from_spec
+
+
+class SparseOptions(TypedDict, total=False):
+    """Keyword arguments of `SparseLoCo` that are those of `OuterLoop`."""
+
+    exact: str | tuple[str, ...] | list[str]
+    delay: int
+    blend: float | None
+    communicator: Communicator | None
+    bucket_bytes: int
+    average_states: bool
+
+
+@register
+class SparseLoCo(OuterLoop):
+    """Ranks train by themselves, and send their largest changes at times (SparseLoCo, Sarfi et al., 2025, algorithm 1).
+
+    1. Take `interval` steps of the optimizer, which is AdamW in the paper.
+    2. e = beta e + (start - x), the residual of this rank.
+    3. v = the largest elements of e in each chunk, with their signs and two magnitudes; e -= v.
+    4. d = the mean of all ranks' v. An element is divided by the number of ranks that have sent it, or by that of all ranks.
+    5. start -= outer_lr d, and x = start, at once or after `delay` steps, see `OuterLoop`.
+
+    The decayed residual takes the place of an outer momentum, which harms here. Biases, norms and tensors below one chunk are
+    averaged as they are. A rank sends 0.0205 bytes per element and other rank in a round.
+    """
+
+    name = "sparse_loco"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval: int = 30,
+        outer_lr: float = 1.0,
+        beta: float = 0.95,
+        codec: ChunkedTopK | str = "chunked_topk:k=64,chunk=4096",
+        reduce: Literal["contributors", "mean"] = "contributors",
+        **options: Unpack[SparseOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `OuterLoop`.
+            optimizer: as for `OuterLoop`.
+            interval: as for `OuterLoop`.
+            outer_lr: of step 5. The paper has 1, and less in the last part of training.
+            beta: of step 2, from 0 to 1.
+            codec: of step 3, or its spec.
+            reduce: what step 4 divides by: "contributors" as published programs do, or "mean" as the paper does.
+            **options: as for `OuterLoop`.
+
+        Raises:
+            TypeError: as for `OuterLoop`, or the codec is no `ChunkedTopK`.
+            ValueError: a number does not fit, or as for `OuterLoop`.
+        """
+        found: Codec = from_spec(codec) if isinstance(codec, str) else codec
+        if not isinstance(found, ChunkedTopK):
+            raise TypeError(f"expected codec to be a ChunkedTopK or the spec of one, got {codec!r}")
+        if not outer_lr > 0 or not 0 <= beta <= 1:
+            raise ValueError(f"outer_lr must be above 0, beta from 0 to 1, got {outer_lr=} and {beta=}")
+        if reduce not in ("contributors", "mean"):
+            raise ValueError(f"reduce must be 'contributors' or 'mean', got {reduce!r}")
+        self.outer_lr, self.beta, self.reduce, self.codec = outer_lr, beta, reduce, found
+        super().__init__(module, optimizer, interval=interval, codec=found, min_numel=found.chunk, **options)
+
+    @property
+    def acts_alone(self) -> bool:
+        """See `Algorithm.acts_alone`."""
+        return self.outer_lr != 1.0
+
+    def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
+        """See `OuterLoop.exchange_for`."""
+        if difference.kind is None:
+            return super().exchange_for(difference, communicator)
+        return GatheredMean(difference, communicator, self.codec, self.reduce == "contributors")
+
+    def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
+        """See `OuterLoop.take_difference`; one pass makes the payload and the residual."""
+        exchange = self._exchanges[bucket.index]
+        if isinstance(exchange, GatheredMean) and self._communicator.size > 1:
+            self.codec.encode_outer(
+                self.start(bucket), bucket.flat, self._residual(bucket), self.beta, out=exchange.payload
+            )
+        else:
+            super().take_difference(bucket, difference)
+
+    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
+        """See `OuterLoop.outer_step`."""
+        start.sub_(mean if self.outer_lr == 1.0 else mean.mul_(self.outer_lr))
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], GatheredMean))
+        return math.hypot(*(float(self._residual(bucket).norm()) for bucket in sparse))
+
+    def _residual(self, bucket: Bucket) -> torch.Tensor:
+        return self.flat.kept(bucket, "residual")
