@@ -105,8 +105,8 @@ def set_bits(words, at, value):
             words[word + 1] |= np.int32(rest)
 
 
-def write_record(values, k, record, keys, found, places, bins, inside, indices, kept):
-    """Writes the record of a chunk. All other arguments are room.
+def write_record(values, k, form, record, keys, found, places, bins, inside, indices, kept):
+    """Writes the record of a chunk of a form. All other arguments are room.
 
     Returns:
         The word of both magnitudes, and True if all elements are finite.
@@ -163,24 +163,25 @@ def write_record(values, k, record, keys, found, places, bins, inside, indices, 
     elif many > 0:
         b = magnitude_bits(large, many, greatest)
     magnitudes = np.int32((b << 16) | a)
+    low, high_at, codes_at, magnitudes_at = form
     record[:] = 0
     for j in range(k):
         index = indices[j]
-        if LOW > 0:
-            set_bits(record, j * LOW, index & ((1 << LOW) - 1))
-        set_bits(record, 32 * HIGH_AT + (index >> LOW) + j, 1)
+        if low > 0:
+            set_bits(record, j * low, index & ((1 << low) - 1))
+        set_bits(record, 32 * high_at + (index >> low) + j, 1)
         code = 0
         if kept[j] >= INFINITE or (finite and steps_of(kept[j], greatest) > middle):
             code = 1
         if float_bits(values[index]) < 0:
             code |= 2
         kept[j] = code
-        set_bits(record, 32 * CODES_AT + 2 * j, code)
-    record[MAGNITUDES_AT] = magnitudes
+        set_bits(record, 32 * codes_at + 2 * j, code)
+    record[magnitudes_at] = magnitudes
     return magnitudes, finite
 
 
-def encode_chunk(x, start, residual, beta, k, record):
+def encode_chunk(x, start, residual, beta, k, form, record):
     values = np.empty(x.size, np.float32)
     keys, inside = np.empty(x.size, np.int32), np.empty(x.size, np.int32)
     found, places = np.empty(x.size + 1, np.int32), np.empty(x.size + 1, np.int32)
@@ -192,7 +193,7 @@ def encode_chunk(x, start, residual, beta, k, record):
             values[i] = beta * residual[i] + load(x[i])
         else:
             values[i] = load(x[i])
-    magnitudes, finite = write_record(values, k, record, keys, found, places, bins, inside, indices, kept)
+    magnitudes, finite = write_record(values, k, form, record, keys, found, places, bins, inside, indices, kept)
     if WITH_RESIDUAL:
         for i in range(x.size):
             residual[i] = values[i]
@@ -204,7 +205,7 @@ def encode_chunk(x, start, residual, beta, k, record):
                     residual[i] = 0.0
 
 
-def encode_tasks(x, start, residual, beta, k, last, chunk, records):
+def encode_tasks(x, start, residual, beta, k, last, chunk, form, records):
     for c in numba.prange(records.shape[0]):
         begin, end = c * chunk, min((c + 1) * chunk, x.size)
         count = k
@@ -212,11 +213,11 @@ def encode_tasks(x, start, residual, beta, k, last, chunk, records):
             count = last
         part = x[begin:end]
         if WITH_START:
-            encode_chunk(part, start[begin:end], residual[begin:end], beta, count, records[c])
+            encode_chunk(part, start[begin:end], residual[begin:end], beta, count, form, records[c])
         elif WITH_RESIDUAL:
-            encode_chunk(part, start, residual[begin:end], beta, count, records[c])
+            encode_chunk(part, start, residual[begin:end], beta, count, form, records[c])
         else:
-            encode_chunk(part, start, residual, beta, count, records[c])
+            encode_chunk(part, start, residual, beta, count, form, records[c])
 
 
 def read_bits(words, at, bits):
@@ -228,29 +229,30 @@ def read_bits(words, at, bits):
     return np.int64((wide >> np.uint64(shift)) & np.uint64((1 << bits) - 1))
 
 
-def add_record(record, k, out, senders, flags):
-    """Adds the entries of a record to a chunk, and counts them."""
-    magnitudes = record[MAGNITUDES_AT]
+def add_record(record, k, form, out, senders, flags):
+    """Adds the entries of a record of a form to a chunk, and counts them."""
+    low, high_at, codes_at, magnitudes_at = form
+    magnitudes = record[magnitudes_at]
     count, before = 0, np.int64(-1)
-    for w in range(HIGH_AT, CODES_AT):
+    for w in range(high_at, codes_at):
         word = np.uint32(record[w])
         while word != 0:
             lowest = word & (~word + np.uint32(1))
             word ^= lowest
-            bit = np.int64(32 * (w - HIGH_AT))
+            bit = np.int64(32 * (w - high_at))
             while lowest > 1:
                 lowest >>= np.uint32(1)
                 bit += 1
             if count >= k:
                 flags[0] = 1
                 return
-            index = (bit - count) << LOW
-            if LOW > 0:
-                index |= read_bits(record, count * LOW, LOW)
+            index = (bit - count) << low
+            if low > 0:
+                index |= read_bits(record, count * low, low)
             if index <= before or index >= out.size:
                 flags[0] = 1
                 return
-            code = np.int32(read_bits(record, 32 * CODES_AT + 2 * count, 2))
+            code = np.int32(read_bits(record, 32 * codes_at + 2 * count, 2))
             out[index] += magnitude_value(code, magnitudes)
             if COUNTED:
                 senders[index] += 1
@@ -260,11 +262,11 @@ def add_record(record, k, out, senders, flags):
         flags[0] = 1
 
 
-def decode_chunk(records, c, k, out, scale, flags):
+def decode_chunk(records, c, k, form, out, scale, flags):
     senders = np.zeros(out.size if COUNTED else 1, np.int32)
     out[:] = 0
     for rank in range(records.shape[0]):
-        add_record(records[rank, c], k, out, senders, flags)
+        add_record(records[rank, c], k, form, out, senders, flags)
     for i in range(out.size):
         if COUNTED:
             out[i] = out[i] / np.float32(max(senders[i], 1))
@@ -272,12 +274,12 @@ def decode_chunk(records, c, k, out, scale, flags):
             out[i] *= scale
 
 
-def decode_tasks(records, out, scale, k, last, chunk, flags):
+def decode_tasks(records, out, scale, k, last, chunk, form, flags):
     for c in numba.prange(records.shape[1]):
         count = k
         if c == records.shape[1] - 1:
             count = last
-        decode_chunk(records, c, count, out[c * chunk : (c + 1) * chunk], scale, flags)
+        decode_chunk(records, c, count, form, out[c * chunk : (c + 1) * chunk], scale, flags)
 
 
 RULES = {
@@ -293,22 +295,21 @@ RULES = {
 }
 
 
-def form_of(record: Record) -> dict[str, Any]:
-    high, codes, magnitudes = record.starts
-    numbers = {
-        "SHIFT": SHIFT,
-        "BINS": BINS,
-        "STRIDE": STRIDE,
-        "INFINITE": INFINITE,
-        "LEAST_FIELD": two_magnitudes.LEAST_FIELD,
-    }
-    return {**numbers, "LOW": record.low_bits, "HIGH_AT": high, "CODES_AT": codes, "MAGNITUDES_AT": magnitudes}
+NUMBERS = {
+    **{"SHIFT": SHIFT, "BINS": BINS, "STRIDE": STRIDE, "INFINITE": INFINITE},
+    "LEAST_FIELD": two_magnitudes.LEAST_FIELD,
+}
+
+
+def form_of(record: Record) -> tuple[int, int, int, int]:
+    """The lower bits of an index, and where the parts of a record begin."""
+    return (record.low_bits, *record.starts)
 
 
 @functools.cache
-def encode_kernel(record: Record, dtype: torch.dtype, with_residual: bool, with_start: bool, parallel: bool) -> Any:
-    """The compiled kernel of a form and of what it encodes."""
-    names: dict[str, Any] = {**RULES, **form_of(record), "load": LOAD[dtype], "store": STORE[dtype]}
+def encode_kernel(dtype: torch.dtype, with_residual: bool, with_start: bool, parallel: bool) -> Any:
+    """The compiled kernel of what it encodes."""
+    names: dict[str, Any] = {**RULES, **NUMBERS, "load": LOAD[dtype], "store": STORE[dtype]}
     names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "PARALLEL": parallel}
     for helper in (sampled_threshold, threshold_of, middle_of, set_bits, write_record, encode_chunk):
         names[helper.__name__] = compile_template(helper, names, helper=True)
@@ -316,9 +317,9 @@ def encode_kernel(record: Record, dtype: torch.dtype, with_residual: bool, with_
 
 
 @functools.cache
-def decode_kernel(record: Record, counted: bool, parallel: bool) -> Any:
-    """The compiled kernel of a form, which counts contributors or does not."""
-    names: dict[str, Any] = {**RULES, **form_of(record), "COUNTED": counted, "PARALLEL": parallel}
+def decode_kernel(counted: bool, parallel: bool) -> Any:
+    """The compiled kernel, which counts contributors or does not."""
+    names: dict[str, Any] = {**RULES, **NUMBERS, "COUNTED": counted, "PARALLEL": parallel}
     for helper in (read_bits, add_record, decode_chunk):
         names[helper.__name__] = compile_template(helper, names, helper=True)
     return compile_template(decode_tasks, names, parallel=parallel)
@@ -335,10 +336,10 @@ def encode(
     """See `bagua_kernels.launchers.chunks.encode`."""
     nothing = np.empty(0, np.float32)
     alone = runs_alone(x.numel())
-    run = encode_kernel(record, x.dtype, residual is not None, start is not None, not alone)
+    run = encode_kernel(x.dtype, residual is not None, start is not None, not alone)
     arrays = (array(x), *(nothing if each is None else array(each) for each in (start, residual)))
     last = record.kept_in_last(x.numel())
-    arguments = (*arrays, np.float32(beta), record.k, last, record.chunk, array(records))
+    arguments = (*arrays, np.float32(beta), record.k, last, record.chunk, form_of(record), array(records))
     if alone:
         run(*arguments)
     else:
@@ -350,9 +351,18 @@ def decode_sum(
 ) -> None:
     """See `bagua_kernels.launchers.chunks.decode_sum`."""
     alone = runs_alone(out.numel())
-    run = decode_kernel(record, contributors, not alone)
+    run = decode_kernel(contributors, not alone)
     last = record.kept_in_last(out.numel())
-    arguments = (array(records), array(out), np.float32(scale), record.k, last, record.chunk, array(flags))
+    arguments = (
+        array(records),
+        array(out),
+        np.float32(scale),
+        record.k,
+        last,
+        record.chunk,
+        form_of(record),
+        array(flags),
+    )
     if alone:
         run(*arguments)
     else:
