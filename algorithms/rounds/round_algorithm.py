@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,14 +14,12 @@ import torch
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
+from bagua_kernels.algorithms.rounds.letters import IS_THROUGH, TAKES_PART, hear, tell
 from bagua_kernels.algorithms.rounds.mixing import Mixer
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
-from bagua_kernels.errors import CollectiveTimeoutError, RankLostError
 
 _IN_FLIGHT = 2
-_ROUND = struct.Struct("<BQ")  # of a letter in `join`: its kind, and a number of steps
-_TAKES_PART, _IS_THROUGH = 0, 1
 
 
 class RoundOptions(ModelOptions, total=False):
@@ -175,7 +172,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self.flat.check()
         self._check_untrained()
         if self._joining:
-            self._tell(_TAKES_PART)
+            tell(self.mailbox, TAKES_PART, self._steps)
         self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
         try:
             with torch.no_grad():
@@ -239,15 +236,15 @@ class RoundAlgorithm(ModelAlgorithm):
         # A round that began and has no step yet belongs to the step that is left out here.
         if self.due == "step" and self._under_way:
             self.skip_step()
-        self._tell(_IS_THROUGH)
+        tell(self.mailbox, IS_THROUGH, self._steps)
         steps = dict.fromkeys(range(self._communicator.size), 0)
         left = set(steps) - {self._communicator.rank}
         while True:
             # A round is under way elsewhere if a rank has told of it, or its own steps lie behind ours.
             while left and max(steps.values()) <= self._steps:
-                peer, kind, count = self._hear(left)
-                steps[peer] = max(steps[peer], count + (kind == _TAKES_PART))
-                if kind == _IS_THROUGH:
+                peer, kind, count = hear(self.mailbox, left)
+                steps[peer] = max(steps[peer], count + (kind == TAKES_PART))
+                if kind == IS_THROUGH:
                     left.discard(peer)
             if max(steps.values()) <= self._steps:
                 break
@@ -256,32 +253,6 @@ class RoundAlgorithm(ModelAlgorithm):
             while self._steps < max(steps.values()):
                 self.skip_step()
         self.wait()
-
-    def _tell(self, kind: int) -> None:
-        letter = _ROUND.pack(kind, self._steps)
-        for peer in range(self._communicator.size):
-            if peer != self._communicator.rank:
-                self.mailbox.post(peer, letter)
-
-    def _hear(self, left: set[int]) -> tuple[int, int, int]:
-        """Returns the next letter's sender, kind and number of steps."""
-        deadline = time.monotonic() + self.mailbox.timeout
-        while True:
-            found = self.mailbox.take(0.25)
-            if found is not None:
-                peer, letter = found
-                return peer, *_ROUND.unpack(letter)
-            lost = self.mailbox.lost()
-            if gone := sorted(left & set(lost)):
-                raise RankLostError(
-                    f"{'; '.join(f'rank {rank} was lost ({lost[rank]})' for rank in gone)} during join()", gone
-                )
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"in join() ranks {sorted(left)} told nothing for {self.mailbox.timeout:g} s: let them enter join(), or "
-                    "raise timeout=",
-                    sorted(left),
-                )
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
