@@ -39,7 +39,7 @@ from bagua_kernels.rules.gossip import ADDED, DCD_TOTAL
 from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RMSPROP_CENTERED_MOMENTUM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
-from bagua_kernels.rules.two_magnitudes import LEAST_FIELD
+from bagua_kernels.rules.two_magnitudes import EVERY, LEAST_FIELD
 from bench import speed
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -261,7 +261,12 @@ def chunks_ptx(
     types |= dict.fromkeys(("n", "k", "last"), "i32")
     high, codes, _ = record.starts
     values: dict[str, Any] = {"RESIDUAL": residual, "START": start, "COUNTED": counted, **chunks.form_of(record)}
-    values |= {"BEYOND": INFINITE, "LEAST": LEAST_FIELD, "BITS": triton.next_power_of_2(32 * (codes - high))}
+    values |= {
+        "BEYOND": INFINITE,
+        "LEAST": LEAST_FIELD,
+        "EVERY": EVERY,
+        "BITS": triton.next_power_of_2(32 * (codes - high)),
+    }
     signature = {a: types[a] for a in kernel.arg_names if a in types}
     constants = {a: values[a] for a in kernel.arg_names if a in values}
     return compiled(kernel, signature, constants, sm, num_warps=chunks.WARPS, **EXACT)

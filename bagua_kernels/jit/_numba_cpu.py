@@ -169,6 +169,20 @@ def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
         kernel(*arguments)
 
 
+def run(elements: int, make: Callable[[bool], Callable[..., Any]], *arguments: Any) -> None:
+    """Calls a kernel, on one thread if that is as fast.
+
+    Args:
+        elements: as for `runs_alone`.
+        make: returns the kernel; its argument is True for that of several threads.
+        *arguments: of the kernel.
+    """
+    if runs_alone(elements):
+        make(False)(*arguments)
+    else:
+        run_parallel(make(True), *arguments)
+
+
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
 
 

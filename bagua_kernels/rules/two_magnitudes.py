@@ -7,6 +7,8 @@ from bagua_kernels.rules.rounding import bits_float, float_bfloat16
 
 # Exponent fields below this are taken for it: products stay above the subnormal numbers, which some devices flush to zero.
 LEAST_FIELD = 64
+# No number of steps is greater.
+EVERY = 1 << 24
 
 
 def field(key):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,3 +112,23 @@ def decode_sum(
     flags = torch.zeros(1, dtype=torch.int32, device=out.device)
     OP.backend(out.device).decode_sum(records, out, record, scale, contributors, flags)
     return not int(flags)
+
+
+def add_in_turn(
+    add: Callable[..., None],
+    records: torch.Tensor,
+    out: torch.Tensor,
+    record: Record,
+    scale: float,
+    contributors: bool,
+    flags: torch.Tensor,
+) -> None:
+    """How a backend whose kernel adds the records of one rank at a time does `decode_sum`."""
+    out.zero_()
+    senders = torch.zeros_like(out, dtype=torch.int32) if contributors else None
+    for row in records:
+        add(row, out, record, senders, flags)
+    if senders is None:
+        out.mul_(scale)
+    else:
+        out.div_(senders.clamp_(min=1))

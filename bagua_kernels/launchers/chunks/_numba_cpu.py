@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel, runs_alone
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run
 from bagua_kernels.launchers.chunks import INFINITE, Record
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits
@@ -67,25 +67,26 @@ def threshold_of(keys, k, bins, inside):
     return found
 
 
-def middle_of(keys, greatest):
-    """The number of steps that divides small from large finite magnitudes, after four moves."""
-    total, count = np.int64(0), np.int64(0)
+def divided(keys, greatest, middle):
+    """The sums and the numbers of the finite magnitudes of up to `middle` steps, and of those of more."""
+    small, few, large, many = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for i in range(keys.size):
         if keys[i] < INFINITE:
-            total += steps_of(keys[i], greatest)
-            count += 1
-    middle = total // max(count, 1)
-    for _ in range(4):
-        small, few, large, many = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-        for i in range(keys.size):
-            if keys[i] < INFINITE:
-                steps = np.int64(steps_of(keys[i], greatest))
-                if steps <= middle:
-                    small += steps
-                    few += 1
-                else:
-                    large += steps
-                    many += 1
+            steps = np.int64(steps_of(keys[i], greatest))
+            if steps <= middle:
+                small += steps
+                few += 1
+            else:
+                large += steps
+                many += 1
+    return small, few, large, many
+
+
+def middle_of(keys, greatest):
+    """The number of steps that divides small from large finite magnitudes: their mean, after four moves."""
+    middle = np.int64(EVERY)
+    for _ in range(5):
+        small, few, large, many = divided(keys, greatest, middle)
         lower = small // max(few, 1)
         upper = lower
         if many > 0:
@@ -144,18 +145,11 @@ def write_record(values, k, form, record, keys, found, places, bins, inside, ind
             if key < INFINITE:
                 greatest = max(greatest, field(key))
     kept = kept[:k]
-    middle = middle_of(kept, greatest)
     finite = top < INFINITE
-    small, few, large, many = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for j in range(k):
-        if kept[j] < INFINITE:
-            steps = np.int64(steps_of(kept[j], greatest))
-            if steps <= middle or not finite:
-                small += steps
-                few += 1
-            else:
-                large += steps
-                many += 1
+    middle = np.int64(EVERY)
+    if finite:
+        middle = middle_of(kept, greatest)
+    small, few, large, many = divided(kept, greatest, middle)
     a = magnitude_bits(small, few, greatest)
     b = a
     if not finite:
@@ -171,7 +165,7 @@ def write_record(values, k, form, record, keys, found, places, bins, inside, ind
             set_bits(record, j * low, index & ((1 << low) - 1))
         set_bits(record, 32 * high_at + (index >> low) + j, 1)
         code = 0
-        if kept[j] >= INFINITE or (finite and steps_of(kept[j], greatest) > middle):
+        if kept[j] >= INFINITE or steps_of(kept[j], greatest) > middle:
             code = 1
         if float_bits(values[index]) < 0:
             code |= 2
@@ -297,7 +291,7 @@ RULES = {
 
 NUMBERS = {
     **{"SHIFT": SHIFT, "BINS": BINS, "STRIDE": STRIDE, "INFINITE": INFINITE},
-    "LEAST_FIELD": two_magnitudes.LEAST_FIELD,
+    **{"LEAST_FIELD": two_magnitudes.LEAST_FIELD, "EVERY": two_magnitudes.EVERY},
 }
 
 
@@ -311,7 +305,7 @@ def encode_kernel(dtype: torch.dtype, with_residual: bool, with_start: bool, par
     """The compiled kernel of what it encodes."""
     names: dict[str, Any] = {**RULES, **NUMBERS, "load": LOAD[dtype], "store": STORE[dtype]}
     names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "PARALLEL": parallel}
-    for helper in (sampled_threshold, threshold_of, middle_of, set_bits, write_record, encode_chunk):
+    for helper in (sampled_threshold, threshold_of, divided, middle_of, set_bits, write_record, encode_chunk):
         names[helper.__name__] = compile_template(helper, names, helper=True)
     return compile_template(encode_tasks, names, parallel=parallel)
 
@@ -335,35 +329,16 @@ def encode(
 ) -> None:
     """See `bagua_kernels.launchers.chunks.encode`."""
     nothing = np.empty(0, np.float32)
-    alone = runs_alone(x.numel())
-    run = encode_kernel(x.dtype, residual is not None, start is not None, not alone)
-    arrays = (array(x), *(nothing if each is None else array(each) for each in (start, residual)))
-    last = record.kept_in_last(x.numel())
-    arguments = (*arrays, np.float32(beta), record.k, last, record.chunk, form_of(record), array(records))
-    if alone:
-        run(*arguments)
-    else:
-        run_parallel(run, *arguments)
+    beside = [nothing if each is None else array(each) for each in (start, residual)]
+    make = functools.partial(encode_kernel, x.dtype, residual is not None, start is not None)
+    form = (record.k, record.kept_in_last(x.numel()), record.chunk, form_of(record))
+    run(x.numel(), make, array(x), *beside, np.float32(beta), *form, array(records))
 
 
 def decode_sum(
     records: torch.Tensor, out: torch.Tensor, record: Record, scale: float, contributors: bool, flags: torch.Tensor
 ) -> None:
     """See `bagua_kernels.launchers.chunks.decode_sum`."""
-    alone = runs_alone(out.numel())
-    run = decode_kernel(contributors, not alone)
-    last = record.kept_in_last(out.numel())
-    arguments = (
-        array(records),
-        array(out),
-        np.float32(scale),
-        record.k,
-        last,
-        record.chunk,
-        form_of(record),
-        array(flags),
-    )
-    if alone:
-        run(*arguments)
-    else:
-        run_parallel(run, *arguments)
+    form = (record.k, record.kept_in_last(out.numel()), record.chunk, form_of(record))
+    make = functools.partial(decode_kernel, contributors)
+    run(out.numel(), make, array(records), array(out), np.float32(scale), *form, array(flags))

@@ -10,7 +10,7 @@ import torch
 from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
-from bagua_kernels.launchers.chunks import INFINITE, Record
+from bagua_kernels.launchers.chunks import INFINITE, Record, add_in_turn
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits
 from bagua_kernels.rules.selection import magnitude_key
@@ -33,13 +33,12 @@ def quotient(total, count):
     return total // count
 
 
-def total_of(room, value):
-    """The sum of a number of each thread."""
-    lane = cuda.threadIdx.x
-    room[lane] = value
+def sum_of_first(room, value, threads):
+    """The sum of a number of each of the first threads."""
+    room[cuda.threadIdx.x] = value
     cuda.syncthreads()
     total = np.int64(0)
-    for i in range(THREADS):
+    for i in range(threads):
         total += room[i]
     cuda.syncthreads()
     return total
@@ -47,26 +46,13 @@ def total_of(room, value):
 
 def greatest_of(room, value):
     """The greatest number of all threads."""
-    lane = cuda.threadIdx.x
-    room[lane] = value
+    room[cuda.threadIdx.x] = value
     cuda.syncthreads()
     found = room[0]
     for i in range(1, THREADS):
         found = max(found, room[i])
     cuda.syncthreads()
     return found
-
-
-def before_of(room, value):
-    """The sum of a number of each thread before this one."""
-    lane = cuda.threadIdx.x
-    room[lane] = value
-    cuda.syncthreads()
-    total = np.int64(0)
-    for i in range(lane):
-        total += room[i]
-    cuda.syncthreads()
-    return total
 
 
 def set_bits(words, at, value, size):
@@ -104,61 +90,55 @@ def encode_kernel(x, start, residual, records, beta, k, last):
         reached = 0
         for i in range(begin, end):
             reached += keys[i] >= candidate
-        if total_of(room, reached) >= count:
+        if sum_of_first(room, reached, THREADS) >= count:
             threshold = candidate
     above, equal = 0, 0
     for i in range(begin, end):
         above += keys[i] > threshold
         equal += keys[i] == threshold
-    ties = count - total_of(room, above)
-    first_tie = before_of(room, equal)
+    ties = count - sum_of_first(room, above, THREADS)
+    first_tie = sum_of_first(room, equal, lane)
     # This thread's share of the ties that are kept.
     kept_ties = max(min(ties - first_tie, np.int64(equal)), np.int64(0))
-    place = before_of(room, above + kept_ties)
-    greatest, normals, total = np.int64(LEAST_FIELD), 0, np.int64(0)
+    place = sum_of_first(room, above + kept_ties, lane)
+    greatest, normals = np.int64(LEAST_FIELD), 0
     left = kept_ties
     for i in range(begin, end):
         key = keys[i]
-        if key > threshold or (key == threshold and left > 0):
-            if key == threshold:
-                left -= 1
+        if key < threshold or (key == threshold and left == 0):
+            # What is not kept counts no more.
+            keys[i] = -1
+            if WITH_RESIDUAL and key >= INFINITE:
+                residual[first + i] = 0
+        else:
+            left -= key == threshold
             if key < INFINITE:
                 greatest = max(greatest, np.int64(field(key)))
                 normals += 1
     greatest = np.int32(greatest_of(room, greatest))
-    left = kept_ties
-    for i in range(begin, end):
-        key = keys[i]
-        if key > threshold or (key == threshold and left > 0):
-            if key == threshold:
-                left -= 1
-            if key < INFINITE:
-                total += steps_of(key, greatest)
-    normals = total_of(room, normals)
-    total = total_of(room, total)
+    normals = sum_of_first(room, normals, THREADS)
     finite = normals == count
-    middle = quotient(total, max(normals, np.int64(1)))
-    small, few = np.int64(0), np.int64(0)
-    for turn in range(5):
+    # At first all steps are small, so that their mean divides them next; the last turn is for the magnitudes.
+    middle, total, small, few = np.int64(EVERY), np.int64(0), np.int64(0), np.int64(0)
+    for turn in range(6):
         own_small, own_few = np.int64(0), 0
-        left = kept_ties
         for i in range(begin, end):
-            key = keys[i]
-            if key > threshold or (key == threshold and left > 0):
-                if key == threshold:
-                    left -= 1
-                if key < INFINITE:
-                    steps = steps_of(key, greatest)
-                    if steps <= middle or (turn == 4 and not finite):
-                        own_small += steps
-                        own_few += 1
-        small, few = total_of(room, own_small), total_of(room, own_few)
-        if turn < 4:
+            if keys[i] >= 0 and keys[i] < INFINITE:
+                steps = steps_of(keys[i], greatest)
+                if steps <= middle:
+                    own_small += steps
+                    own_few += 1
+        small, few = sum_of_first(room, own_small, THREADS), sum_of_first(room, own_few, THREADS)
+        if turn == 0:
+            total = small
+        if turn < 5:
             lower = quotient(small, max(few, np.int64(1)))
             upper = lower
             if normals > few:
                 upper = quotient(total - small, normals - few)
             middle = quotient(lower + upper, np.int64(2))
+            if turn == 4 and not finite:
+                middle = np.int64(EVERY)
     a = magnitude_bits(small, few, greatest)
     b = a
     if not finite:
@@ -167,24 +147,21 @@ def encode_kernel(x, start, residual, records, beta, k, last):
         b = magnitude_bits(total - small, normals - few, greatest)
     magnitudes = np.int32((np.int32(b) << 16) | np.int32(a))
     record = records[chunk]
-    left = kept_ties
     for i in range(begin, end):
         key = keys[i]
-        if key > threshold or (key == threshold and left > 0):
-            if key == threshold:
-                left -= 1
+        if key >= 0:
             if LOW > 0:
                 set_bits(record, place * LOW, i & ((1 << LOW) - 1), LOW)
             set_bits(record, 32 * HIGH_AT + (i >> LOW) + place, 1, 1)
             code = np.int32(signs[i]) << 1
-            if key >= INFINITE or (finite and steps_of(key, greatest) > middle):
+            if key >= INFINITE or steps_of(key, greatest) > middle:
                 code |= 1
             set_bits(record, 32 * CODES_AT + 2 * place, code, 2)
             place += 1
             if WITH_RESIDUAL:
                 residual[first + i] = difference(residual[first + i], magnitude_value(np.int32(code), magnitudes))
-        if WITH_RESIDUAL and key >= INFINITE:
-            residual[first + i] = 0
+                if key >= INFINITE:
+                    residual[first + i] = 0
     if lane == 0:
         record[MAGNITUDES_AT] = np.uint32(magnitudes)
 
@@ -249,7 +226,7 @@ def kernel(name: str, record: Record, dtype: torch.dtype, *switches: bool) -> An
     high, codes, magnitudes = record.starts
     numbers = {"THREADS": THREADS, "CHUNK": record.chunk, "RUN": -(-record.chunk // THREADS), "LOW": record.low_bits}
     numbers |= {"HIGH_AT": high, "CODES_AT": codes, "MAGNITUDES_AT": magnitudes, "INFINITE": INFINITE}
-    numbers |= {"LEAST_FIELD": two_magnitudes.LEAST_FIELD}
+    numbers |= {"LEAST_FIELD": two_magnitudes.LEAST_FIELD, "EVERY": two_magnitudes.EVERY}
     rules = (
         two_magnitudes.field,
         two_magnitudes.steps_of,
@@ -262,7 +239,7 @@ def kernel(name: str, record: Record, dtype: torch.dtype, *switches: bool) -> An
         sum_of,
     )
     names: dict[str, Any] = {**numbers, **{f.__name__: f for f in rules}, "load": LOAD[dtype], "store": STORE[dtype]}
-    for helper in (quotient, total_of, greatest_of, before_of, set_bits, read_bits):
+    for helper in (quotient, sum_of_first, greatest_of, set_bits, read_bits):
         names[helper.__name__] = compile_template(helper, numbers, device=True)
     if name == "encode":
         names |= {"WITH_RESIDUAL": switches[0], "WITH_START": switches[1]}
@@ -289,19 +266,15 @@ def encode(
         run[len(records), THREADS, stream](*arguments)
 
 
-def decode_sum(
-    records: torch.Tensor, out: torch.Tensor, record: Record, scale: float, contributors: bool, flags: torch.Tensor
+def add(
+    row: torch.Tensor, out: torch.Tensor, record: Record, senders: torch.Tensor | None, flags: torch.Tensor
 ) -> None:
-    """See `bagua_kernels.launchers.chunks.decode_sum`."""
-    run = kernel("add", record, torch.float32, contributors)
-    last = record.kept_in_last(out.numel())
+    """Adds the records of one rank to `out`, and counts their entries if there are `senders`."""
+    run = kernel("add", record, torch.float32, senders is not None)
     with launching(out) as stream:
-        out.zero_()
-        senders = torch.zeros_like(out, dtype=torch.int32) if contributors else flags
-        for row in records:
-            arrays = (array(row.view(torch.uint32)), array(out), array(senders), array(flags))
-            run[len(row), THREADS, stream](*arrays, record.k, last)
-        if contributors:
-            out.div_(senders.clamp_(min=1))
-        else:
-            out.mul_(scale)
+        arrays = (row.view(torch.uint32), out, flags if senders is None else senders, flags)
+        run[len(row), THREADS, stream](*map(array, arrays), record.k, record.kept_in_last(out.numel()))
+
+
+# See `bagua_kernels.launchers.chunks.decode_sum`.
+decode_sum = functools.partial(add_in_turn, add)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device
-from bagua_kernels.launchers.chunks import INFINITE, Record
+from bagua_kernels.launchers.chunks import INFINITE, Record, add_in_turn
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits
 from bagua_kernels.rules.selection import magnitude_key
@@ -21,7 +21,8 @@ WARPS = 8
 def encode_kernel(
     x_ptr, start_ptr, residual_ptr, records_ptr, n, beta, k, last,
     CHUNK: tl.constexpr, WORDS: tl.constexpr, LOW: tl.constexpr, HIGH_AT: tl.constexpr, CODES_AT: tl.constexpr,
-    MAGNITUDES_AT: tl.constexpr, BEYOND: tl.constexpr, LEAST: tl.constexpr, RESIDUAL: tl.constexpr, START: tl.constexpr,
+    MAGNITUDES_AT: tl.constexpr, BEYOND: tl.constexpr, LEAST: tl.constexpr, EVERY: tl.constexpr,
+    RESIDUAL: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.cast(tl.program_id(0), tl.int64)
     offset = tl.arange(0, CHUNK)
@@ -46,15 +47,16 @@ def encode_kernel(
     greatest = tl.maximum(tl.max(tl.where(normal, field(key), 0), axis=0), LEAST)
     steps = tl.cast(tl.where(normal, steps_of(key, greatest), 0), tl.int64)
     normals = tl.sum(tl.cast(normal, tl.int64), axis=0)
-    middle = tl.sum(steps, axis=0) // tl.maximum(normals, 1)
-    for _ in range(4):
+    # At first all steps are small, so that their mean divides them next.
+    middle = tl.full((), EVERY, tl.int64)
+    for _ in range(5):
         small = normal & (steps <= middle)
         few = tl.sum(tl.cast(small, tl.int64), axis=0)
         lower = tl.sum(tl.where(small, steps, 0), axis=0) // tl.maximum(few, 1)
         upper = tl.sum(tl.where(small, 0, steps), axis=0) // tl.maximum(normals - few, 1)
         middle = (lower + tl.where(normals > few, upper, lower)) // 2
     finite = normals == count
-    small = normal & ((steps <= middle) | (finite == 0))
+    small = normal & (steps <= tl.where(finite, middle, EVERY))
     few = tl.sum(tl.cast(small, tl.int64), axis=0)
     a = magnitude_bits(tl.sum(tl.where(small, steps, 0), axis=0), few, greatest)
     b = magnitude_bits(tl.sum(tl.where(small, 0, steps), axis=0), normals - few, greatest)
@@ -160,7 +162,8 @@ def encode(
     """See `bagua_kernels.launchers.chunks.encode`."""
     records.zero_()
     options: dict[str, Any] = {"RESIDUAL": residual is not None, "START": start is not None}
-    options |= {"BEYOND": INFINITE, "LEAST": two_magnitudes.LEAST_FIELD, **form_of(record)}
+    options |= {"BEYOND": INFINITE, "LEAST": two_magnitudes.LEAST_FIELD}
+    options |= {"EVERY": two_magnitudes.EVERY, **form_of(record)}
     others = (x if each is None else each for each in (start, residual))
     with on_device(x):
         kernel("encode", x.dtype)[(len(records),)](
@@ -169,21 +172,18 @@ def encode(
         )  # fmt: skip
 
 
-def decode_sum(
-    records: torch.Tensor, out: torch.Tensor, record: Record, scale: float, contributors: bool, flags: torch.Tensor
+def add(
+    row: torch.Tensor, out: torch.Tensor, record: Record, senders: torch.Tensor | None, flags: torch.Tensor
 ) -> None:
-    """See `bagua_kernels.launchers.chunks.decode_sum`."""
-    out.zero_()
-    senders = torch.zeros_like(out, dtype=torch.int32) if contributors else flags
+    """Adds the records of one rank to `out`, and counts their entries if there are `senders`."""
     high, codes, _ = record.starts
-    size = triton.next_power_of_2(32 * (codes - high))
     with on_device(out):
-        for row in records:
-            kernel("add")[(len(row),)](
-                row, out, senders, flags, out.numel(), record.k, record.kept_in_last(out.numel()),
-                COUNTED=contributors, BITS=size, num_warps=WARPS, **form_of(record), **EXACT,
-            )  # fmt: skip
-    if contributors:
-        out.div_(senders.clamp_(min=1))
-    else:
-        out.mul_(scale)
+        kernel("add")[(len(row),)](
+            row, out, flags if senders is None else senders, flags, out.numel(), record.k, record.kept_in_last(out.numel()),
+            COUNTED=senders is not None, BITS=triton.next_power_of_2(32 * (codes - high)), num_warps=WARPS,
+            **form_of(record), **EXACT,
+        )  # fmt: skip
+
+
+# See `bagua_kernels.launchers.chunks.decode_sum`.
+decode_sum = functools.partial(add_in_turn, add)

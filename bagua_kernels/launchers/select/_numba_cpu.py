@@ -8,14 +8,13 @@ this leaves are looked at one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run_parallel, runs_alone
+from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, lowest_bit, prefetch, reaching, wide_vectors
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.rules import selection
@@ -201,14 +200,6 @@ def kernel(name: str, parallel: bool) -> Any:
     inner = compile_template(place_chunk, {"ADD": name == "sum"}, helper=True)
     names = {"CHUNK": CHUNK, "PARALLEL": parallel, "place_chunk": inner}
     return compile_template(place_sum_tasks if name == "sum" else place_tasks, names, parallel=parallel)
-
-
-def run(size: int, make: Callable[[bool], Any], *arguments: Any) -> None:
-    """Calls a kernel, on one thread if that is as fast."""
-    if runs_alone(size):
-        make(False)(*arguments)
-    else:
-        run_parallel(make(True), *arguments)
 
 
 def collect(x: torch.Tensor, threshold: int, residual: torch.Tensor | None, expected: int) -> tuple[torch.Tensor, Any]:
