@@ -48,7 +48,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
 
-# Kernels for GPUs run in Triton's interpreter and Numba's simulator.
+# Kernels for GPUs run in Triton's interpreter and Numba's simulator. No rank waits there, so that a worker per core is enough.
 define EMULATED
 	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"

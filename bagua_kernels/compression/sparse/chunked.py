@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua_kernels.compression.codec import Contractive, register
-from bagua_kernels.compression.sparse.codec import check_residual
+from bagua_kernels.compression.sparse.codec import check_beside
 from bagua_kernels.launchers import chunks
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
 from bagua_kernels.launchers.chunks import Record
@@ -48,12 +48,13 @@ class ChunkedTopK:
 
     @property
     def bias(self) -> Contractive:
-        """Least where one of the kept values holds all but nothing of what is kept, and the others are alike.
+        """For magnitudes above 2^-86: 1 / (2 chunk) of the square norm, less 2^-7 of that for bfloat16.
 
-        A chunk keeps k / chunk of its square norm at least. Of values with a mean m, one magnitude leaves |v|^2 - k m^2, and two
-        magnitudes no more. As |v|^2 <= k^2 m^2, that keeps 1 / k of the square norm. Rounding to bfloat16 costs 2^-7 of it.
+        The k largest values of a chunk have k / chunk of its square norm. In a shorter last chunk their number is rounded, and
+        they have at least half of that. One magnitude, their mean m, would lose |v|^2 - k m^2 of |v|^2, and two lose no more.
+        Since |v|^2 <= k^2 m^2, 1 / k of |v|^2 is kept.
         """
-        return Contractive((1 - 2.0**-7) * min(self.k / self.chunk, 1.0) / (2 * self.k))
+        return Contractive((1 - 2.0**-7) / (2 * self.chunk))
 
     @property
     def _record(self) -> Record:
@@ -98,7 +99,7 @@ class ChunkedTopK:
         Returns:
             The payload. Errors as in `encode`.
         """
-        check_residual(residual, x)
+        check_beside("residual", residual, x)
         return self._encode(x, out, residual, None, beta)
 
     @torch.no_grad()
@@ -123,12 +124,8 @@ class ChunkedTopK:
         Returns:
             The payload. Errors as in `encode`.
         """
-        check_residual(residual, x)
-        check_vector("start", start, (torch.float32,))
-        if start.shape != x.shape or start.device != x.device:
-            raise ValueError(
-                f"start must have shape {tuple(x.shape)} on {x.device}, got {tuple(start.shape)} on {start.device}"
-            )
+        check_beside("residual", residual, x)
+        check_beside("start", start, x)
         return self._encode(x, out, residual, start, beta)
 
     def _encode(

@@ -104,11 +104,11 @@ def delta_of(codec: Codec) -> float:
     return codec.bias.delta
 
 
-def check_residual(residual: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises unless `residual` is a contiguous float32 vector as long as `x`, on the same device."""
+def check_beside(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises unless a vector, such as a residual, is contiguous, float32 and as long as `x`, on the same device."""
     check_vector("x", x, FLOAT_DTYPES)
-    check_vector("residual", residual, (torch.float32,))
-    if residual.shape != x.shape or residual.device != x.device:
+    check_vector(name, vector, (torch.float32,))
+    if vector.shape != x.shape or vector.device != x.device:
         raise ValueError(
-            f"residual must have shape {tuple(x.shape)} on {x.device}, got {tuple(residual.shape)} on {residual.device}"
+            f"{name} must have shape {tuple(x.shape)} on {x.device}, got {tuple(vector.shape)} on {vector.device}"
         )

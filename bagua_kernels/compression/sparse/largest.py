@@ -8,7 +8,7 @@ import torch
 
 from bagua_kernels.compression.cast import Identity
 from bagua_kernels.compression.sparse.choice import choose, sample_size
-from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual
+from bagua_kernels.compression.sparse.codec import SparseCodec, check_beside
 from bagua_kernels.compression.sparse.form import SparseForm
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
 from bagua_kernels.launchers.select import BAD_ENDS, BAD_OFFSETS, INFINITE, place, place_sum
@@ -79,7 +79,7 @@ class Largest(SparseCodec):
         Returns:
             The payload. Errors as in `encode`.
         """
-        check_residual(residual, x)
+        check_beside("residual", residual, x)
         return self._encode(x, residual, seed, out)
 
     def _encode(

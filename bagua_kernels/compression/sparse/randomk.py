@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.compression.cast import Elements
 from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
-from bagua_kernels.compression.sparse.codec import SparseCodec, check_residual, delta_of, value_codec
+from bagua_kernels.compression.sparse.codec import SparseCodec, check_beside, delta_of, value_codec
 from bagua_kernels.compression.sparse.form import SparseForm, kept
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
 from bagua_kernels.launchers.select import permuted
@@ -114,7 +114,7 @@ class RandomK(SparseCodec):
         Returns:
             The payload. Errors as in `encode`.
         """
-        check_residual(residual, x)
+        check_beside("residual", residual, x)
         form = self._form(x.numel())
         if out is not None:
             check_bytes("out", out, (form.size,), x.device, f"n={form.n}")
