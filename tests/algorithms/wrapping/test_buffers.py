@@ -185,6 +185,36 @@ def test_a_change_that_backward_must_know_of_is_an_error() -> None:
     run_ranks(2, rank)
 
 
+def test_a_change_of_the_modules_own_hides_no_other_from_backward() -> None:
+    """A tensor that the module has written, and then used, may be needed as it was when other ranks' values come."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 3)
+            self.register_buffer("size", torch.ones(3))
+            self.grows = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.grows:
+                self.size.mul_(2.0)
+            return self.linear(x) / self.size
+
+    def rank(communicator: Communicator) -> None:
+        model = GradientAllReduce(Growing(), communicator=communicator)
+        one = model(batch(communicator.rank, 0))
+        if communicator.rank == 1:
+            model.module.size.data.mul_(3.0)  # this rank's values are not those of rank 0
+        model.module.grows = False
+        model(batch(communicator.rank, 1))
+        assert model.module.size.tolist() == [2.0] * 3
+        if communicator.rank == 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                one.sum().backward()
+
+    run_ranks(2, rank)
+
+
 def test_buffers_are_those_of_rank_0_whatever_happened_to_them() -> None:
     """They stay the same tensors unless the module replaced them, and what is equal is not written."""
 

@@ -125,7 +125,10 @@ def test_pause_of_the_observer_is_not_counted() -> None:
     since = ranks.now
     ranks.now += 60
     ranks.beat(1, without=(1,))
-    assert ranks.diagnosis(0, 7, since + 60) is None
+    for timed_out in (False, True):
+        assert ranks.diagnosis(0, 7, since + 60, timed_out) is None
+        # Of an operation that failed long before the pause it is time to say something, but nobody is to blame.
+        assert ranks.diagnosis(0, 7, since, timed_out).ranks == ()
     ranks.beat(3)
     assert ranks.diagnosis(0, 7, since + 60).kind == "unknown"
 
