@@ -39,7 +39,7 @@ ALL: dict[str, object] = {"exact": (), "min_numel": 0}  # the models here are sm
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "allreduce": GradientAllReduce,
     "bytegrad": ByteGrad,
-    "bytegrad_stochastic": lambda *args, **kw: ByteGrad(*args, stochastic=True, block=32, **kw),
+    "bytegrad_stochastic": lambda *args, **kw: ByteGrad(*args, stochastic=True, block=64, **kw),
     "compressed": CompressedAllReduce,
     "compressed_exact": lambda *args, **kw: CompressedAllReduce(*args, codec="absmax_int4", exact="1d", **kw),
     "qsgd": QSGD,
@@ -301,7 +301,7 @@ def payload(spec: str) -> Callable[[int], float]:
 PAYLOAD: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 4 * n,
     "bytegrad": payload("minmax_uint8"),
-    "bytegrad_stochastic": payload("minmax_uint8:stochastic=true,block=32"),
+    "bytegrad_stochastic": payload("minmax_uint8:stochastic=true,block=64"),
     "compressed": payload("minmax_uint8"),
     "compressed_exact": payload("absmax_int4"),
     "qsgd": payload("qsgd"),

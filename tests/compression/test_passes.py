@@ -30,7 +30,7 @@ from tests.cases import DTYPES
 from tests.compression.codecs import ALL, Case
 from tests.compression.test_block_codecs import equal
 from tests.conftest import EMULATED, Target
-from tests.grids import folded, grid, one_of_each
+from tests.grids import folded, grid, one_of_each, only
 from tests.oracles import block_quantizers as blocks
 from tests.oracles import messages as oracle
 from tests.oracles.vectors import F32, make
@@ -140,7 +140,7 @@ def test_low_precision_gossip_with_a_replica_of_each_neighbour(
     assert torch.equal(again, rows)
 
 
-@every_case
+@pytest.mark.parametrize("case", only(ALL, ALL[0], ALL[5]), ids=str)
 @folded(ranks=[3] if EMULATED else [1, 3, 4, 5])
 def test_weights_and_replicas(target: Target, case: Case, ranks: int) -> None:
     """The CPU takes four payloads at a time and then one."""

@@ -18,7 +18,7 @@ from tests.grids import grid
 from tests.oracles.vectors import make
 
 STEPS, N = 6, 1000
-SPECS = ["minmax_uint8", "absmax_int4:block=32", "sign", "sign:two_means=true", "qsgd", "terngrad:block=32", "natural"]
+SPECS = ["minmax_uint8", "absmax_int4:block=64", "sign", "sign:two_means=true", "qsgd", "terngrad:block=64", "natural"]
 ONE_PASS = [
     "topk:ratio=0.1",
     "threshold_topk:ratio=0.1",
@@ -129,7 +129,7 @@ def test_state_outlives_its_cutting() -> None:
 
 def test_halves_keep_residuals() -> None:
     def rank(communicator: Communicator) -> None:
-        codec = from_spec("absmax_int4:block=32")
+        codec = from_spec("absmax_int4:block=64")
         scatter = CompressedReduceScatter(codec, communicator, N, worker_residual=True, pieces=2)
         gather = CompressedAllGather(codec, communicator, N, owner_residual=True, pieces=2)
         assert scatter.shard == gather.shard

@@ -36,7 +36,7 @@ def test_a_sum_overflows_no_codec_that_could_hold_it_divided() -> None:
                 assert torch.equal(result, torch.full((N,), 40_000.0 * len(nodes)))
 
 
-@pytest.mark.parametrize("spec", ["sign:block=32", "absmax_int4:block=32"])
+@pytest.mark.parametrize("spec", ["sign:block=64", "absmax_int4:block=64"])
 @pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.SUM], ids=str)
 def test_residuals_conserve_what_went_in(spec: str, op: ReduceOp) -> None:
     """What came out, the mean of the owners' residuals of each shard and those of the chunks are what went in."""
