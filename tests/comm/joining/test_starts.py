@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +90,8 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
     assert not store._thread.is_alive()
 
 
-def dying(stage: str, victim: int, how: str) -> None:
-    """The victim dies, or stops, when it comes to a stage of init."""
+def dying(stage: str, victim: int, how: str, folder: str) -> None:
+    """The victim dies, or stops, when it comes to a stage of init; it stops when all have come there."""
     rank = int(os.environ["RANK"])
     places: dict[str, tuple[Any, str]] = {
         "group": (dist, "init_process_group"),
@@ -100,17 +101,22 @@ def dying(stage: str, victim: int, how: str) -> None:
         "settings": (sys.modules["bagua_kernels.comm.backends.selection"], "agreed_settings"),
         "sockets": (sys.modules["bagua_kernels.comm.backends.sockets.mesh"], "connect"),
     }
-    if rank == victim:
-        module, name = places[stage]
-        before = getattr(module, name)
+    module, name = places[stage]
+    before = getattr(module, name)
 
-        def die(*args: Any, **keywords: Any) -> Any:
-            if how == "raises":
-                raise KeyError("no such thing")
+    def come(*args: Any, **keywords: Any) -> Any:
+        Path(folder, f"{rank}").touch()
+        if rank == victim and how == "raises":
+            raise KeyError("no such thing")
+        if rank == victim and how == "SIGSTOP":
+            # Ranks that are still on the way would wait in an earlier stage.
+            while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.01)
+        if rank == victim:
             os.kill(os.getpid(), getattr(signal, how))
-            return before(*args, **keywords)
+        return before(*args, **keywords)
 
-        setattr(module, name, die)
+    setattr(module, name, come)
     started = time.monotonic()
     try:
         comm.init(timeout=TIMEOUT)
@@ -138,10 +144,10 @@ QUICK = [("group", 2, "SIGKILL")]
         ),
     ],
 )
-def test_a_rank_that_dies_in_the_middle_of_init_is_named(stage: str, victim: int, how: str) -> None:
+def test_a_rank_that_dies_in_the_middle_of_init_is_named(stage: str, victim: int, how: str, tmp_path: Path) -> None:
     """By an error of this package, within the timeout."""
     environment = {"BAGUA_KERNELS_HEARTBEAT": "0.1"}
-    with Processes(dying, 3, args=[stage, victim, how], env=environment) as processes:
+    with Processes(dying, 3, args=[stage, victim, how, str(tmp_path)], env=environment) as processes:
         survivors = [rank for rank in range(3) if rank != victim]
         for result in processes.wait(120, survivors):
             fields = told(result)
