@@ -11,6 +11,7 @@ from bagua_kernels.optim.adagrad import Adagrad
 from bagua_kernels.optim.adam import Adam, AdamW
 from bagua_kernels.optim.adamax import Adamax
 from bagua_kernels.optim.asgd import ASGD
+from bagua_kernels.optim.chained import ChainedOptimizer
 from bagua_kernels.optim.fuse.optimizer import NotElementwiseError, fuse_optimizer
 from bagua_kernels.optim.lamb import LAMB
 from bagua_kernels.optim.lars import LARS
@@ -33,6 +34,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "ChainedOptimizer",
     "Extras",
     "Lion",
     "NAdam",
@@ -46,5 +48,6 @@ __all__ = [
 
 if hasattr(torch.optim, "Muon"):  # PyTorch 2.9
     from bagua_kernels.optim.muon import Muon
+    from bagua_kernels.optim.muon_with_adamw import muon_with_adamw
 
-    __all__ += ["Muon"]
+    __all__ += ["Muon", "muon_with_adamw"]
