@@ -22,6 +22,8 @@ class Stats:
         errors: of each parameter's mean, relative to the exact one, when the guard last looked; empty without a guard.
         disagreement: root mean square difference between a parameter here and at a neighbour, in the last exchange of
             parameters; 0 for algorithms that exchange gradients.
+        rounds: rounds of exchanges of parameters that have begun, so that bytes_sent / rounds are the bytes of a round; 0 for
+            algorithms that exchange gradients.
         decay: the factor by which a period of the topology shrinks disagreement at worst, without steps; None if there is
             no topology.
         trial: of `only_if_faster`: "" before it begins or if it was not asked for, "running", or what was found to be
@@ -36,11 +38,20 @@ class Stats:
     errors: dict[str, float]
     trial: Outcome = ""
     disagreement: float = 0.0
+    rounds: int = 0
     decay: float | None = None
 
     def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
         """Adds all numbers to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
-        for name in ("steps", "bytes_sent", "wait_seconds", "exchange_seconds", "residual_norm", "disagreement"):
+        for name in (
+            "steps",
+            "rounds",
+            "bytes_sent",
+            "wait_seconds",
+            "exchange_seconds",
+            "residual_norm",
+            "disagreement",
+        ):
             writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
         for name, error in self.errors.items():
             writer.add_scalar(f"{prefix}/error/{name}", error, step)

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal, Unpack
 
@@ -16,6 +17,7 @@ from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
 from bagua_kernels.algorithms.rounds.letters import IS_THROUGH, TAKES_PART, hear, tell
 from bagua_kernels.algorithms.rounds.mixing import Mixer
+from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 
@@ -43,6 +45,7 @@ class RoundAlgorithm(ModelAlgorithm):
         interval: the number of steps for which there is one round.
         delay: with "forward", the number of optimizer's steps that come before results are put in place.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
+        rounds_begun: the number of rounds that have begun since the module was wrapped.
     """
 
     due: ClassVar[Literal["forward", "step", "round"]] = "forward"
@@ -76,6 +79,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
         self._turn = 0
+        self.rounds_begun = 0
         self._until = 0  # the number of steps with which what is under way is due
         self._joining = False
         self._wait_seconds = self._exchange_seconds = 0.0
@@ -122,6 +126,10 @@ class RoundAlgorithm(ModelAlgorithm):
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         self._runtime = Runtime(self._communicator.device, _IN_FLIGHT, 1)
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        return replace(super().stats(), rounds=self.rounds_begun)
 
     def disagreement(self) -> float:
         """See `ModelAlgorithm.disagreement`."""
@@ -174,6 +182,7 @@ class RoundAlgorithm(ModelAlgorithm):
         if self._joining:
             tell(self.mailbox, TAKES_PART, self._steps)
         self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
+        self.rounds_begun += 1
         try:
             with torch.no_grad():
                 for bucket in self.buckets_of(turn):
