@@ -20,9 +20,14 @@ from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as Gra
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo as DiLoCo
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD as LocalSGD
+from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo as MuLoCo
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop as OuterLoop
 from bagua_kernels.algorithms.local_steps.outer_nesterov import OuterNesterov as OuterNesterov
+from bagua_kernels.algorithms.local_steps.penalty import Penalty as Penalty
 from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
+from bagua_kernels.algorithms.local_steps.preset import Preset as Preset
+from bagua_kernels.algorithms.local_steps.preset import preset as preset
+from bagua_kernels.algorithms.local_steps.round_sampler import RoundSampler as RoundSampler
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
@@ -66,17 +71,21 @@ __all__ = [
     "LocalSGD",
     "LowPrecisionDecentralized",
     "ModelAlgorithm",
+    "MuLoCo",
     "NaturalCompression",
     "OneBitAdam",
     "OneBitSGD",
     "OptimizerFitWarning",
     "OuterLoop",
     "OuterNesterov",
+    "Penalty",
     "PostLocalSGD",
     "PowerSGD",
+    "Preset",
     "QAdam",
     "RandomK",
     "RoundAlgorithm",
+    "RoundSampler",
     "SignSGD",
     "SlowMo",
     "SparseLoCo",
@@ -86,5 +95,6 @@ __all__ = [
     "TopK",
     "from_spec",
     "names",
+    "preset",
     "register",
 ]

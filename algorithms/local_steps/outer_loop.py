@@ -13,30 +13,42 @@ from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchan
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.vectors import Named, mean_of
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
+from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Schedule, Scheduled
-from bagua_kernels.algorithms.rounds.points import is_left_out
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
-from bagua_kernels.comm.work import FINISHED
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import BLENDED, REBASED
 
 
-class OuterOptions(TypedDict, total=False):
+class LoopOptions(TypedDict, total=False):
+    """Keyword arguments of `OuterLoop` that all algorithms have."""
+
+    exact: str | tuple[str, ...] | list[str]
+    delay: int
+    blend: float | None
+    sync_state: tuple[int, int] | None
+    by_speed: bool
+    communicator: Communicator | None
+    bucket_bytes: int
+    average_states: bool
+
+
+class DenseOptions(LoopOptions, total=False):
+    """Keyword arguments of algorithms that send each element."""
+
+    owner_feedback: bool | None
+    min_numel: int
+    seed: int
+    penalty: Penalty | None
+
+
+class OuterOptions(DenseOptions, total=False):
     """Keyword arguments of `OuterLoop` beside its interval."""
 
     codec: Encoding
     error_feedback: bool | None
-    owner_feedback: bool | None
-    exact: str | tuple[str, ...] | list[str]
-    min_numel: int
-    seed: int
-    delay: int
-    blend: float | None
-    communicator: Communicator | None
-    bucket_bytes: int
-    average_states: bool
 
 
 class Kind(NamedTuple):
@@ -51,7 +63,7 @@ class Kind(NamedTuple):
     schedule: Schedule | None
 
 
-class OuterLoop(RoundAlgorithm):
+class OuterLoop(LocalRounds):
     """Base of the algorithms that take many steps alone, and then one together (DiLoCo, Douillard et al., 2023).
 
     All ranks have the same outer parameters, `start`, in float32. After each `interval` optimizer's steps:
@@ -65,14 +77,13 @@ class OuterLoop(RoundAlgorithm):
     leaves out. Optimizer states stay local, and are kept across rounds. One rank alone meets nobody, and takes part in outer
     steps if these change anything.
 
+    With `by_speed` a rank of half the speed takes half as many steps, and has half the weight in step 2: nobody waits for it.
+    `RoundSampler` deals the data accordingly.
+
     Attributes:
         delay: optimizer's steps from the beginning of an exchange to the use of its result.
         blend: the share of x in step 4; None for the sum.
     """
-
-    due = "forward"
-    # Residuals and two passes take several collectives.
-    several = True
 
     def __init__(
         self,
@@ -88,6 +99,9 @@ class OuterLoop(RoundAlgorithm):
         seed: int = 0,
         delay: int = 0,
         blend: float | None = None,
+        sync_state: tuple[int, int] | None = None,
+        penalty: Penalty | None = None,
+        by_speed: bool = False,
         communicator: Communicator | None = None,
         bucket_bytes: int = 10 << 20,
         average_states: bool = False,
@@ -107,6 +121,10 @@ class OuterLoop(RoundAlgorithm):
             delay: optimizer's steps, less than `interval`, that an exchange may take beside training.
             blend: from 0 to 1: the share of a rank's own parameters when a result is used. None: the rank's parameters are
                 moved by what the outer step has changed, so that no local step is lost.
+            sync_state: how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al., 2025): (3, 6)
+                stands for each third and each sixth exchange of all parameters. None: they stay local.
+            penalty: for pseudo-gradients with large norms; None for none.
+            by_speed: True if ranks take steps in proportion to their speeds, of which `interval` is the mean then.
             communicator: as for `Algorithm`.
             bucket_bytes: as for `ModelAlgorithm`.
             average_states: as for `ModelAlgorithm`.
@@ -124,12 +142,14 @@ class OuterLoop(RoundAlgorithm):
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
         self._policy = Scheduled(self.assignment.last_start)
-        self._rounds: Communicator | None = None
         self._differences: list[Bucket] = []
         self._exchanges: list[Exchange] = []
         super().__init__(
             module,
             optimizer,
+            sync_state=sync_state,
+            penalty=penalty,
+            by_speed=by_speed,
             interval=interval,
             communicator=communicator,
             bucket_bytes=bucket_bytes,
@@ -163,7 +183,7 @@ class OuterLoop(RoundAlgorithm):
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
-        self._rounds = self._communicator.duplicate()
+        assert self._rounds is not None
         for bucket in self.flat.buckets:
             # Sums of pseudo-gradients are not to be rounded as parameters are.
             dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
@@ -194,13 +214,11 @@ class OuterLoop(RoundAlgorithm):
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
-        self.take_difference(bucket, self._differences[bucket.index])
+        difference = self._differences[bucket.index]
+        self.take_difference(bucket, difference)
         if self._rebases:
             self._sent(bucket).copy_(bucket.flat)
-        # Encoding takes place beside training.
-        yield FINISHED
-        if self._communicator.size > 1:
-            yield from self._exchanges[bucket.index].run(turn)
+        return self.weighed(difference, self._exchanges[bucket.index].run(turn))
 
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """Takes a bucket's pseudo-gradient, on the training thread.
@@ -228,11 +246,6 @@ class OuterLoop(RoundAlgorithm):
     def _sent(self, bucket: Bucket) -> torch.Tensor:
         return self.flat.kept(bucket, "sent", saved=False)
 
-    def at_step_end(self) -> None:
-        """See `ModelAlgorithm.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package is none."""
-        if not is_left_out(self._optimizer):
-            super().at_step_end()
-
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""
         return math.hypot(*(each.residual_norm() for each in self._exchanges))
@@ -252,10 +265,6 @@ class OuterLoop(RoundAlgorithm):
         self.flat.load(mean)
         for exchange in self._exchanges:
             exchange.load(residuals)
-
-    def _communicators(self) -> list[Communicator]:
-        """See `Algorithm._communicators`."""
-        return [*super()._communicators(), *([] if self._rounds is None else [self._rounds])]
 
 
 def kind_of(bucket: Bucket) -> Kind:

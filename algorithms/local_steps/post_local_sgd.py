@@ -45,6 +45,8 @@ class PostLocalSGD(LocalSGD):
         """
         if first_phase < 0:
             raise ValueError(f"first_phase must be 0 or more, got {first_phase=}")
+        if first_phase and options.get("by_speed"):
+            raise ValueError("by_speed is for rounds of many steps: use LocalSGD instead, or first_phase=0")
         self.first_phase = first_phase
         super().__init__(module, optimizer, interval=interval, **options)
 

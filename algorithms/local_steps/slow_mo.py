@@ -104,9 +104,11 @@ class SlowMo(OuterLoop):
 
     def numbers(self) -> dict[str, float]:
         """See `ModelAlgorithm.numbers`."""
-        return {f"lr of group {number}": rate for number, rate in self._last.items()}
+        return super().numbers() | {f"lr of group {number}": rate for number, rate in self._last.items()}
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """See `ModelAlgorithm.load_numbers`."""
-        self._last = {int(name.rpartition(" ")[2]): rate for name, rate in numbers.items()}
+        super().load_numbers(numbers)
+        rates = {name: rate for name, rate in numbers.items() if name.startswith("lr of group ")}
+        self._last = {int(name.rpartition(" ")[2]): rate for name, rate in rates.items()}
         self._sent_at = dict(self._last)

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, Unpack
 
 import torch
 
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
-from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop
+from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.compression import ChunkedTopK, Codec
 from bagua_kernels.compression.codec import from_spec
-
-
-class SparseOptions(TypedDict, total=False):
-    """Keyword arguments of `SparseLoCo` that are those of `OuterLoop`."""
-
-    exact: str | tuple[str, ...] | list[str]
-    delay: int
-    blend: float | None
-    communicator: Communicator | None
-    bucket_bytes: int
-    average_states: bool
 
 
 @register
@@ -43,6 +32,8 @@ class SparseLoCo(OuterLoop):
     """
 
     name = "sparse_loco"
+    # A payload is made when a round begins, and its elements are those of few ranks.
+    weighs = False
 
     def __init__(
         self,
@@ -54,7 +45,7 @@ class SparseLoCo(OuterLoop):
         beta: float = 0.95,
         codec: ChunkedTopK | str = "chunked_topk:k=64,chunk=4096",
         reduce: Literal["contributors", "mean"] = "contributors",
-        **options: Unpack[SparseOptions],
+        **options: Unpack[LoopOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 

@@ -29,12 +29,18 @@ EVERY: dict[str, Any] = {
     **ALL,
     **{name: replace(local_steps.ALL[name], options={"interval": 2, **more}) for name, more in LOCAL.items()},
 }
+if hasattr(torch.optim, "Muon"):
+    EVERY["mu_loco"] = replace(local_steps.MU_LOCO, options={"interval": 2, **local_steps.MU_LOCO.options})
 every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 several = pytest.mark.parametrize("name", only(EVERY, "decentralized", "choco", "diloco"))
 
 
+def plain(module: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
 def made(case: Case, module: nn.Module, communicator: Communicator, lr: float = 0.1, **options: Any) -> tuple[Any, Any]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    optimizer = getattr(case, "optimizer", plain)(module, lr)
     return case.make(module, optimizer, communicator, **options), optimizer
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_kernels.algorithms import Algorithm, DiLoCo, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
+from bagua_kernels.algorithms import Algorithm, DiLoCo, LocalSGD, MuLoCo, PostLocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from bagua_kernels.optim import ChainedOptimizer
 from tests.algorithms.gossip.common import BUCKET_BYTES, SHAPES, Quadratic, Task, falling, flat
 
 
@@ -21,12 +22,25 @@ class Case:
 
     kind: Callable[..., Algorithm]
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = lambda module, lr: torch.optim.SGD(
+        module.parameters(), lr=lr
+    )
 
     def make(self, module: nn.Module, optimizer: Any, communicator: Communicator, **options: Any) -> Any:
         given = {"bucket_bytes": BUCKET_BYTES, "interval": 4, **self.options, **options}
         return self.kind(module, optimizer, communicator=communicator, **given)
 
 
+def muon(module: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Muon for all matrices, SGD for the rest; of a module without any, Muon has a matrix that is not trained."""
+    none = [nn.Parameter(torch.zeros(2, 2), requires_grad=False)]
+    matrices = [p for p in module.parameters() if p.dim() == 2 and p.requires_grad]
+    others = [p for p in module.parameters() if p.dim() != 2 and p.requires_grad]
+    return ChainedOptimizer(torch.optim.Muon(matrices or none, lr=lr), torch.optim.SGD(others or none, lr=lr))
+
+
+# Apart from the others, for it needs its own optimizer, and PyTorch 2.9.
+MU_LOCO = Case(MuLoCo, {"min_numel": 0}, muon)
 ALL = {
     "local_sgd": Case(LocalSGD),
     "post_local_sgd": Case(PostLocalSGD, {"first_phase": 3}),

@@ -1,0 +1,84 @@
+"""The weights of ranks in the mean of their pseudo-gradients, where they are not all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from bagua_kernels.algorithms.local_steps.pace import Pace
+from bagua_kernels.algorithms.local_steps.penalty import Norms, Penalty, clip_factor, weights_of
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, Work
+
+
+class Weighing:
+    """Multiplies pseudo-gradients by weights on their way, in a small collective before that of each bucket.
+
+    A rank's weight is the number of its samples in the round, and less by a penalty. With equal weights nothing is multiplied.
+    """
+
+    def __init__(self, communicator: Communicator, buckets: int, penalty: Penalty | None, pace: Pace | None) -> None:
+        """Begins without norms.
+
+        Args:
+            communicator: of all ranks.
+            buckets: their number.
+            penalty: for norms; None for none.
+            pace: gets the speeds of the ranks; None if all take as many steps.
+        """
+        self._communicator, self._penalty, self._pace = communicator, penalty, pace
+        self._norms = [] if penalty is None else [Norms(penalty) for _ in range(buckets)]
+
+    def weigh(self, difference: Bucket, samples: float, speed: float) -> Iterator[Work]:
+        """Multiplies this rank's pseudo-gradient by its weight over the mean weight.
+
+        Args:
+            difference: the pseudo-gradient, replaced.
+            samples: of this rank in the round.
+            speed: this rank's steps per second.
+        """
+        norm = 0.0
+        if self._penalty is not None:
+            norm = self._norms[difference.index].judged(_norm(difference))
+        own = torch.tensor([samples, speed, norm], dtype=torch.float64, device=difference.flat.device)
+        everyone = own.new_empty((self._communicator.size, 3))
+        yield self._communicator.all_gather(everyone, own)
+        rows = everyone.tolist()
+        if self._pace is not None:
+            self._pace.measured([row[1] for row in rows])
+        by_norm = weights_of([row[2] for row in rows])
+        weights = [row[0] * weight for row, weight in zip(rows, by_norm, strict=True)]
+        own_weight, mean = weights[self._communicator.rank], sum(weights) / len(weights)
+        if own_weight == 0:
+            difference.flat.zero_()  # it may not be finite
+        elif own_weight != mean:
+            difference.flat.mul_(own_weight / mean)
+
+    def clip(self, difference: Bucket) -> Iterator[Work]:
+        """Clips a mean. Norms depend on the number of threads, so that rank 0's decides for all."""
+        if self._penalty is None or self._penalty.clip is None:
+            return
+        for gap in difference.gaps:
+            gap.zero_()  # codecs leave something in it
+        norm = torch.tensor([_norm(difference)], dtype=torch.float64, device=difference.flat.device)
+        yield self._communicator.broadcast(norm, 0)
+        factor = clip_factor(float(norm), self._penalty.clip)
+        if factor != 1.0:
+            difference.flat.mul_(factor)
+
+    def numbers(self) -> dict[str, float]:
+        """Returns what a checkpoint contains of it."""
+        return {f"norm {k} {name}": x for k, norms in enumerate(self._norms) for name, x in norms.numbers().items()}
+
+    def load(self, numbers: Mapping[str, float]) -> None:
+        """Restores what `numbers` returned; of a bucket that is lacking the norms begin anew."""
+        for index, norms in enumerate(self._norms):
+            prefix = f"norm {index} "
+            own = {name.removeprefix(prefix): x for name, x in numbers.items() if name.startswith(prefix)}
+            if own:
+                norms.load(own)
+
+
+def _norm(difference: Bucket) -> float:
+    return float(difference.flat.norm(dtype=torch.float64))

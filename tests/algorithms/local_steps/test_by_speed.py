@@ -1,0 +1,283 @@
+"""Ranks of different speed: their steps, their weights, and the data that they draw."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, RoundSampler, SparseLoCo
+from bagua_kernels.algorithms.local_steps import pace as pace_module
+from bagua_kernels.algorithms.local_steps.pace import Pace
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.gossip.common import flat
+from tests.grids import grid
+
+N = 33
+
+
+class Clock:
+    """Seconds that pass only when the test lets them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_clock(model: Any, clock: Clock) -> None:
+    """Lets a model read another clock than the machine's; one rank alone has no pace."""
+    if model._pace is not None:
+        model._pace._clock, model._pace._began = clock, clock.now
+
+
+class Vector(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(N))
+
+    def forward(self) -> torch.Tensor:
+        return self.x
+
+
+def gradient(rank: int, step: int) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=N)
+
+
+def trained(
+    communicator: Communicator, seconds: Any, rounds: int, interval: int, kind: Any = LocalSGD, **options: Any
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Trains by given gradients, on a clock of the rank's own; returns the steps of all ranks, and the parameters, by round."""
+    module, clock = Vector(), Clock()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = kind(module, optimizer, interval=interval, communicator=communicator, by_speed=True, **options)
+    on_clock(model, clock)
+    steps, seen, taken = [], [], 0
+    for turn in range(rounds):
+        steps.append(model.steps_of_ranks)
+        for _ in range(model.steps_of_ranks[communicator.rank]):
+            model()
+            module.x.grad = torch.from_numpy(gradient(communicator.rank, taken)).float()
+            clock.now += seconds(communicator.rank, turn)
+            optimizer.step()
+            taken += 1
+        model.wait()
+        seen.append(flat(module))
+    model.close()
+    return steps, seen
+
+
+def simulated(steps: list[list[int]]) -> list[np.ndarray]:
+    """Means of the ranks' changes, weighed by their steps, in float64."""
+    start, seen, taken = np.zeros(N), [], [0] * len(steps[0])
+    for counts in steps:
+        total = np.zeros(N)
+        for rank, count in enumerate(counts):
+            change = -0.1 * sum(gradient(rank, taken[rank] + k) for k in range(count))
+            total += count * change
+            taken[rank] += count
+        start = start + total / sum(counts)
+        seen.append(start.copy())
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_steps_and_weights_follow_speeds(size: int) -> None:
+    """The last rank takes three times as long for a step; the first two rounds are equal, for nothing is known yet."""
+    everyone = run_ranks(size, trained, lambda rank, turn: 3.0 if rank == size - 1 else 1.0, 5, 12)
+    steps = everyone[0][0]
+    speeds = np.array([1.0] * (size - 1) + [1 / 3])
+    assert steps[:2] == [[12] * size] * 2
+    assert steps[2:] == [[round(12 * s / speeds.mean()) for s in speeds]] * 3
+    for its_steps, seen in everyone:
+        assert its_steps == steps
+        for ours, expected, first in zip(seen, simulated(steps), everyone[0][1], strict=True):
+            assert torch.equal(ours, first)
+            assert np.abs(ours.double().numpy() - expected).max() <= 1e-6
+
+
+@grid(kind=[LocalSGD, DiLoCo, SparseLoCo], size=[2, 4], delay=[0, 2])
+def test_equal_speeds_are_the_fixed_number_bit_for_bit(kind: Any, size: int, delay: int) -> None:
+    """Times that differ by some percent count as equal."""
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        seconds = lambda rank, turn: 1.0 + 0.02 * ((rank + turn) % 3)  # noqa: E731
+        steps, seen = trained(communicator, seconds, 4, 5, kind, delay=delay)
+        assert steps == [[5] * size] * 4
+        module = Vector()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = kind(module, optimizer, interval=5, communicator=communicator.duplicate(), delay=delay)
+        for step in range(20):
+            model()
+            module.x.grad = torch.from_numpy(gradient(communicator.rank, step)).float()
+            optimizer.step()
+            if step % 5 == 4:
+                model.wait()  # as `trained` does at the end of each round
+        return seen[-1], flat(module)
+
+    for by_speed, fixed in run_ranks(size, rank):
+        assert torch.equal(by_speed, fixed)
+
+
+def test_a_rank_takes_at_least_as_many_steps_as_an_exchange_lasts() -> None:
+    run = functools.partial(trained, delay=2)
+    steps, _ = run_ranks(2, run, lambda rank, turn: 100.0 if rank else 1.0, 4, 8)[0]
+    assert steps[-1] == [16, 3]
+
+
+def test_speeds_that_change() -> None:
+    """Rank 1 becomes slow in its third round: the fifth is the first of which all know it."""
+    steps, _ = run_ranks(2, trained, lambda rank, turn: 4.0 if rank and turn >= 2 else 1.0, 6, 10)[0]
+    assert steps[:4] == [[10, 10]] * 4
+    assert steps[4:] == [[16, 4]] * 2
+
+
+def test_waiting_is_no_work() -> None:
+    """A rank that has waited for the others is not slow."""
+    clock = Clock()
+    pace = Pace(4, 0, 2, 1, clock)
+    clock.now = 10.0
+    assert pace.speed(waited=6.0) == 1.0
+    pace.next_round(waited=6.0)
+    clock.now = 14.0
+    assert pace.speed(waited=6.0) == 1.0
+
+
+def test_weights_by_samples() -> None:
+    """`count_samples` says how many there were; without it each step counts as one."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = Vector()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = LocalSGD(module, optimizer, interval=2, communicator=communicator, by_speed=True)
+        for step in range(2):
+            model()
+            model.count_samples(1 + 2 * communicator.rank)
+            module.x.grad = torch.from_numpy(gradient(communicator.rank, step)).float()
+            optimizer.step()
+        model.wait()
+        model.close()
+        return flat(module)
+
+    changes = [-0.1 * (gradient(rank, 0) + gradient(rank, 1)) for rank in range(3)]
+    expected = np.average(changes, axis=0, weights=[1, 3, 5])
+    for x in run_ranks(3, rank):
+        assert np.abs(x.double().numpy() - expected).max() <= 1e-6
+
+
+def dealt(communicator: Communicator, seconds: Any, samples: int, batch: int, epochs: int) -> list[list[list[int]]]:
+    """Trains through some epochs; returns the batches of each."""
+    module, clock = Vector(), Clock()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = LocalSGD(module, optimizer, interval=3, communicator=communicator, by_speed=True)
+    on_clock(model, clock)
+    sampler = RoundSampler(samples, batch, model, seed=3)
+    drawn = []
+    for _ in range(epochs):
+        drawn.append([])
+        for indices in sampler:
+            drawn[-1].append(indices)
+            model()
+            module.x.grad = torch.ones(N)
+            clock.now += seconds(communicator.rank)
+            optimizer.step()
+    model.close()
+    return drawn
+
+
+@grid(size=[1, 2, 3, 5], samples=[17, 100, 301], batch=[1, 4])
+def test_samples_are_disjoint_and_complete(size: int, samples: int, batch: int) -> None:
+    """Whatever the speeds: the first `samples` that are drawn are each sample once, and so are the next."""
+    everyone = run_ranks(size, dealt, lambda rank: 1.0 + rank, samples, batch, 3)
+    # All ranks end an epoch with the same round.
+    drawn = sum(len(indices) for epochs in everyone for batches in epochs for indices in batches)
+    counts = np.bincount(
+        [i for epochs in everyone for batches in epochs for b in batches for i in b], minlength=samples
+    )
+    assert drawn >= 3 * samples
+    assert counts.min() >= drawn // samples
+    assert counts.max() <= -(-drawn // samples)
+    if size > 1 and samples > 100:
+        taken = [sum(len(batches) for batches in epochs) for epochs in everyone]
+        assert taken == sorted(taken, reverse=True)
+        assert taken[0] > 1.3 * taken[-1]
+
+
+def test_epochs_are_shuffled_anew() -> None:
+    (epochs,) = run_ranks(1, dealt, lambda rank: 1.0, 30, 3, 2)
+    first, second = ([i for b in batches for i in b][:20] for batches in epochs)
+    assert first != second
+    assert first != sorted(first)
+
+
+def test_a_loader_that_draws_ahead_is_refused() -> None:
+    def rank(communicator: Communicator) -> None:
+        module = Vector()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = LocalSGD(module, optimizer, interval=2, communicator=communicator, by_speed=True)
+        with pytest.raises(RuntimeError, match="after this rank's 2 steps, got a request for a batch before"):
+            list(RoundSampler(100, 4, model))
+        model.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("stop", [6, 8])
+def test_a_sampler_goes_on_in_the_middle_of_a_round_or_at_its_end(stop: int) -> None:
+    def rank(communicator: Communicator, stops: tuple[int, ...]) -> list[list[int]]:
+        state: Any = None
+        drawn: list[list[int]] = []
+        for end in stops:
+            module = Vector()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            model = LocalSGD(module, optimizer, interval=4, communicator=communicator.duplicate(), by_speed=True)
+            on_clock(model, Clock())
+            sampler = RoundSampler(1000, 2, model)
+            if state is not None:
+                model.load_algorithm_state_dict(state[0])
+                sampler.load_state_dict(state[1])
+            for indices in sampler:
+                drawn.append(indices)
+                model()
+                module.x.grad = torch.ones(N)
+                optimizer.step()
+                if len(drawn) == end:
+                    break
+            state = model.algorithm_state_dict(), sampler.state_dict()
+            model.close()
+        return drawn
+
+    whole, resumed = (run_ranks(2, rank, stops) for stops in ((11,), (stop, 11)))
+    assert whole == resumed
+
+
+def test_speeds_are_resumed() -> None:
+    pace, again = (Pace(6, 1, 2, 1, Clock()) for _ in range(2))
+    pace.measured([3.0, 1.0])
+    pace.next_round(0.0)
+    pace.next_round(0.0)
+    again.load(pace.numbers())
+    for each in (pace, again):
+        each.next_round(0.0)
+    assert again.numbers() == pace.numbers()
+    assert again.steps == [9, 3]
+    again.restart(100)
+    assert again.steps == [6, 6]
+    assert again.is_end(105)
+
+
+def test_what_is_refused() -> None:
+    module = Vector()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="by_speed is for rounds of many steps"):
+        PostLocalSGD(module, optimizer, first_phase=3, by_speed=True)
+    model = LocalSGD(module, optimizer, by_speed=True)
+    with pytest.raises(RuntimeError, match="RoundSampler ends all at the same round"), model.join():
+        pass
+    with pytest.raises(ValueError, match="samples and batch_size must be at least 1"):
+        RoundSampler(0, 4, model)
+    assert 0 < pace_module._NOTICEABLE < 1
