@@ -1,7 +1,7 @@
 """Training steps on emulated hosts: against DistributedDataParallel and its communication hooks, for each rate of the links.
 
 python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--methods decentralized]
-                         [--only steps,engine,overlap,delays] [--trace FILE] [--output bench/results/training.json]
+                         [--only steps,engine,overlap,delays,local] [--trace FILE] [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
 It lasts until the last rank is through with it; medians over steps are told. Rivals take turns in random order, in blocks of a
@@ -10,7 +10,8 @@ Each host keeps to its share of the processors. With four of them on few cores, 
 their own, and so does that of codecs.
 
 `engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides. `delays` is about
-links that are fast but long, and a small model: there it counts how many messages wait for one another.
+links that are fast but long, and a small model: there it counts how many messages wait for one another. `local` is about
+algorithms with local steps on lines of 1 to 100 Mbit/s.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bench.netlab import lab as netlab
 from bench.network.measure import limit
 from bench.network.parts import run_parts
 from bench.network.rank import interval
-from bench.training import groups, report
+from bench.training import groups, local_steps, report
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
@@ -176,11 +177,20 @@ def overlap(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def local(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Local steps on slow lines; the transport keeps its defaults, for to measure lines of 1 Mbit/s takes minutes."""
+    told = run(
+        _HOSTS, "local", {"model": "tr", "blocks": local_steps.BLOCKS, "steps": options.steps or local_steps.STEPS}
+    )
+    return local_steps.described(told, "tr")
+
+
 PARTS = {
     "steps": (steps, report.show_steps),
     "engine": (engine, report.show_engine),
     "overlap": (overlap, report.show_overlap),
     "delays": (delays, report.show_delays),
+    "local": (local, local_steps.show),
 }
 
 

@@ -36,6 +36,13 @@ NEIGHBOURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     # Four ranks send 6 models per step, as in a ring all-reduce; around a ring it is 8.
     "d2 chain": (algorithms.D2, {"peers": "chain"}),
 }
+# Take many steps between exchanges, in which messages may be under way.
+LOCAL: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
+    "sparse_loco": (algorithms.SparseLoCo, {"interval": 30}),
+    "sparse_loco delayed": (algorithms.SparseLoCo, {"interval": 30, "delay": 29}),
+    "diloco int4": (algorithms.DiLoCo, {"interval": 30, "codec": "absmax_int4", "delay": 10}),
+    "local_sgd": (algorithms.LocalSGD, {"interval": 16}),
+}
 OURS |= {
     **{
         f"{name} if faster": (kind, {**own, "only_if_faster": True})
@@ -51,6 +58,7 @@ OURS |= {
         )
     },
     **NEIGHBOURS,
+    **LOCAL,
 }
 
 
