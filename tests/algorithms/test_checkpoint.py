@@ -36,10 +36,10 @@ def steps(algorithm: Algorithm, first: int, last: int) -> None:
         optimizer.step()
 
 
-def resumes(path: str) -> None:
-    """Trains four steps, and two that are saved and two more by others."""
+def resumes(path: str, most: int = 9) -> None:
+    """Trains four steps, and two that are saved and two more by others; with so many algorithms of both kinds."""
     comm.init(timeout=20)
-    for number, spec in enumerate(SPECS):
+    for number, spec in enumerate(SPECS[:most]):
         whole = make(spec)
         steps(whole, 0, 4)
         half = make(spec)
@@ -52,18 +52,19 @@ def resumes(path: str) -> None:
         steps(again, 2, 4)
         for a, b in zip(whole.parameters(), again.parameters(), strict=True):
             assert torch.equal(a, b), spec
-    resumes_on_parameters(path)
+    resumes_on_parameters(path, most)
     comm.shutdown()
 
 
-def resumes_on_parameters(path: str) -> None:
+def resumes_on_parameters(path: str, most: int) -> None:
     """There the file alone brings back parameters, buffers and the optimizer's state."""
-    for spec in ON_PARAMETERS:
+    for spec in ON_PARAMETERS[:most]:
         whole, again = (make_on_parameters(spec) for _ in range(2))
         steps_on_parameters(*whole, 0, 2)
         save(whole[0], f"{path}/{spec}")
         load(again[0], f"{path}/{spec}")
         assert again[0].stats().steps == 2
+        assert again[1].state_dict()["param_groups"] == whole[1].state_dict()["param_groups"]
         expected, found = (steps_on_parameters(*each, 2, 4) for each in (whole, again))
         assert all(torch.equal(expected[name], found[name]) for name in expected), spec
 
@@ -96,6 +97,12 @@ def loads(path: str, more: int) -> None:
     steps(algorithm, 2, 2 + more)
     print(json.dumps({"mean": total.tolist(), "steps": algorithm.stats().steps}))
     comm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_resume_of_one_of_each_kind_through_files(tmp_path: Path) -> None:
+    results = run_processes(resumes, 2, args=(str(tmp_path), 1), timeout=100)
+    assert [r.returncode for r in results] == [0, 0], results[0].stderr[-3000:]
 
 
 # Eight processes, which import more of PyTorch than others do.
