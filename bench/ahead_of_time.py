@@ -23,7 +23,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bagua_kernels.compression import FP8, QSGD, Sign, TernGrad, from_spec
+from bagua_kernels.compression import FP8, QSGD, Sign, TernGrad, TwoMagnitudes, from_spec
 from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.blockwise.fusion import _triton as fusion
@@ -52,6 +52,7 @@ CODECS = [
     *(from_spec(name) for name in ("minmax_uint8", "minmax_uint4", "minmax_uint2", "absmax_int8", "absmax_int4")),
     *(QSGD(), QSGD(norm="l2"), TernGrad(), TernGrad(shared=True), Sign(), Sign(two_means=True), from_spec("natural")),
     *(FP8("e4m3"), FP8("e5m2"), FP8("e4m3", stochastic=True), FP8("e5m2", stochastic=True)),
+    TwoMagnitudes(),
 ]
 RULES: dict[BlockQuantizer, int] = {codec.rule: codec.block for codec in CODECS}  # type: ignore[attr-defined]
 BLOCKWISE = ("encode", "encode_pieces", "decode", "decode_sum", "reduce")
@@ -321,7 +322,7 @@ def roundings(rule: BlockQuantizer, name: str) -> list[bool]:
         return [False]
     if "stochastic" in rule.name:
         return [True]
-    return [False] if "nearest" in rule.name or rule.bits == 1 else [False, True]
+    return [False] if "nearest" in rule.name or "sign" in rule.name else [False, True]
 
 
 def kernels(sm: int) -> Iterator[tuple[str, str, str]]:

@@ -42,6 +42,7 @@ from bagua_kernels.compression import (
     TernGrad,
     ThresholdTopK,
     TopK,
+    TwoMagnitudes,
 )
 from bagua_kernels.jit import op
 from bench import optimizers, speed
@@ -136,6 +137,7 @@ def codecs(block: int) -> Iterator[tuple[str, Codec]]:
         ("terngrad", TernGrad(block)),
         ("sign", Sign(block)),
         ("sign, two means", Sign(block, two_means=True)),
+        ("two_magnitudes", TwoMagnitudes(block)),
         ("natural", Natural(block)),
         ("fp8 e4m3", FP8("e4m3", block)),
         ("fp8 e5m2, stochastic", FP8("e5m2", block, stochastic=True)),

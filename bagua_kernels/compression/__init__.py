@@ -32,3 +32,4 @@ from bagua_kernels.compression.sparse.randomk import RandomK as RandomK
 from bagua_kernels.compression.sparse.threshold_topk import ThresholdTopK as ThresholdTopK
 from bagua_kernels.compression.sparse.topk import TopK as TopK
 from bagua_kernels.compression.terngrad import TernGrad as TernGrad
+from bagua_kernels.compression.two_magnitudes import TwoMagnitudes as TwoMagnitudes

@@ -20,6 +20,16 @@ def no_terms(x, unit):
     return x, x, x
 
 
+def no_steps(x, unit, levels):
+    """No splits, no steps."""
+    return tl.cast(x, tl.int32)
+
+
+def no_threshold(lower, upper, many, count):
+    """No splits, no threshold."""
+    return tl.cast(lower, tl.int32)
+
+
 @dataclass(frozen=True)
 class BlockQuantizer:
     """The rules of one block quantizer; `bagua_kernels.launchers.blockwise` runs them.
@@ -27,6 +37,10 @@ class BlockQuantizer:
     A launcher finds the extremes of each block, and sums over it if `sums` is not 0. It computes the stored scales from
     these, and four constants from the scales, and applies `encode` to every element. A quantizer that needs fewer constants
     leaves some 0. `levels` is a compile-time argument of the rules, so that quantizers of different widths share them.
+
+    With `splits` the sums are those of two sides of the block. Each split makes a threshold from the sums of the sides before,
+    the first from a block that is all upper side. Then an element of more steps than the threshold is in the upper side. Steps
+    are integers, so that each launcher adds them in the order that suits it.
 
     Attributes:
         name: lower-case identifier, used in caches and messages.
@@ -43,8 +57,13 @@ class BlockQuantizer:
         extremes: "range": low and high are the least and greatest `ordered` key of the block. "magnitude": high is the greatest
             of its bits without the sign, low is 0.
         sums: number of sums that the rules need: 0, 1 or 3.
-        unit: (low, high) -> float32 that `terms` gets.
+        unit: (low, high) -> float32 that `terms` and `steps` get.
         terms: (float32 value, unit) -> three float32 summands.
+        splits: number of times that a block is split; 0 if it is not. The three sums of `scales` are then those of the lower and
+            of the upper side, and the number of elements in the upper one. Not together with `sums`.
+        steps: (float32 value, unit, levels) -> int32, 0 or more; the sum over a block must be below 2^31.
+        threshold: (sums of both sides, number of elements in the upper one, number of elements, all float32) -> int32, 0 or
+            more.
     """
 
     name: str
@@ -61,6 +80,9 @@ class BlockQuantizer:
     sums: int = 0
     unit: Callable[..., Any] = no_unit
     terms: Callable[..., Any] = no_terms
+    splits: int = 0
+    steps: Callable[..., Any] = no_steps
+    threshold: Callable[..., Any] = no_threshold
 
     def __post_init__(self) -> None:
         for name, allowed in (("bits", (1, 2, 4, 8)), ("words", (1, 2)), ("sums", (0, 1, 3))):
@@ -68,6 +90,10 @@ class BlockQuantizer:
                 raise ValueError(
                     f"{name} of quantizer {self.name!r} must be one of {allowed}, got {getattr(self, name)}"
                 )
+        if self.splits < 0 or (self.splits and self.sums):
+            raise ValueError(
+                f"splits of quantizer {self.name!r} must be 0 or more, and 0 with sums, got {self.splits} with {self.sums} sums"
+            )
 
 
 def safe_power(magnitude):

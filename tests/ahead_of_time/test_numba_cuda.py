@@ -20,7 +20,7 @@ from bagua_kernels.rules.magnitude import absmax, euclidean
 from bagua_kernels.rules.messages import FEEDBACK, MessageRule
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, RADAM, SGD, ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer, minmax
-from bagua_kernels.rules.signs import SIGN_TWO_MEANS
+from bagua_kernels.rules.signs import SIGN_TWO_MEANS, two_magnitudes
 from tests.ahead_of_time.ptx import count, opcodes, target, violations
 
 pytest.importorskip("numba_cuda", reason="needs numba_cuda")
@@ -44,7 +44,10 @@ try:
 except NvvmSupportError as error:
     pytest.skip(f"needs libnvvm: {error}", allow_module_level=True)
 
-RULES = (minmax(2), absmax(8, 127), euclidean(4, 7), absmax(2, 1), SIGN_TWO_MEANS, NATURAL, fp8(3, False), fp8(2, True))
+RULES = (
+    *(minmax(2), absmax(8, 127), euclidean(4, 7), absmax(2, 1), SIGN_TWO_MEANS, two_magnitudes(256), NATURAL),
+    *(fp8(3, False), fp8(2, True)),
+)
 FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # What a launcher passes for an element of a dtype: bfloat16 goes as its bits.
 ELEMENTS = {FLOAT64: types.float64, FLOAT32: types.float32, FLOAT16: types.float16, BFLOAT16: types.uint16}
@@ -170,7 +173,12 @@ def test_rules_after_decoding(counted: bool, divided: bool, device: SimpleNamesp
 
 
 @grid(
-    rule=one_of_each([pytest.param(rule, id=rule.name) for rule in RULES], lambda given: given.values[0].bits, cover=1),
+    rule=one_of_each(
+        [pytest.param(rule, id=rule.name) for rule in RULES],
+        lambda given: given.values[0].bits,
+        lambda given: given.values[0].splits,
+        cover=1,
+    ),
     name=["encode", "feedback", "decode", "decode_sum", "reduce"],
     cover=1,
 )

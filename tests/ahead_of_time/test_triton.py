@@ -164,7 +164,7 @@ def test_any_length(name: str, n: str) -> None:
 @grid(
     rule=one_of_each(
         [pytest.param(rule, id=rule.name) for rule in RULES],
-        lambda given: (given.values[0].words, given.values[0].extremes, given.values[0].sums),
+        lambda given: (given.values[0].words, given.values[0].extremes, given.values[0].sums, given.values[0].splits),
         lambda given: given.values[0].bits,
         cover=1,
     ),

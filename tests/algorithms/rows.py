@@ -122,6 +122,9 @@ WITH_MEMORY = {
         ByteGrad, compressed(minmax(), feedback=True), {"block": 64, "error_feedback": True}, 0, True
     ),
     "fp8_feedback": Row(FP8AllReduce, compressed(fp8(), feedback=True), {"block": 32, "error_feedback": True}, 0, True),
+    "two_magnitudes": Row(
+        CompressedAllReduce, compressed(block(Spec("magnitudes", 64))), {"codec": "two_magnitudes:block=64"}, 0, True
+    ),
     "sign": Row(SignSGD, compressed(SIGN), {"block": 64}, 0, True),
     "sign_buckets": Row(SignSGD, compressed(SIGN, each=True), {"block": 64, "bucket_bytes": 1}, 0, True),
     "onebit": Row(OneBitSGD, compressed(TWO_MEANS, warmup=2), {"block": 64, "warmup_steps": 2}, PLAIN, True),

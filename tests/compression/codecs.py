@@ -16,6 +16,7 @@ from bagua_kernels.compression import (
     Natural,
     Sign,
     TernGrad,
+    TwoMagnitudes,
 )
 from tests.grids import one_of_each, only
 from tests.oracles.block_rules import Spec
@@ -58,6 +59,8 @@ NEAREST = [
     Case(Sign(64, two_means=True), Spec("sign", 64, bits=1, means=2)),
     fp8("e4m3", False),
     fp8("e5m2", False),
+    Case(TwoMagnitudes(), Spec("magnitudes", 256)),
+    Case(TwoMagnitudes(64), Spec("magnitudes", 64)),
 ]
 STOCHASTIC = [
     minmax(MinMaxUInt8, 8, True),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagua_kernels.compression import Codec, Contractive, Sign, Unbiased
+from bagua_kernels.compression import BlockCodec, Codec, Contractive, Sign, TwoMagnitudes, Unbiased
 from tests import grids
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS
 from tests.compression.codecs import ALL, FEW, SAMPLED, STOCHASTIC, Case
@@ -172,9 +172,9 @@ def test_payloads_with_more_behind_each(target: Target, case: Case) -> None:
         case.codec.reduce(torch.cat([plain, plain[:, :8]], 1)[:, : plain.shape[1]], n)
 
 
-@pytest.mark.parametrize("codec", [Sign(), Sign(two_means=True)], ids=str)
-def test_short_blocks_lag_no_more_than_full_ones(target: Target, codec: Sign) -> None:
-    """The mean magnitude is that of the block's own elements, so that five equal ones are exact beside a full block."""
+@pytest.mark.parametrize("codec", [Sign(), Sign(two_means=True), TwoMagnitudes()], ids=str)
+def test_short_blocks_lag_no_more_than_full_ones(target: Target, codec: BlockCodec) -> None:
+    """A mean magnitude is that of the block's own elements, so that five equal ones are exact beside a full block."""
     x = torch.zeros(512, device=target.device)
     x[:5], x[256:] = 3.0, 3.0
     counts = torch.tensor([5, 256], dtype=torch.int32, device=target.device)

@@ -19,6 +19,7 @@ from bagua_kernels.compression import (
     Sign,
     ThresholdTopK,
     TopK,
+    TwoMagnitudes,
     Unbiased,
     from_spec,
 )
@@ -31,6 +32,7 @@ CODECS: list[Codec] = [
     MinMaxUInt8(stochastic=True),
     Sign(),
     Sign(two_means=True),
+    TwoMagnitudes(),
     from_spec("qsgd:bits=4,block=128"),
     from_spec("qsgd:bits=2,norm=l2"),
     from_spec("natural"),

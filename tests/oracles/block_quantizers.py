@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tests.oracles import two_magnitudes
 from tests.oracles.block_rules import (
     BOOL,
     FLOAT8,
@@ -114,6 +115,9 @@ def _scales_and_codes(spec: Spec, x: F32, seed: int, given: F32 | None, counts: 
         scales, codes = encode_minmax(spec, v, present, dithers)
     elif spec.kind == "sign":
         scales, codes = encode_sign(spec, v, m, present)
+    elif spec.kind == "magnitudes":
+        words, codes = two_magnitudes.encode(v, m, present)
+        scales = words[:, None]
     elif spec.kind == "natural":
         p, codes = encode_natural(v, m, dithers)
         scales = p[:, None]
@@ -180,6 +184,8 @@ def decode(spec: Spec, payload: U8, n: int) -> F32:
             rows = decode_absmax(spec, scales, codes)
         elif spec.kind == "sign":
             rows = decode_sign(scales, codes)
+        elif spec.kind == "magnitudes":
+            rows = two_magnitudes.decode(scales, codes)
         elif spec.kind == "natural":
             rows = decode_natural(scales, codes)
         else:
@@ -260,6 +266,8 @@ def _ideal_block(spec: Spec, v: F64) -> F64:
             if part.any():
                 out[part] = v[part].mean()
         return out
+    if spec.kind == "magnitudes":
+        return two_magnitudes.ideal(v)
     if greatest == 0:
         return np.zeros_like(v)
     if spec.kind == "absmax":
@@ -288,7 +296,7 @@ def ideal(spec: Spec, x: F32) -> F64:
     Blocks that are not finite become NaN. Which of two equally near grid points is taken is not the page's choice.
 
     Args:
-        spec: Codec of kind `minmax`, `absmax`, `sign` or `fp8`.
+        spec: Codec of any kind but `natural`.
         x: One-dimensional vector.
     """
     out = np.full(x.size, np.nan)

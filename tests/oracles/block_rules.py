@@ -44,14 +44,14 @@ class Spec:
         block: Elements that share scales.
         levels: `L` of `minmax` and `absmax`; 0 stands for the greatest that `bits` can hold.
         bits: Bits of a code of `minmax` and `absmax`; the other kinds have a fixed number, see `code_bits`.
-        stochastic: Whether `minmax`, `absmax` and `fp8` round stochastically; `natural` always does, `sign` never.
+        stochastic: Whether `minmax`, `absmax` and `fp8` round stochastically; `natural` always does, the others never.
         norm: Scale of `absmax`.
         means: Number of means of `sign`.
         format: Format of `fp8`.
         shared: Whether the scales of `absmax` come from outside, as in TernGrad.
     """
 
-    kind: Literal["minmax", "absmax", "sign", "natural", "fp8"]
+    kind: Literal["minmax", "absmax", "sign", "magnitudes", "natural", "fp8"]
     block: int
     levels: int = 0
     bits: int = 8
@@ -84,7 +84,7 @@ class Spec:
     @property
     def code_bits(self) -> int:
         """Bits of a code."""
-        return {"sign": 1, "natural": 8, "fp8": 8}.get(self.kind, self.bits)
+        return {"sign": 1, "magnitudes": 2, "natural": 8, "fp8": 8}.get(self.kind, self.bits)
 
 
 def pre(m: F32) -> F32:

@@ -24,12 +24,14 @@ NEAREST = {
     "absmax2": Spec("absmax", 32, bits=2),
     "sign": Spec("sign", 64),
     "sign_two": Spec("sign", 64, means=2),
+    "magnitudes": Spec("magnitudes", 256),
     "e4m3": Spec("fp8", 128),
     "e5m2": Spec("fp8", 32, format="e5m2"),
 }
 
+DITHERED = ("minmax", "absmax", "fp8")
 STOCHASTIC = {
-    **{f"{name}_stochastic": replace(spec, stochastic=True) for name, spec in NEAREST.items() if spec.kind != "sign"},
+    **{f"{name}_stochastic": replace(spec, stochastic=True) for name, spec in NEAREST.items() if spec.kind in DITHERED},
     "natural": Spec("natural", 64),
     "qsgd_l2": Spec("absmax", 128, bits=4, stochastic=True, norm="l2"),
     "qsgd_5": Spec("absmax", 128, levels=5, bits=4, stochastic=True),

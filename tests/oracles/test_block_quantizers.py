@@ -36,6 +36,7 @@ from tests.oracles.vectors import (
         (Spec("sign", 32), 1, 16 + 16),
         (Spec("sign", 32), 129, 32 + 32),
         (Spec("sign", 32, means=2), 129, 48 + 32),
+        (Spec("magnitudes", 256), 257, 16 + 128),
         (Spec("natural", 4096), 4097, 16 + 4112),
         (Spec("fp8", 32), 160, 32 + 160),
     ],
@@ -90,6 +91,11 @@ def test_empty_vector(spec: Spec) -> None:
             Spec("sign", 32, means=2),
             f32(-1, 2, 4, -3, -0.0),
             "00000040 00000040 00000000 00000000 01000001 00000000 00000000 00000000",
+        ),
+        (
+            Spec("magnitudes", 32),
+            f32(-1, 6, 3, -8, *[0] * 4, -0.0, 9, 2),
+            "403ff540 00000000 00000000 00000000 02050003 00000000 00000000 00000000",
         ),
         (
             Spec("natural", 32),
@@ -195,6 +201,9 @@ def test_equal_values(spec: Spec, n: int, value: float) -> None:
     y = recode(spec, x)
     if spec.kind == "sign":
         np.testing.assert_allclose(y, x, rtol=2.0**-21, atol=0)
+    elif spec.kind == "magnitudes":
+        # The greatest bfloat16 is 2^-8 below the greatest float32; the least is 2^-133.
+        np.testing.assert_allclose(y, x, rtol=2.0**-8, atol=2.0**-134)
     else:
         assert same_bits(y, x)
 
@@ -209,6 +218,8 @@ def test_one_hot(spec: Spec, value: float) -> None:
     if spec.kind == "natural":
         assert np.float32(abs(value)) / 2 <= abs(y[7]) <= 2 * np.float32(abs(value))
         assert np.sign(y[7]) == np.sign(value)
+    elif spec.kind == "magnitudes":
+        np.testing.assert_allclose(y[7], x[7], rtol=2.0**-8, atol=2.0**-134)
     elif spec.kind != "sign":
         assert y[7] == x[7]
     if not (spec.kind == "sign" and (spec.means == 1 or value > 0)):

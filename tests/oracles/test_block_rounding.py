@@ -11,7 +11,7 @@ from tests.grids import folded
 from tests.oracles import block_quantizers as bq
 from tests.oracles import block_rules
 from tests.oracles.block_rules import Spec
-from tests.oracles.block_specs import ALL, STOCHASTIC, deterministic, every, nearest, recode
+from tests.oracles.block_specs import ALL, NEAREST, STOCHASTIC, deterministic, every, recode
 from tests.oracles.vectors import (
     F32,
     F64,
@@ -76,14 +76,20 @@ def check_against_mathematics(spec: Spec, x: F32) -> None:
     assert np.all(same | (tie & (spec.kind != "sign")))
 
 
-@nearest
+# Of two magnitudes a threshold within rounding of a value moves a whole side; their errors are compared in another test.
+settled = pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=name) for name, spec in NEAREST.items() if spec.kind != "magnitudes"]
+)
+
+
+@settled
 @given(x=vectors())
 @deterministic
 def test_against_mathematics(spec: Spec, x: F32) -> None:
     check_against_mathematics(spec, x)
 
 
-@nearest
+@settled
 @given(x=raw_vectors(allow_nonfinite=False))
 @deterministic
 def test_against_mathematics_raw(spec: Spec, x: F32) -> None:

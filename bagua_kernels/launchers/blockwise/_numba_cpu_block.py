@@ -77,6 +77,27 @@ def block_sums(values, scratch, unit_of_block):
     return tree_sum(first), tree_sum(second), tree_sum(third)
 
 
+def side_sums(values, scratch, unit_of_block):
+    """The sums of both sides of a block, and the number of elements in the upper one, after all splits."""
+    wide_vectors()
+    row = scratch[0].view(np.int32)[: values.size]
+    total = np.int32(0)
+    for i in range(values.size):
+        row[i] = steps(load(values[i]), unit_of_block, np.int32(LEVELS))
+        total = np.int32(total + row[i])
+    count = np.float32(max(values.size, 1))
+    upper, many = total, np.int32(values.size)
+    for _ in range(SPLITS):
+        middle = threshold(np.float32(np.int32(total - upper)), np.float32(upper), np.float32(many), count)
+        # Numba would make sums of 64 bits, of which a vector has half as many.
+        upper, many = np.int32(0), np.int32(0)
+        for i in range(row.size):
+            beyond = row[i] > middle
+            upper = np.int32(upper + (row[i] if beyond else np.int32(0)))
+            many = np.int32(many + np.int32(beyond))
+    return np.float32(np.int32(total - upper)), np.float32(upper), np.float32(many)
+
+
 def encode_codes(values, codes, a, b, c, d, start, seed_low, seed_high):
     """Writes a code a byte; the first element is number `start` of the vector."""
     wide_vectors()
@@ -113,6 +134,8 @@ def encode_block(values, words, codes, scratch, block, start, seed_low, seed_hig
             low = high = np.int32(0)
         if SUMS:
             sum0, sum1, sum2 = block_sums(values, scratch, unit(low, high))
+        elif SPLITS:
+            sum0, sum1, sum2 = side_sums(values, scratch, unit(low, high))
         else:
             sum0 = sum1 = sum2 = np.float32(0)
         first, second = scales(low, high, sum0, sum1, sum2, np.float32(max(values.size, 1)), np.int32(LEVELS))
@@ -266,7 +289,7 @@ def sum_block(words, codes, weights, replicas, start, total, loose, divisor, sca
 
 # Templates in the order in which they are compiled: each may call those of the layers before.
 LAYERS: tuple[tuple[Rule, ...], ...] = (
-    (tree_sum, code_of, weighed, own_size, ask_for, stream_block, is_streamed, encode_codes),
+    (tree_sum, code_of, weighed, own_size, ask_for, stream_block, is_streamed, side_sums, encode_codes),
     (block_sums, decode_block, add_block, add_four_blocks),
     (encode_block, sum_block),
 )

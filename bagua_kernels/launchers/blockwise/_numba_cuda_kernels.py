@@ -1,8 +1,9 @@
 """Block quantizers in Numba-CUDA: a warp takes a block, a lane every 32nd element of it.
 
-The extremes of a block are found by atomic minima and maxima of integers in shared memory: exact in any order, fast in
-hardware, and known to the simulator, which has no warp shuffles. A lane packs the codes of the elements of its own bytes,
-which are a stride apart. Lanes thus read neighbours, and no ballot is needed. Only rules do float arithmetic.
+The extremes of a block are found by atomic minima and maxima of integers in shared memory, the sums of its sides by atomic
+additions. These are exact in any order, fast in hardware, and known to the simulator, which has no warp shuffles. A lane packs
+the codes of the elements of its own bytes, which are a stride apart. Lanes thus read neighbours, and no ballot is needed. Only
+rules do float arithmetic.
 """
 
 from __future__ import annotations
@@ -46,6 +47,44 @@ def block_sum(values, shift, start, stop, unit_of_block, term, warp, lane):
         if start + i < stop:
             summands[warp, i] = terms(load(values[start + i - shift]), unit_of_block)[term]
     return tree_sum(summands, warp, lane)
+
+
+def beyond(values, shift, start, stop, unit_of_block, middle, warp, lane):
+    """The sum of the steps that are more than `middle`, and how many elements have them; every thread must call it."""
+    side = cuda.shared.array((WARPS, 2), np.int32)
+    if lane == 0:
+        side[warp, 0] = np.int32(0)
+        side[warp, 1] = np.int32(0)
+    cuda.syncthreads()
+    upper = np.int32(0)
+    many = np.int32(0)
+    for i in range(start + lane, stop, LANES):
+        number = steps(load(values[i - shift]), unit_of_block, np.int32(LEVELS))
+        if number > middle:
+            upper = np.int32(upper + number)
+            many = np.int32(many + np.int32(1))
+    cuda.atomic.add(side, (warp, 0), upper)
+    cuda.atomic.add(side, (warp, 1), many)
+    cuda.syncthreads()
+    upper = side[warp, 0]
+    many = side[warp, 1]
+    # Nobody clears them before everybody has read them.
+    cuda.syncthreads()
+    return upper, many
+
+
+def side_sums(values, shift, start, stop, unit_of_block, warp, lane):
+    """The sums of both sides of a block, and the number of elements in the upper one, after all splits.
+
+    Every thread must call it.
+    """
+    count = np.float32(max(stop - start, 1))
+    total, many = beyond(values, shift, start, stop, unit_of_block, np.int32(-1), warp, lane)
+    upper = total
+    for _ in range(SPLITS):
+        middle = threshold(np.float32(total - upper), np.float32(upper), np.float32(many), count)
+        upper, many = beyond(values, shift, start, stop, unit_of_block, middle, warp, lane)
+    return np.float32(total - upper), np.float32(upper), np.float32(many)
 
 
 def extremes_of(values, shift, start, stop, warp, lane):
@@ -114,6 +153,8 @@ def encode_block(values, shift, words, codes, counts, n, seed_low, seed_high, wa
         if SUMS > 1:
             sum1 = block_sum(values, shift, start, stop, unit(low, high), 1, warp, lane)
             sum2 = block_sum(values, shift, start, stop, unit(low, high), 2, warp, lane)
+        if SPLITS > 0:
+            sum0, sum1, sum2 = side_sums(values, shift, start, stop, unit(low, high), warp, lane)
         if start < n:
             first, second = scales(low, high, sum0, sum1, sum2, np.float32(max(stop - start, 1)), np.int32(LEVELS))
             if lane == 0:
@@ -213,7 +254,10 @@ def reduce_kernel(words, codes, size, ranks, out_words, out_codes, counts, scale
     encode_block(totals, shift, out_words, out_codes, counts, n, seed_low, seed_high, warp, lane, block)
 
 
-DEVICE_FUNCTIONS = (tree_sum, block_sum, extremes_of, code_at, decoded, own_stop, encode_block, sum_block)
+DEVICE_FUNCTIONS = (
+    *(tree_sum, block_sum, beyond, side_sums, extremes_of),
+    *(code_at, decoded, own_stop, encode_block, sum_block),
+)
 TEMPLATES = {
     "encode": encode_kernel,
     "decode": decode_kernel,

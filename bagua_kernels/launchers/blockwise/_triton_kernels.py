@@ -59,9 +59,32 @@ def row_extreme(tile, GREATEST: tl.constexpr):
         return tl.min(tl.min(tile, axis=2), axis=1)
 
 
+def row_total(tile):
+    """The sum of each row of integers."""
+    return tl.sum(tl.sum(tile, axis=2), axis=1)
+
+
+def side_sums(x, inside, count, divisor, unit_of_row):
+    """The sums of both sides of each row, and the number of elements in the upper one, after all splits."""
+    number = tl.where(inside, steps(x, wide(unit_of_row), N_LEVELS), 0)
+    total = row_total(number)
+    upper = total
+    many = count
+    for _ in range(N_SPLITS):
+        middle = threshold(
+            tl.cast(total - upper, tl.float32), tl.cast(upper, tl.float32), tl.cast(many, tl.float32), divisor
+        )
+        # Elements that are not inside have no steps, and are in no upper side.
+        beyond = number > wide(middle)
+        upper = row_total(tl.where(beyond, number, 0))
+        many = row_total(tl.where(beyond, 1, 0))
+    return tl.cast(total - upper, tl.float32), tl.cast(upper, tl.float32), tl.cast(many, tl.float32)
+
+
 def statistics(x, inside, count):
     """The scales of each row, of which `count` elements are its own: those of zeros where none is."""
     SUMS: tl.constexpr = N_SUMS
+    SPLITS: tl.constexpr = N_SPLITS
     if N_RANGE:
         keys = ordered(float_bits(x))
         low = row_extreme(tl.where(inside, keys, 0x7FFFFFFF), False)
@@ -73,7 +96,10 @@ def statistics(x, inside, count):
         high = row_extreme(tl.where(inside, float_bits(x) & 0x7FFFFFFF, 0), True)
     nothing = tl.zeros([x.shape[0]], tl.float32)
     divisor = tl.cast(tl.maximum(count, 1), tl.float32)
-    if SUMS == 0:
+    if SPLITS > 0:
+        lower, upper, many = side_sums(x, inside, count, divisor, unit(low, high))
+        return scales(low, high, lower, upper, many, divisor, N_LEVELS)
+    elif SUMS == 0:
         return scales(low, high, nothing, nothing, nothing, divisor, N_LEVELS)
     else:
         term0, term1, term2 = terms(x, wide(unit(low, high)))
@@ -262,7 +288,7 @@ def reduce_kernel(
 
 
 FUNCTIONS = (
-    *(places, wide, own_elements, tree_sum, row_extreme, statistics),
+    *(places, wide, own_elements, tree_sum, row_extreme, row_total, side_sums, statistics),
     *(encode_tile, with_sign, decoded_tile, decoded_sum),
 )
 TEMPLATES = {

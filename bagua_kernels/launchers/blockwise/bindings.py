@@ -21,6 +21,8 @@ def rule_bindings(rule: BlockQuantizer) -> dict[str, Callable[..., Any]]:
         "float_bits": rounding.float_bits,
         "unit": rule.unit,
         "terms": rule.terms,
+        "steps": rule.steps,
+        "threshold": rule.threshold,
         "random_key": random.random_key,
         "random_bits": random.random_bits,
         "dither": random.dither,
@@ -44,6 +46,7 @@ def rule_constants(rule: BlockQuantizer) -> dict[str, int]:
         "SIGNED": int(rule.signed),
         "RANGE": int(rule.extremes == "range"),
         "SUMS": rule.sums,
+        "SPLITS": rule.splits,
     }
 
 

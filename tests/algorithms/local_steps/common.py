@@ -48,6 +48,7 @@ ALL = {
     "diloco": Case(DiLoCo),
     "diloco, 8 bits": Case(DiLoCo, {"codec": "minmax_uint8", "min_numel": 0}),
     "diloco, sign": Case(DiLoCo, {"codec": "sign", "exact": (), "min_numel": 0}),
+    "diloco, 2 bits": Case(DiLoCo, {"codec": "two_magnitudes", "exact": (), "min_numel": 0}),
     "streaming": Case(DiLoCo, {"fragments": 2, "delay": 1, "blend": 0.5}),
     "delayed": Case(DiLoCo, {"delay": 3}),
     "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32)}),

@@ -19,7 +19,7 @@ from tests.algorithms.ranks import Odd
 
 COARSE = [
     "sign", "sign:majority_vote=true", "onebit", "double_squeeze", "topk", "topk:ratio=0.1", "randomk", "dgc", "powersgd",
-    "powersgd:rank=2", "compressed:codec=sign", "compressed:codec=topk", "terngrad",
+    "powersgd:rank=2", "compressed:codec=sign", "compressed:codec=two_magnitudes", "compressed:codec=topk", "terngrad",
 ]  # fmt: skip
 FINE = [
     "allreduce", "bytegrad", "fp8", "natural", "qsgd", "qsgd:bits=8", "compressed", "compressed:codec=absmax_int4",

@@ -18,7 +18,10 @@ from tests.grids import grid
 from tests.oracles.vectors import make
 
 STEPS, N = 6, 1000
-SPECS = ["minmax_uint8", "absmax_int4:block=64", "sign", "sign:two_means=true", "qsgd", "terngrad:block=64", "natural"]
+SPECS = [
+    *("minmax_uint8", "absmax_int4:block=64", "sign", "sign:two_means=true", "two_magnitudes:block=64"),
+    *("qsgd", "terngrad:block=64", "natural"),
+]
 ONE_PASS = [
     "topk:ratio=0.1",
     "threshold_topk:ratio=0.1",
