@@ -20,7 +20,7 @@ class TwoMagnitudes(BlockCodec):
     3. Sent are a and b as bfloat16, and for each v its sign and 1 if |v| > (a + b) / 2. Decoded are -a, a, -b and b.
 
     A block of equal magnitudes is exact to bfloat16. Scaling by a power of two scales the output. Relative errors are 0.34
-    (Gauss), 0.41 (Laplace) and 0.45 (Student, 4 degrees of freedom), where those of `Sign` are 0.60 to 0.70. Zero counts as
+    (Gauss), 0.41 (Laplace) and 0.45 (Student, 4 degrees of freedom), where those of `Sign` are 0.60 to 0.71. Zero counts as
     positive on every rank, and decodes to a: an element that is always zero needs a mask or error feedback.
 
     Attributes:
