@@ -1,5 +1,7 @@
 """Measures all rows in turns in one process: `python -m bench.speed [--output bench/results/cpu.json]`.
 
+Some groups alone go to a file of their own: `--groups "sparse outer step" --output bench/results/sparse_outer.json`.
+
 A shared machine has another speed a minute later. Therefore the rows of a group take turns, with one run each per round, and
 their medians over the rounds are compared.
 """
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.workloads import groups as workloads
+from bench.workloads.rivals import EAGER
 from bench.workloads.rows import COPY, SCALE, Workload
 
 Clock = Callable[[Callable[[], object]], float]
@@ -42,8 +45,8 @@ def measure(groups: Iterable[list[Workload]], rounds: int, clock: Clock, warmup:
 
     Returns:
         A dict per row: group, subject, name, bytes, seconds (median, least, greatest), gb_per_s, and its share of the
-        roof's. A fused path has times_unfused, the speed relative to the path that it replaces. The row's own values
-        follow.
+        roof's. A fused path has times_unfused, the speed relative to the path that it replaces, and times_torch, that relative
+        to PyTorch operations. The row's own values follow.
     """
     results = []
     for rows in groups:
@@ -70,6 +73,8 @@ def compared(rows: list[Workload], results: list[dict[str, Any]]) -> list[dict[s
         r["share_of_roof"] = r["gb_per_s"] / roof
         if row.unfused:
             r["times_unfused"] = medians[row.unfused, row.name] / r["median_s"]
+            if (row.subject, EAGER) in medians:
+                r["times_torch"] = medians[row.subject, EAGER] / r["median_s"]
     return results
 
 
@@ -91,7 +96,8 @@ def result(row: Workload, seconds: list[float]) -> dict[str, Any]:
 def table(results: list[dict[str, Any]], title: str) -> Table:
     """GB/s and share of the roof's, a section a group."""
     grid = Table("", "", "", title=title, title_justify="left")
-    for heading in ("median ms", "least–greatest ms", "GB/s", "of roof", "times unfused", "bytes/element", "error"):
+    times = ("times unfused", "times torch")
+    for heading in ("median ms", "least–greatest ms", "GB/s", "of roof", *times, "bytes/element", "error"):
         grid.add_column(heading, justify="right")
     for index, row in enumerate(results):
         first = index == 0 or results[index - 1]["group"] != row["group"]
@@ -106,6 +112,7 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
             f"{row['gb_per_s']:.1f}",
             f"{row['share_of_roof']:.0%}",
             f"{row['times_unfused']:.2f}" if "times_unfused" in row else "",
+            f"{row['times_torch']:.2f}" if "times_torch" in row else "",
             f"{row['bytes_per_element']:.4f}" if "bytes_per_element" in row else "",
             f"{row['relative_error']:.2e}" if "relative_error" in row else "",
         )
@@ -138,6 +145,17 @@ def write(path: Path, report: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def check_groups(names: Iterable[str], known: Iterable[str], output: Path | None) -> None:
+    """Raises ValueError for groups that are unknown, and for a file that has rows of others, which would be lost."""
+    unknown = sorted({*names} - {*known})
+    if unknown:
+        raise ValueError(f"there is no group {', '.join(unknown)}; known are {', '.join(known)}")
+    if output and output.exists():
+        others = sorted({row["group"] for row in json.loads(output.read_text())["rows"]} - {*names})
+        if others:
+            raise ValueError(f"{output} has other groups, such as {others[0]}, which would be lost; name another file")
+
+
 def console(record: bool = False) -> Console:
     """Wide enough for the tables, also where output goes to a file."""
     return Console(width=max(Console().width, 170), record=record)
@@ -149,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--codec-elements", type=int, default=workloads.CODEC_ELEMENTS)
     parser.add_argument("--adamw-elements", type=int, default=workloads.ADAMW_ELEMENTS)
+    parser.add_argument("--groups", nargs="+", metavar="NAME", help="groups to measure, all by default")
     options = parser.parse_args()
     if min(options.rounds, options.codec_elements, options.adamw_elements) < 1:
         parser.error("rounds and elements must be 1 or more")
@@ -159,6 +178,12 @@ def main() -> None:
         *workloads.codec_groups(device, options.codec_elements),
         *workloads.elementwise_groups(device, options.adamw_elements),
     ]
+    if options.groups:
+        try:
+            check_groups(options.groups, [rows[0].group for rows in groups], options.output)
+        except ValueError as error:
+            parser.error(str(error))
+        groups = [rows for rows in groups if rows[0].group in options.groups]
     results = measure(groups, options.rounds, host_clock)
     title = f"{described['cpu']}, {described['cores']} cores: medians of {options.rounds} rounds in turns"
     console().print(table(results, title))

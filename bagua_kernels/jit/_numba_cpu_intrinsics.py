@@ -235,6 +235,16 @@ def lowest_bit(context, mask):
     return types.int64(types.uint64), generate
 
 
+@extending.intrinsic
+def count_bits(context, mask):
+    """The number of ones of a mask."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
 # Turns the address of a tensor's memory into a pointer for `numba.carray`.
 POINTER = {
     torch.float64: _pointer_to(types.float64),

@@ -7,6 +7,7 @@ import torch
 from bench.workloads import codecs as workloads_codecs
 from bench.workloads import elementwise as workloads_elementwise
 from bench.workloads import fused as workloads_fused
+from bench.workloads import outer as workloads_outer
 from bench.workloads.rows import Workload as Workload
 from bench.workloads.rows import run_benchmark as run_benchmark
 
@@ -20,6 +21,7 @@ def codec_groups(device: torch.device, n: int = CODEC_ELEMENTS) -> list[list[Wor
         *workloads_codecs.groups(n, device),
         *workloads_fused.groups(n, device),
         *workloads_codecs.sparse_groups(n, device),
+        *workloads_outer.groups(n, device),
     ]
 
 

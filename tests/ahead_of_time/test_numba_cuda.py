@@ -35,6 +35,8 @@ from numba.cuda.cudadrv.error import NvvmSupportError
 from bagua_kernels.jit import _numba_cuda as jit
 from bagua_kernels.launchers.blockwise import _numba_cuda as blockwise
 from bagua_kernels.launchers.blockwise.fusion import _numba_cuda as fusion
+from bagua_kernels.launchers.chunks import Record
+from bagua_kernels.launchers.chunks import _numba_cuda as chunks
 from bagua_kernels.launchers.elementwise import _numba_cuda as elementwise
 from bagua_kernels.launchers.multitensor import _numba_cuda as multitensor
 from tests.grids import grid, one_of_each, only
@@ -57,13 +59,17 @@ TARGETS = only(
     *[(FLOAT32, 90), (BFLOAT16, 90)],
 )
 
+# A form of the records of chunked top-k, and what its kernel may read beside a vector: a residual, and `start`.
+WHOLE = Record(64, 4096)
+SOURCES = only([(False, False), (True, False), (True, True)], (True, True))
+
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[SimpleNamespace]:
     """Stands in for the current GPU, whose architecture device functions are compiled for as a kernel meets them."""
     fake = SimpleNamespace(compute_capability=(9, 0))
     caches = (jit.compile_rule, blockwise.bound, blockwise.kernel, elementwise.kernel, multitensor.kernel)
-    caches += (fusion.message_kernel, fusion.apply_kernel)
+    caches += (fusion.message_kernel, fusion.apply_kernel, chunks.kernel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: fake)
         yield fake
@@ -196,6 +202,22 @@ def multitensor_ptx(variant: Variant, sm: int, device: SimpleNamespace) -> str:
     tables = (real[:, ::1], types.uint32[:, ::1], types.int64, types.float64[:, ::1])
     columns = (ELEMENTS[dtype][::1] for dtype in variant.dtypes)
     return compiled(multitensor.kernel(variant), (*tables, *columns), sm, device)
+
+
+@grid(residual__start=SOURCES, dtype__sm=TARGETS, cover=1)
+def test_encoding_of_chunks(residual: bool, start: bool, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
+    kernel = chunks.kernel("encode", WHOLE, dtype, residual, start)
+    floats, counts = (types.float32[::1],) * 2, (types.int64,) * 2
+    signature = (ELEMENTS[dtype][::1], *floats, types.uint32[:, ::1], types.float32, *counts)
+    assert violations(compiled(kernel, signature, sm, device), sums_are_marked=False) == []
+
+
+@grid(record=only([WHOLE, Record(1, 32), Record(4096, 4096)], WHOLE), counted=only([False, True], True), cover=1)
+def test_sums_of_chunks(record: Record, counted: bool, device: SimpleNamespace) -> None:
+    kernel = chunks.kernel("add", record, FLOAT32, counted)
+    floats, integers = types.float32[::1], types.int32[::1]
+    signature = (types.uint32[:, ::1], floats, integers, integers, types.int64, types.int64)
+    assert violations(compiled(kernel, signature, 90, device), sums_are_marked=False) == []
 
 
 def uncontracted(monkeypatch: pytest.MonkeyPatch) -> None:

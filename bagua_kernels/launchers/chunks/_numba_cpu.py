@@ -1,7 +1,6 @@
-"""Chunked top-k on the CPU: a task takes a chunk, which stays in the first cache from its values to its record.
+"""Chunked top-k on the CPU: a chunk stays in the first cache from its values to its record.
 
-With a sample most keys need not be looked at twice. Among the others the k-th largest is found by a histogram of their upper 11
-bits. Then its lower bits follow from the keys of its bin.
+Several chunks one after the other make a task, because the threshold of one is a good guess for the next one's.
 """
 
 from __future__ import annotations
@@ -14,172 +13,108 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run
+from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, keep, wide_vectors
 from bagua_kernels.launchers.chunks import INFINITE, Record
+from bagua_kernels.launchers.chunks import _numba_cpu_search as search
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits
 from bagua_kernels.rules.selection import magnitude_key
 
-SHIFT = 20
-BINS = 2048
-# A sample has every eighth key.
-STRIDE = 8
+# Tasks of a long vector, and chunks a task of a short one.
+TASKS = 128
+CHUNKS = 4
+# The key of 1, as a guess for the first chunk of a task.
+FIRST = 0x3F800000
 
 
-def sampled_threshold(keys, k, bins):
-    """A key that a little more than k keys reach, by a sample: no more than a hint."""
-    bins[:] = 0
-    top = 0
-    for i in range(0, keys.size, STRIDE):
-        place = keys[i] >> SHIFT
-        bins[place] += 1
-        top = max(top, place)
-    wanted, above = k // STRIDE + k // (2 * STRIDE) + 4, 0
-    while top > 0 and above + bins[top] < wanted:
-        above += bins[top]
-        top -= 1
-    return top << SHIFT
+def small_part(steps, middle):
+    """The sum and the number of those of up to `middle` steps."""
+    total, count = np.int64(0), np.int64(0)
+    for i in range(steps.size):
+        inside = steps[i] <= middle
+        total += np.int64(steps[i] if inside else np.int32(0))
+        count += inside
+    return total, count
 
 
-def threshold_of(keys, k, bins, inside):
-    """The k-th largest key. `bins` and `inside` are room for a histogram and for the keys of one bin."""
-    bins[:] = 0
-    place, above = 0, 0
-    for i in range(keys.size):
-        at = keys[i] >> SHIFT
-        bins[at] += 1
-        place = max(place, at)
-    while above + bins[place] < k:
-        above += bins[place]
-        place -= 1
-    count = 0
-    for i in range(keys.size):
-        if keys[i] >> SHIFT == place:
-            inside[count] = keys[i]
-            count += 1
-    found = place << SHIFT
-    for bit in range(SHIFT - 1, -1, -1):
-        candidate = found | (1 << bit)
-        reached = 0
-        for i in range(count):
-            reached += inside[i] >= candidate
-        if above + reached >= k:
-            found = candidate
-    return found
-
-
-def divided(keys, greatest, middle):
-    """The sums and the numbers of the finite magnitudes of up to `middle` steps, and of those of more."""
-    small, few, large, many = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for i in range(keys.size):
-        if keys[i] < INFINITE:
-            steps = np.int64(steps_of(keys[i], greatest))
-            if steps <= middle:
-                small += steps
-                few += 1
-            else:
-                large += steps
-                many += 1
-    return small, few, large, many
-
-
-def middle_of(keys, greatest):
-    """The number of steps that divides small from large finite magnitudes: their mean, after four moves."""
-    middle = np.int64(EVERY)
-    for _ in range(5):
-        small, few, large, many = divided(keys, greatest, middle)
-        lower = small // max(few, 1)
-        upper = lower
-        if many > 0:
-            upper = large // many
-        middle = (lower + upper) // 2
-    return middle
-
-
-def set_bits(words, at, value):
-    """Sets the bits of a value, of up to 16 bits, from bit `at` of some words on."""
-    word, shift = at >> 5, at & 31
-    wide = np.uint64(value) << np.uint64(shift)
-    words[word] |= np.int32(np.uint32(wide & np.uint64(0xFFFFFFFF)))
-    if shift > 16:
-        rest = np.uint32(wide >> np.uint64(32))
-        if rest:
-            words[word + 1] |= np.int32(rest)
-
-
-def write_record(values, k, form, record, keys, found, places, bins, inside, indices, kept):
-    """Writes the record of a chunk of a form. All other arguments are room.
+def divide(kept, steps):
+    """Writes the steps of the kept values, and divides small from large ones.
 
     Returns:
-        The word of both magnitudes, and True if all elements are finite.
+        The greatest number of steps of small ones, the word of both magnitudes, and True if all values are finite. Values that
+        are not finite are large ones.
     """
-    for i in range(values.size):
-        keys[i] = magnitude_key(values[i])
-    hint = sampled_threshold(keys, k, bins)
-    candidates = 0
-    for i in range(keys.size):
-        found[candidates] = keys[i]
-        places[candidates] = i
-        candidates += keys[i] >= hint
-    if candidates < k:
-        candidates = keys.size
-        for i in range(keys.size):
-            found[i] = keys[i]
-            places[i] = i
-    found = found[:candidates]
-    threshold = threshold_of(found, k, bins, inside)
-    ties = k
-    for i in range(candidates):
-        ties -= found[i] > threshold
-    count, greatest, top = 0, np.int32(LEAST_FIELD), np.int32(0)
-    for i in range(candidates):
-        key = found[i]
-        if key >= threshold:
-            if key == threshold:
-                if ties == 0:
-                    continue
-                ties -= 1
-            indices[count] = places[i]
-            kept[count] = key
-            count += 1
-            top = max(top, key)
-            if key < INFINITE:
-                greatest = max(greatest, field(key))
-    kept = kept[:k]
+    wide_vectors()
+    top, greatest = np.int32(0), np.int32(0)
+    for i in range(kept.size):
+        key = magnitude_key(kept[i])
+        top = max(top, key)
+        greatest = max(greatest, key if key < INFINITE else np.int32(0))
     finite = top < INFINITE
-    middle = np.int64(EVERY)
+    greatest = max(field(greatest), np.int32(LEAST_FIELD))
+    for i in range(kept.size):
+        key = magnitude_key(kept[i])
+        steps[i] = steps_of(key, greatest) if key < INFINITE else np.int32(EVERY + 1)
+    total, few = small_part(steps, np.int32(EVERY))
+    small, middle = total, np.int32(EVERY)
     if finite:
-        middle = middle_of(kept, greatest)
-    small, few, large, many = divided(kept, greatest, middle)
+        middle = np.int32(total // few)
+        for turn in range(5):
+            small, few = small_part(steps, middle)
+            if turn < 4:
+                lower = small // few
+                upper = lower
+                if few < steps.size:
+                    upper = (total - small) // (steps.size - few)
+                middle = np.int32((lower + upper) // 2)
     a = magnitude_bits(small, few, greatest)
     b = a
     if not finite:
         b = np.int32(0x7FC0)
-    elif many > 0:
-        b = magnitude_bits(large, many, greatest)
-    magnitudes = np.int32((b << 16) | a)
+    elif few < steps.size:
+        b = magnitude_bits(total - small, steps.size - few, greatest)
+    return middle, np.int32((b << 16) | a), finite
+
+
+def write_low(record, indices, low):
+    """Writes the lower bits of all indices, one after the other."""
+    word, gathered, held = 0, np.uint64(0), np.uint64(0)
+    for j in range(indices.size):
+        gathered |= (np.uint64(indices[j]) & np.uint64((1 << low) - 1)) << held
+        held += np.uint64(low)
+        record[word] = np.int32(np.uint32(gathered & np.uint64(0xFFFFFFFF)))
+        if held >= np.uint64(32):
+            word += 1
+            gathered >>= np.uint64(32)
+            held -= np.uint64(32)
+    if held > np.uint64(0):
+        record[word] = np.int32(np.uint32(gathered & np.uint64(0xFFFFFFFF)))
+
+
+def write_record(kept, indices, steps, middle, magnitudes, form, record, residual):
+    """Writes a record of a form, and subtracts its values from the residual."""
     low, high_at, codes_at, magnitudes_at = form
     record[:] = 0
-    for j in range(k):
-        index = indices[j]
-        if low > 0:
-            set_bits(record, j * low, index & ((1 << low) - 1))
-        set_bits(record, 32 * high_at + (index >> low) + j, 1)
-        code = 0
-        if kept[j] >= INFINITE or steps_of(kept[j], greatest) > middle:
-            code = 1
-        if float_bits(values[index]) < 0:
-            code |= 2
-        kept[j] = code
-        set_bits(record, 32 * codes_at + 2 * j, code)
+    if low > 0:
+        write_low(record, indices, low)
+    for j in range(kept.size):
+        bit = (indices[j] >> low) + j
+        record[high_at + (bit >> 5)] |= np.int32(1 << (bit & 31))
+        code = np.int32(steps[j] > middle)
+        if float_bits(kept[j]) < 0:
+            code |= np.int32(2)
+        record[codes_at + (j >> 4)] |= np.int32(code << (2 * (j & 15)))
+        if WITH_RESIDUAL:
+            residual[indices[j]] = kept[j] - magnitude_value(code, magnitudes)
     record[magnitudes_at] = magnitudes
-    return magnitudes, finite
 
 
-def encode_chunk(x, start, residual, beta, k, form, record):
-    values = np.empty(x.size, np.float32)
-    keys, inside = np.empty(x.size, np.int32), np.empty(x.size, np.int32)
-    found, places = np.empty(x.size + 1, np.int32), np.empty(x.size + 1, np.int32)
-    bins, indices, kept = np.empty(BINS, np.int32), np.empty(k, np.int32), np.empty(k, np.int32)
+def encode_chunk(x, start, residual, beta, k, form, record, guess, floats, integers, masks):
+    """Encodes a chunk, and returns a guess for the threshold of the next one. `floats`, `integers` and `masks` are room."""
+    wide_vectors()
+    values = floats[0][: x.size]
+    if WITH_RESIDUAL:
+        values = residual
     for i in range(x.size):
         if WITH_START:
             values[i] = beta * residual[i] + (load(store(start[i])) - load(x[i]))
@@ -187,31 +122,47 @@ def encode_chunk(x, start, residual, beta, k, form, record):
             values[i] = beta * residual[i] + load(x[i])
         else:
             values[i] = load(x[i])
-    magnitudes, finite = write_record(values, k, form, record, keys, found, places, bins, inside, indices, kept)
-    if WITH_RESIDUAL:
+    kept, indices, steps = floats[1], integers[0], integers[1]
+    threshold = choose(values, k, guess, masks, floats[2], integers[2], kept, indices)
+    kept, indices, steps = kept[:k], indices[:k], steps[:k]
+    middle, magnitudes, finite = divide(kept, steps)
+    write_record(kept, indices, steps, middle, magnitudes, form, record, residual)
+    if WITH_RESIDUAL and not finite:
         for i in range(x.size):
-            residual[i] = values[i]
-        for j in range(k):
-            residual[indices[j]] -= magnitude_value(kept[j], magnitudes)
-        if not finite:
-            for i in range(x.size):
-                if magnitude_key(values[i]) >= INFINITE:
-                    residual[i] = 0.0
+            if magnitude_key(residual[i]) >= INFINITE:
+                residual[i] = 0.0
+    return max(threshold - STEP, 0)
 
 
-def encode_tasks(x, start, residual, beta, k, last, chunk, form, records):
-    for c in numba.prange(records.shape[0]):
+def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first, beyond):
+    """Encodes the chunks from `first` up to `beyond`."""
+    x, start, residual, records = borrowed(x), borrowed(start), borrowed(residual), borrowed(records)
+    # More than a chunk, up to a whole number of masks.
+    size = chunk + MASK_BITS
+    own = np.empty((7, size), np.float32)
+    floats = borrowed(own)
+    integers, masks = floats[3:].view(np.int32), floats[6].view(np.uint64)
+    guess = np.int64(FIRST)
+    for c in range(first, beyond):
         begin, end = c * chunk, min((c + 1) * chunk, x.size)
         count = k
         if c == records.shape[0] - 1:
             count = last
         part = x[begin:end]
         if WITH_START:
-            encode_chunk(part, start[begin:end], residual[begin:end], beta, count, form, records[c])
+            beside, left = start[begin:end], residual[begin:end]
         elif WITH_RESIDUAL:
-            encode_chunk(part, start, residual[begin:end], beta, count, form, records[c])
+            beside, left = start, residual[begin:end]
         else:
-            encode_chunk(part, start, residual, beta, count, form, records[c])
+            beside, left = start, residual
+        guess = encode_chunk(part, beside, left, beta, count, form, records[c], guess, floats, integers, masks)
+    keep(own)
+
+
+def encode_tasks(x, start, residual, beta, k, last, chunk, form, records, tasks):
+    for t in numba.prange(tasks):
+        first, beyond = t * records.shape[0] // tasks, (t + 1) * records.shape[0] // tasks
+        encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first, beyond)
 
 
 def read_bits(words, at, bits):
@@ -289,10 +240,7 @@ RULES = {
 }
 
 
-NUMBERS = {
-    **{"SHIFT": SHIFT, "BINS": BINS, "STRIDE": STRIDE, "INFINITE": INFINITE},
-    **{"LEAST_FIELD": two_magnitudes.LEAST_FIELD, "EVERY": two_magnitudes.EVERY},
-}
+NUMBERS = {"INFINITE": INFINITE, "LEAST_FIELD": two_magnitudes.LEAST_FIELD, "EVERY": two_magnitudes.EVERY}
 
 
 def form_of(record: Record) -> tuple[int, int, int, int]:
@@ -304,8 +252,9 @@ def form_of(record: Record) -> tuple[int, int, int, int]:
 def encode_kernel(dtype: torch.dtype, with_residual: bool, with_start: bool, parallel: bool) -> Any:
     """The compiled kernel of what it encodes."""
     names: dict[str, Any] = {**RULES, **NUMBERS, "load": LOAD[dtype], "store": STORE[dtype]}
-    names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "PARALLEL": parallel}
-    for helper in (sampled_threshold, threshold_of, divided, middle_of, set_bits, write_record, encode_chunk):
+    names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "PARALLEL": parallel, "STEP": search.STEP}
+    searching = (search.mark, search.threshold_of, search.gather, search.raised, search.choose)
+    for helper in (*searching, small_part, divide, write_low, write_record, encode_chunk, encode_chunks):
         names[helper.__name__] = compile_template(helper, names, helper=True)
     return compile_template(encode_tasks, names, parallel=parallel)
 
@@ -332,7 +281,8 @@ def encode(
     beside = [nothing if each is None else array(each) for each in (start, residual)]
     make = functools.partial(encode_kernel, x.dtype, residual is not None, start is not None)
     form = (record.k, record.kept_in_last(x.numel()), record.chunk, form_of(record))
-    run(x.numel(), make, array(x), *beside, np.float32(beta), *form, array(records))
+    tasks = min(TASKS, -(-len(records) // CHUNKS))
+    run(x.numel(), make, array(x), *beside, np.float32(beta), *form, array(records), tasks)
 
 
 def decode_sum(
