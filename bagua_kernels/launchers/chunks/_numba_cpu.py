@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run, run_parallel, runs_alone
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, keep, wide_vectors
 from bagua_kernels.launchers.chunks import INFINITE, Record
 from bagua_kernels.launchers.chunks import _numba_cpu_search as search
@@ -91,8 +91,8 @@ def write_low(record, indices, low):
         record[word] = np.int32(np.uint32(gathered & np.uint64(0xFFFFFFFF)))
 
 
-def write_record(kept, indices, steps, middle, magnitudes, form, record, residual):
-    """Writes a record of a form, and subtracts its values from the residual."""
+def write_record(kept, indices, steps, middle, magnitudes, form, record, values):
+    """Writes a record of a form, and subtracts its values from those of the chunk if these are a residual."""
     low, high_at, codes_at, magnitudes_at = form
     record[:] = 0
     if low > 0:
@@ -105,64 +105,54 @@ def write_record(kept, indices, steps, middle, magnitudes, form, record, residua
             code |= np.int32(2)
         record[codes_at + (j >> 4)] |= np.int32(code << (2 * (j & 15)))
         if WITH_RESIDUAL:
-            residual[indices[j]] = kept[j] - magnitude_value(code, magnitudes)
+            values[indices[j]] = kept[j] - magnitude_value(code, magnitudes)
     record[magnitudes_at] = magnitudes
-
-
-def encode_chunk(x, start, residual, beta, k, form, record, guess, floats, integers, masks):
-    """Encodes a chunk, and returns a guess for the threshold of the next one. `floats`, `integers` and `masks` are room."""
-    wide_vectors()
-    values = floats[0][: x.size]
-    if WITH_RESIDUAL:
-        values = residual
-    for i in range(x.size):
-        if WITH_START:
-            values[i] = beta * residual[i] + (load(store(start[i])) - load(x[i]))
-        elif WITH_RESIDUAL:
-            values[i] = beta * residual[i] + load(x[i])
-        else:
-            values[i] = load(x[i])
-    kept, indices, steps = floats[1], integers[0], integers[1]
-    threshold = choose(values, k, guess, masks, floats[2], integers[2], kept, indices)
-    kept, indices, steps = kept[:k], indices[:k], steps[:k]
-    middle, magnitudes, finite = divide(kept, steps)
-    write_record(kept, indices, steps, middle, magnitudes, form, record, residual)
-    if WITH_RESIDUAL and not finite:
-        for i in range(x.size):
-            if magnitude_key(residual[i]) >= INFINITE:
-                residual[i] = 0.0
-    return max(threshold - STEP, 0)
 
 
 def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first, beyond):
     """Encodes the chunks from `first` up to `beyond`."""
+    wide_vectors()
     x, start, residual, records = borrowed(x), borrowed(start), borrowed(residual), borrowed(records)
     # More than a chunk, up to a whole number of masks.
-    size = chunk + MASK_BITS
-    own = np.empty((7, size), np.float32)
-    floats = borrowed(own)
-    integers, masks = floats[3:].view(np.int32), floats[6].view(np.uint64)
+    own = np.empty((7, chunk + MASK_BITS), np.float32)
+    scratch = borrowed(own)
+    integers = scratch[3:].view(np.int32)
+    found, places, masks = scratch[1], integers[0], scratch[6].view(np.uint64)
     guess = np.int64(FIRST)
     for c in range(first, beyond):
         begin, end = c * chunk, min((c + 1) * chunk, x.size)
+        part = x[begin:end]
+        values = residual[begin:end] if WITH_RESIDUAL else scratch[0][: part.size]
+        if WITH_START:
+            before = start[begin:end]
+            for i in range(part.size):
+                values[i] = beta * values[i] + (load(store(before[i])) - load(part[i]))
+        else:
+            for i in range(part.size):
+                if WITH_RESIDUAL:
+                    values[i] = beta * values[i] + load(part[i])
+                else:
+                    values[i] = load(part[i])
         count = k
         if c == records.shape[0] - 1:
             count = last
-        part = x[begin:end]
-        if WITH_START:
-            beside, left = start[begin:end], residual[begin:end]
-        elif WITH_RESIDUAL:
-            beside, left = start, residual[begin:end]
-        else:
-            beside, left = start, residual
-        guess = encode_chunk(part, beside, left, beta, count, form, records[c], guess, floats, integers, masks)
+        kept, indices, steps = scratch[2], integers[1], integers[2][:count]
+        threshold = choose(values, count, guess, masks, found, places, kept, indices)
+        guess = max(threshold - STEP, 0)
+        kept, indices = kept[:count], indices[:count]
+        middle, magnitudes, finite = divide(kept, steps)
+        write_record(kept, indices, steps, middle, magnitudes, form, records[c], values)
+        if WITH_RESIDUAL and not finite:
+            for i in range(values.size):
+                if magnitude_key(values[i]) >= INFINITE:
+                    values[i] = 0.0
     keep(own)
 
 
 def encode_tasks(x, start, residual, beta, k, last, chunk, form, records, tasks):
     for t in numba.prange(tasks):
         first, beyond = t * records.shape[0] // tasks, (t + 1) * records.shape[0] // tasks
-        encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first, beyond)
+        serial(x, start, residual, beta, k, last, chunk, form, records, first, beyond)
 
 
 def read_bits(words, at, bits):
@@ -249,14 +239,15 @@ def form_of(record: Record) -> tuple[int, int, int, int]:
 
 
 @functools.cache
-def encode_kernel(dtype: torch.dtype, with_residual: bool, with_start: bool, parallel: bool) -> Any:
-    """The compiled kernel of what it encodes."""
+def encode_kernels(dtype: torch.dtype, with_residual: bool, with_start: bool) -> tuple[Any, Any]:
+    """The serial and the parallel form of the kernel that encodes a vector, what a residual lacks, or a difference."""
     names: dict[str, Any] = {**RULES, **NUMBERS, "load": LOAD[dtype], "store": STORE[dtype]}
-    names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "PARALLEL": parallel, "STEP": search.STEP}
+    names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "STEP": search.STEP}
     searching = (search.mark, search.threshold_of, search.gather, search.raised, search.choose)
-    for helper in (*searching, small_part, divide, write_low, write_record, encode_chunk, encode_chunks):
+    for helper in (*searching, small_part, divide, write_low, write_record):
         names[helper.__name__] = compile_template(helper, names, helper=True)
-    return compile_template(encode_tasks, names, parallel=parallel)
+    serial = compile_template(encode_chunks, names)
+    return serial, compile_template(encode_tasks, {"serial": serial}, parallel=True)
 
 
 @functools.cache
@@ -279,10 +270,13 @@ def encode(
     """See `bagua_kernels.launchers.chunks.encode`."""
     nothing = np.empty(0, np.float32)
     beside = [nothing if each is None else array(each) for each in (start, residual)]
-    make = functools.partial(encode_kernel, x.dtype, residual is not None, start is not None)
+    serial, parallel = encode_kernels(x.dtype, residual is not None, start is not None)
     form = (record.k, record.kept_in_last(x.numel()), record.chunk, form_of(record))
-    tasks = min(TASKS, -(-len(records) // CHUNKS))
-    run(x.numel(), make, array(x), *beside, np.float32(beta), *form, array(records), tasks)
+    arguments = (array(x), *beside, np.float32(beta), *form, array(records))
+    if runs_alone(x.numel()):
+        serial(*arguments, 0, len(records))
+    else:
+        run_parallel(parallel, *arguments, min(TASKS, -(-len(records) // CHUNKS)))
 
 
 def decode_sum(
