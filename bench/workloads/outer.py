@@ -27,7 +27,7 @@ def eager_step(start: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, bet
     Returns:
         The indices in each chunk, the codes, a byte each, and both magnitudes of each chunk.
     """
-    chunks = residual.mul_(beta).add_(start - x).view(-1, chunk)
+    chunks = residual.mul_(beta).add_(start - x).view(x.numel() // chunk, chunk)
     index = torch.topk(chunks.abs(), k, dim=1, sorted=False).indices
     values = chunks.gather(1, index)
     sizes = values.abs()
