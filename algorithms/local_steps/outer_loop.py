@@ -262,6 +262,8 @@ class OuterLoop(LocalRounds):
         """See `ModelAlgorithm.load_vectors`. Outer parameters and momentum are the same on all ranks, and any number of them."""
         mean = mean_of([state["vectors"] for state in states])
         residuals: dict[str, Named] = {key: mean.pop(key) for key in ("worker", "owner") if key in mean}
+        # One rank alone may have had none: then they are the parameters, as `restart` has set them.
+        mean.setdefault("start", self.flat.state().get("start", {}))
         self.flat.load(mean)
         for exchange in self._exchanges:
             exchange.load(residuals)

@@ -14,6 +14,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from bagua_kernels.optim import ChainedOptimizer
 from tests.algorithms.gossip.common import BUCKET_BYTES, SHAPES, Quadratic, Task, falling, flat
+from tests.algorithms.ranks import fill
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,25 @@ def trained(case: Case, size: int, steps: int = 20, **options: Any) -> torch.Ten
     """Returns what `follow` returns on all ranks, shape (steps + 1, ranks, d)."""
     everyone = run_ranks(size, lambda c: follow(c, case, steps, **options))
     return torch.stack([torch.stack(seen) for seen in everyone], dim=1)
+
+
+class Tensors(nn.Module):
+    """Parameters of given shapes, whose gradients are set by hand."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        fill(self)
+
+
+def normal(shape: Any, *seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(each * 1000**place for place, each in enumerate(seed)))
+    return torch.randn(shape, generator=generator)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, *seed: int) -> None:
+    """A step with gradients that are given by a seed."""
+    for number, parameter in enumerate(module.parameters()):
+        parameter.grad = normal(parameter.shape, number + 1, *seed).to(parameter.dtype)
+    optimizer.step()

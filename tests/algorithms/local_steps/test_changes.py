@@ -1,0 +1,49 @@
+"""What changes in the middle of a run with local steps: ranks, learning rates, algorithms, and what is trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_kernels.algorithms import LocalSGD, SparseLoCo
+from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.compression import ChunkedTopK
+from tests.algorithms.gossip.common import flat
+from tests.algorithms.local_steps.common import Case, Tensors, step
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(LocalSGD, {"codec": "sign", "exact": (), "min_numel": 0}), Case(SparseLoCo, {"codec": ChunkedTopK(8, 64)})],
+    ids=["local_sgd, sign", "sparse_loco"],
+)
+def test_a_run_of_one_rank_goes_on_with_two(case: Case) -> None:
+    """One rank alone meets nobody, and has no outer parameters: two ranks begin with its parameters."""
+
+    def alone(communicator: Communicator) -> tuple[Any, torch.Tensor]:
+        module = Tensors((64, 64), (3,))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with case.make(module, optimizer, communicator) as model:
+            for number in range(4):
+                step(module, optimizer, 0, number)
+            state = copy.deepcopy(model.algorithm_state_dict())
+        return state, flat(module)
+
+    ((state, before),) = run_ranks(1, alone)
+
+    def both(communicator: Communicator) -> torch.Tensor:
+        module = Tensors((64, 64), (3,))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        with case.make(module, optimizer, communicator, interval=1) as model:
+            model.load_algorithm_state_dict([state])
+            optimizer.param_groups[0]["lr"] = 0.0
+            assert torch.equal(flat(module), before)
+            step(module, optimizer, 0, 9)
+            model.wait()
+        return flat(module)
+
+    for after in run_ranks(2, both):
+        assert torch.equal(after, before)
