@@ -72,6 +72,11 @@ def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch
         return {key: dict(named) for key, named in several[0].items()}
     keys = {key: set(named) for one in several for key, named in one.items()}
     return {
-        key: {name: torch.stack([one[key][name].double() for one in several]).mean(0).float() for name in sorted(names)}
-        for key, names in keys.items()
+        key: {name: _mean([one[key][name] for one in several]) for name in sorted(names)} for key, names in keys.items()
     }
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32, in which means of less are exact enough; of float64 and of whole numbers in float64."""
+    mean = torch.stack([tensor.double() for tensor in tensors]).mean(0)
+    return mean.float() if tensors[0].is_floating_point() and tensors[0].dtype != torch.float64 else mean

@@ -12,7 +12,9 @@ from bagua_kernels.algorithms import LocalSGD, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from tests.algorithms.gossip.common import flat
-from tests.algorithms.local_steps.common import Case, Tensors, step
+from tests.algorithms.local_steps.common import ALL, Case, Tensors, step
+from tests.algorithms.ranks import Odd, batch
+from tests.grids import grid
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,35 @@ def test_a_run_of_one_rank_goes_on_with_two(case: Case) -> None:
 
     for after in run_ranks(2, both):
         assert torch.equal(after, before)
+
+
+@grid(case=ALL, ranks__others=[(3, 2), (2, 3)], cover=1)
+def test_a_model_in_float64_goes_on_with_another_number_of_ranks(case: Case, ranks: int, others: int) -> None:
+    """From the mean, which is not rounded to float32."""
+
+    def save(communicator: Communicator) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        module = Odd().double()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        with case.make(module, optimizer, communicator) as model:
+            for number in range(5):
+                optimizer.zero_grad()
+                model(batch(communicator.rank, number).double()).square().mean().backward()
+                optimizer.step()
+            state = copy.deepcopy(model.algorithm_state_dict())
+            starts = torch.cat([model.start(bucket) for bucket in model.flat.buckets])
+            return state, flat(module), starts
+
+    saved = run_ranks(ranks, save)
+    mean = torch.stack([x for _, x, _ in saved]).mean(0)
+
+    def load(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        module = Odd().double()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        with case.make(module, optimizer, communicator) as model:
+            model.load_algorithm_state_dict([state for state, *_ in saved])
+            return flat(module), torch.cat([model.start(bucket) for bucket in model.flat.buckets])
+
+    for parameters, starts in run_ranks(others, load):
+        assert parameters.dtype == torch.float64
+        assert torch.allclose(parameters, mean, rtol=1e-14, atol=1e-15)
+        assert torch.allclose(starts, saved[0][2], rtol=1e-14, atol=1e-15)
