@@ -212,6 +212,12 @@ class OuterLoop(LocalRounds):
         """Returns the outer parameters of a bucket, float32, which are the same on all ranks."""
         return self.flat.kept(bucket, "start")
 
+    @property
+    def rounds(self) -> Communicator:
+        """The communicator of the exchanges."""
+        assert self._rounds is not None
+        return self._rounds
+
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         difference = self._differences[bucket.index]

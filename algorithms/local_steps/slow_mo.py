@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions, kind_of
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Work
+from bagua_kernels.comm import ReduceOp, Work
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import SLOW_MOMENTUM
 
@@ -19,7 +19,7 @@ from bagua_kernels.rules.outer import SLOW_MOMENTUM
 class SlowMo(OuterLoop):
     """Ranks train by themselves, and a slow momentum follows their mean (SlowMo, Wang et al., ICLR 2020, algorithm 1).
 
-    With the optimizer's learning rate lr at the end of the round:
+    With the optimizer's learning rate lr at the end of the round, the largest of all ranks:
 
     1. Take `interval` steps of the optimizer.
     2. d = mean(start - x) over all ranks.
@@ -83,8 +83,13 @@ class SlowMo(OuterLoop):
         """See `RoundAlgorithm.exchange`."""
         number = kind_of(bucket).part
         # Before a scheduler sets that of the next step.
-        self._sent_at[number] = float(self._optimizer.param_groups[number]["lr"])
-        return super().exchange(bucket, turn)
+        rate = torch.full((1,), float(self._optimizer.param_groups[number]["lr"]), dtype=torch.float64)
+        rate = rate.to(bucket.flat.device)
+        yield from super().exchange(bucket, turn)
+        if self._communicator.size > 1:
+            # Outer parameters would differ between ranks if their learning rates did.
+            yield self.rounds.all_reduce(rate, ReduceOp.MAX)
+        self._sent_at[number] = float(rate)
 
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua_kernels.algorithms import LocalSGD, SparseLoCo
+from bagua_kernels.algorithms import LocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from tests.algorithms.gossip.common import flat
@@ -81,3 +81,27 @@ def test_a_model_in_float64_goes_on_with_another_number_of_ranks(case: Case, ran
         assert parameters.dtype == torch.float64
         assert torch.allclose(parameters, mean, rtol=1e-14, atol=1e-15)
         assert torch.allclose(starts, saved[0][2], rtol=1e-14, atol=1e-15)
+
+
+def learning_rates(communicator: Communicator, rates: Any) -> Any:
+    """Trains with slow momentum, by learning rates of a rank and a step; returns the outer parameters and the state."""
+    module = Tensors((16, 16))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with SlowMo(module, optimizer, communicator=communicator, interval=2, slow_momentum=0.9) as model:
+        for number in range(8):
+            optimizer.param_groups[0]["lr"] = rates(communicator.rank, model.stats().steps)
+            step(module, optimizer, communicator.rank, number)
+        model.wait()
+        return torch.cat([model.start(bucket) for bucket in model.flat.buckets]), copy.deepcopy(
+            model.algorithm_state_dict()
+        )
+
+
+def test_learning_rates_of_ranks_may_differ_with_slow_momentum() -> None:
+    """As they do where a scaler has left out steps of one rank, whose schedule goes on: outer parameters stay the same."""
+
+    def rates(rank: int, number: int) -> float:
+        return 0.1 / (1 + number + 0.5 * rank)
+
+    (first, _), (second, _) = run_ranks(2, learning_rates, rates)
+    assert torch.equal(first, second)
