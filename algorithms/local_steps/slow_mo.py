@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -106,6 +106,11 @@ class SlowMo(OuterLoop):
         super().wait()
         # Other buckets of a group need that of before until all are through.
         self._last |= self._sent_at
+
+    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
+        """See `ModelAlgorithm.load_vectors`; with the learning rates that belong to the momentum."""
+        super().load_vectors(states)
+        self.load_numbers(states[0]["numbers"])
 
     def numbers(self) -> dict[str, float]:
         """See `ModelAlgorithm.numbers`."""

@@ -105,3 +105,26 @@ def test_learning_rates_of_ranks_may_differ_with_slow_momentum() -> None:
 
     (first, _), (second, _) = run_ranks(2, learning_rates, rates)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_slow_momentum_keeps_its_learning_rate(ranks: int) -> None:
+    """In a checkpoint, for any number of ranks. It is in units of parameters, and the learning rate of a round may be another."""
+    before = run_ranks(2, learning_rates, lambda rank, number: 0.1)
+    states = [state for _, state in before]
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = Tensors((16, 16))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with SlowMo(module, optimizer, communicator=communicator, interval=2, slow_momentum=0.9) as model:
+            model.load_algorithm_state_dict(states[communicator.rank] if ranks == 2 else states)
+            # Without gradients the momentum alone moves parameters: by a tenth of what it would at the old learning rate.
+            optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+            optimizer.step()
+            model.wait()
+            return torch.cat([model.start(bucket) for bucket in model.flat.buckets])
+
+    momentum = states[0]["vectors"]["slow_momentum"]["p0"]
+    for after in run_ranks(ranks, rank):
+        assert torch.allclose(after, before[0][0] - 0.09 * momentum, atol=1e-6)
