@@ -202,9 +202,11 @@ class ModelAlgorithm(Algorithm):
         return self._points is not None
 
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
-        """As `Algorithm.switch_to`, after `synchronize`, so that no rank's progress is lost."""
+        """As `Algorithm.switch_to`, after `synchronize`; the optimizer's state becomes rank 0's."""
         self.synchronize()
         if self._points is not None:
+            # With gradients that are equal on all ranks, other states would let replicas drift apart.
+            self._optimizer.load_state_dict(self._communicator.broadcast_object(self._optimizer.state_dict()))
             self._points.close()
         try:
             return super().switch_to(algorithm, **arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua_kernels.algorithms import LocalSGD, SlowMo, SparseLoCo
+from bagua_kernels.algorithms import DiLoCo, GradientAllReduce, LocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from tests.algorithms.gossip.common import flat
@@ -128,3 +128,26 @@ def test_slow_momentum_keeps_its_learning_rate(ranks: int) -> None:
     momentum = states[0]["vectors"]["slow_momentum"]["p0"]
     for after in run_ranks(ranks, rank):
         assert torch.allclose(after, before[0][0] - 0.09 * momentum, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("average", [False, True])
+def test_replicas_stay_equal_after_a_switch_to_gradients(kind: Any, average: bool) -> None:
+    """Though the optimizer's states were each rank's own until then, and nobody passes the optimizer again."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = Odd()
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(module.parameters(), lr=0.01, **options)
+        model: Any = DiLoCo(module, optimizer, communicator=communicator, interval=4, average_states=average)
+        for number in range(12):
+            if number == 6:
+                model = model.switch_to(GradientAllReduce)
+            optimizer.zero_grad()
+            model(batch(communicator.rank, number)).square().mean().backward()
+            optimizer.step()
+        model.close()
+        return flat(module)
+
+    first, *others = run_ranks(3, rank)
+    assert all(torch.equal(first, other) for other in others)
