@@ -151,3 +151,32 @@ def test_replicas_stay_equal_after_a_switch_to_gradients(kind: Any, average: boo
 
     first, *others = run_ranks(3, rank)
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize(
+    "case",
+    [Case(LocalSGD), Case(DiLoCo, {"outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})],
+    ids=["local_sgd", "diloco", "slow_mo"],
+)
+def test_a_parameter_that_is_frozen_in_the_middle_does_not_change(case: Case, delay: int) -> None:
+    """Its pseudo-gradient is zero. An outer momentum is not, and goes on."""
+
+    def rank(communicator: Communicator) -> None:
+        module = Tensors((32, 32), (32, 32))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        with case.make(module, optimizer, communicator, interval=4, delay=delay) as model:
+            for number in range(8 + 3):
+                step(module, optimizer, communicator.rank, number)
+            model.synchronize()
+            module.p1.requires_grad_(False)
+            module.p1.grad = None
+            frozen, other = module.p1.detach().clone(), module.p0.detach().clone()
+            for _ in range(8):
+                module.p0.grad = torch.full_like(module.p0, 0.1 * (1 + communicator.rank))
+                optimizer.step()
+            model.wait()
+            assert torch.equal(module.p1, frozen)
+            assert not torch.equal(module.p0, other)
+
+    run_ranks(2, rank)

@@ -1,0 +1,43 @@
+"""Random trainings with local steps: no difference between ranks, nor from plain PyTorch with outer steps by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.algorithms.local_steps.draws import draw
+from tests.algorithms.local_steps.fuzz import by_threads, main
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny, and ranks are threads already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_draws_cover_what_matters() -> None:
+    drawn = [draw(seed) for seed in range(300)]
+    segments = [segment for training in drawn for segment in training.segments]
+    names = {"local_sgd", "post_local_sgd", "slow_mo", "diloco", "sparse_loco", "allreduce"}
+    assert {segment.name for segment in segments} == names
+    assert {segment.begins for segment in segments} == {"new", "switch", "resume", "resize"}
+    assert {training.optimizer for training in drawn} == {"SGD", "Adam", "AdamW", "Adagrad"}
+    assert {training.dtype for training in drawn} == {torch.float32, torch.float64, torch.bfloat16}
+    assert sum(any(segment.join for segment in training.segments) for training in drawn) > 10
+    assert sum(bool(training.overflows) for training in drawn) > 30
+    assert sum(any(len(set(everyone)) > 1 for everyone in training.used) for training in drawn) > 100
+
+
+def test_threads() -> None:
+    assert by_threads(range(10)) == {}
+
+
+@pytest.mark.slow
+def test_four_hundred_by_threads() -> None:
+    """More: `python -m tests.algorithms.local_steps.fuzz --threads 2000`."""
+    assert main(["--threads", "400", "--first", "1000"]) == 0
