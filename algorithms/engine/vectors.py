@@ -12,8 +12,15 @@ Named = Mapping[str, torch.Tensor]
 
 
 def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns each tensor's share, flat, of a vector like `bucket.flat`, or like that and the exact tensors."""
-    return {name: vector[span].clone() for name, span in _shares(bucket) if span.start < span.stop <= vector.numel()}
+    """Returns each tensor's share of a vector like `bucket.flat`, or like that and the exact tensors.
+
+    Shares are flat, in the order of the tensor's indices: a run may go on with another memory format.
+    """
+    return {
+        name: _shaped(vector, span, view).reshape(-1).clone()
+        for name, span, view in _shares(bucket)
+        if span.start < span.stop <= vector.numel()
+    }
 
 
 def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
@@ -30,19 +37,24 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
     numel = bucket.whole.numel() - bucket.flags.numel() if exact else bucket.flat.numel()
     dtype = torch.promote_types(bucket.whole.dtype, torch.float32)
     vector = torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
-    for name, span in _shares(bucket):
+    for name, span, view in _shares(bucket):
         if span.stop > vector.numel() or name not in named:
             continue
         count = span.stop - span.start
         if named[name].numel() == count:
-            vector[span] = named[name].view(-1).to(vector)
+            _shaped(vector, span, view).copy_(named[name].view(view.shape))
         else:
             raise ValueError(f"the state of {name!r} has {named[name].numel()} elements, the parameter {count}")
     return vector
 
 
-def _shares(bucket: Bucket) -> Iterator[tuple[str, slice]]:
-    yield from zip(bucket.names, bucket.spans, strict=True)
+def _shares(bucket: Bucket) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    yield from zip(bucket.names, bucket.spans, bucket.views, strict=True)
+
+
+def _shaped(vector: torch.Tensor, span: slice, view: torch.Tensor) -> torch.Tensor:
+    """The part of a vector that lies beside a tensor, in the tensor's shape and strides."""
+    return vector.as_strided(view.shape, view.stride(), vector.storage_offset() + span.start)
 
 
 def euclidean_norm(x: torch.Tensor) -> torch.Tensor:

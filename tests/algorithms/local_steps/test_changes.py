@@ -180,3 +180,41 @@ def test_a_parameter_that_is_frozen_in_the_middle_does_not_change(case: Case, de
             assert not torch.equal(module.p0, other)
 
     run_ranks(2, rank)
+
+
+@grid(case=ALL, last=[True, False], ranks=[2, 3], cover=1)
+def test_a_checkpoint_fits_another_memory_format(case: Case, last: bool, ranks: int) -> None:
+    """What is kept of a parameter is saved in the order of its indices, not in that of its memory."""
+
+    def made(channels_last: bool) -> Tensors:
+        module = Tensors((6, 5, 3, 4))
+        return module.to(memory_format=torch.channels_last) if channels_last else module
+
+    def rank(communicator: Communicator, saved: Any) -> Any:
+        module = made(last if saved is None else not last)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with case.make(module, optimizer, communicator) as model:
+            if saved is None:
+                for number in range(6):
+                    step(module, optimizer, communicator.rank, number)
+            else:
+                model.load_algorithm_state_dict(saved[communicator.rank] if ranks == 2 else saved)
+            state = copy.deepcopy(model.algorithm_state_dict())
+            starts = torch.cat([bucket_view.flatten() for bucket_view in outer_parameters(model)])
+        return state, starts
+
+    before = run_ranks(2, rank, None)
+    for state, starts in run_ranks(ranks, rank, [state for state, _ in before]):
+        assert torch.equal(starts, before[0][1])
+        for key in state["vectors"].keys() - {"worker", "residual"}:
+            assert torch.equal(state["vectors"][key]["p0"], before[0][0]["vectors"][key]["p0"]), key
+
+
+def outer_parameters(model: Any) -> list[torch.Tensor]:
+    """The outer parameters in the shapes of the parameters."""
+    found = []
+    for bucket in model.flat.buckets:
+        start = model.start(bucket)
+        for view, span in zip(bucket.views, bucket.spans, strict=True):
+            found.append(start.as_strided(view.shape, view.stride(), span.start))
+    return found
