@@ -209,20 +209,27 @@ class Replicas:
         codec = self.options.get("codec")
         sparse = self.name == "sparse_loco" and start.dim() > 1 and self.exact != torch.float64
         if not sparse or start.numel() < codec.chunk:
-            return mean([start - theta.to(self.exact) for theta in thetas])
+            return mean([start - theta.to(self.exact) for theta in thetas], exact=False)
         n = -(-start.numel() // codec.chunk) * codec.chunk
 
         def padded(x: torch.Tensor) -> Any:
-            return np.pad(x.float().flatten().numpy(), (0, n - x.numel()))
+            # Elements follow one another as they do in the parameter's memory.
+            placed = torch.empty_like(thetas[0], dtype=torch.float32).copy_(x)
+            return np.pad(placed.as_strided((x.numel(),), (1,)).numpy(), (0, n - x.numel()))
+
+        def shaped(values: Any) -> torch.Tensor:
+            placed = torch.empty_like(thetas[0], dtype=torch.float32)
+            placed.as_strided((placed.numel(),), (1,)).copy_(torch.from_numpy(values[: placed.numel()]))
+            return placed
 
         payloads = []
         for residuals, theta in zip(self.residuals, thetas, strict=True):
             given = padded(start), padded(theta), padded(residuals[name])
             payload, left = chunked.outer(*given, self.options["beta"], codec.k, codec.chunk)
-            residuals[name] = torch.from_numpy(left[: start.numel()].copy()).view_as(start)
+            residuals[name] = shaped(left)
             payloads.append(payload)
         combined = chunked.mean(payloads, n, codec.k, codec.chunk, self.options["reduce"] == "contributors")
-        return torch.from_numpy(combined[: start.numel()].copy()).view_as(start)
+        return shaped(combined)
 
     def wait(self) -> None:
         """Merges the round under way, if there is one."""
@@ -230,33 +237,34 @@ class Replicas:
             return
         found, self.under_way = self.under_way, None
         for name, d in found.means.items():
-            phi = self._outer(name, d.double(), found.rates[name])
-            self.phi[name] = phi.to(self.exact)
+            phi = self.phi[name] = self._outer(name, d, found.rates[name]).to(self.exact)
             for rank, sent in enumerate(found.sent):
                 theta, blend = self.theta(rank)[name], self.options.get("blend")
                 if blend is not None:
-                    new = blend * theta.double() + (1 - blend) * self.phi[name].double()
+                    new = blend * theta.to(self.exact) + (1 - blend) * phi
                 elif self.options.get("delay", 0):
-                    new = theta.double() + (self.phi[name].double() - sent[name].double())
+                    new = theta.to(self.exact) + (phi - sent[name].to(self.exact))
                 else:
-                    new = self.phi[name]
+                    new = phi
                 theta.copy_(new)
 
     def _outer(self, name: str, d: torch.Tensor, rate: float) -> torch.Tensor:
-        phi, m = self.phi[name].double(), self.momentum[name].double()
+        if self.name not in ("slow_mo", "diloco"):
+            return self.phi[name] - self.options.get("outer_lr", 1.0) * d
+        phi, m, d = self.phi[name].double(), self.momentum[name].double(), d.double()
         if self.name == "slow_mo":
             u = self.options["slow_momentum"] * m + d / rate
             self.momentum[name] = u
             return phi - self.options["slow_lr"] * rate * u
-        if self.name == "diloco":
-            mu, eta = self.options["outer_momentum"], self.options["outer_lr"]
-            self.momentum[name] = m = mu * m + d
-            return phi - eta * (d + mu * m)
-        return phi - self.options.get("outer_lr", 1.0) * d
+        mu, eta = self.options["outer_momentum"], self.options["outer_lr"]
+        self.momentum[name] = m = mu * m + d
+        return phi - eta * (d + mu * m)
 
 
-def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean in float64, in the dtype of the tensors."""
+def mean(tensors: Sequence[torch.Tensor], exact: bool = True) -> torch.Tensor:
+    """The mean, in the dtype of the tensors; summed up in float64, or in that dtype, as a communicator does it."""
+    if not exact:
+        return sum(tensors[1:], tensors[0]) / len(tensors)
     return (torch.stack(list(tensors)).double().sum(0) / len(tensors)).to(tensors[0].dtype)
 
 
