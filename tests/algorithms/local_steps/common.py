@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,6 +56,12 @@ ALL = {
     "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32)}),
     "sparse_loco, delayed": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32), "delay": 2, "reduce": "mean"}),
 }
+
+
+def cases(*kept: str) -> list[Any]:
+    """Returns all cases as values of a parameter; those that are not named run with `--all` only."""
+    marks = {name: () if name in kept else pytest.mark.beyond for name in ALL}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in ALL.items()]
 
 
 def follow(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.algorithms.local_steps.draws import draw
+from tests.algorithms.local_steps.draws import Training, draw
 from tests.algorithms.local_steps.fuzz import by_threads, main
+from tests.grids import sample
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,20 @@ def test_draws_cover_what_matters() -> None:
     assert sum(any(len(set(everyone)) > 1 for everyone in training.used) for training in drawn) > 100
 
 
+def features(training: Training) -> set[Any]:
+    """What a training can find a defect of, if it is compared with the simulation."""
+    if training.lossy:
+        return {"lossy"}
+    found: set[Any] = {training.dtype, training.library, training.optimizer, *training.kinds}
+    for segment in training.segments:
+        found |= {segment.name, segment.begins, *({"join"} if segment.join else ())}
+        found |= {option for option in ("delay", "blend") if option in segment.options}
+    return found | ({"overflow"} if training.overflows else set()) | ({"frozen"} if any(training.frozen) else set())
+
+
 def test_threads() -> None:
-    assert by_threads(range(10)) == {}
+    """Few trainings that together have every feature."""
+    assert by_threads(sample([features(draw(seed)) for seed in range(200)])) == {}
 
 
 @pytest.mark.slow
