@@ -64,7 +64,13 @@ class LocalRounds(RoundAlgorithm):
         if self.by_speed:
             self._pace = Pace(self.interval, rank, size, least=self.delay + 1)
         if size > 1 and (self.by_speed or self.penalty is not None):
-            self._weighing = Weighing(self._rounds, len(self.flat.buckets), self.penalty, self._pace)
+            self._weighing = Weighing(self.rounds, len(self.flat.buckets), self.penalty, self._pace)
+
+    @property
+    def rounds(self) -> Communicator:
+        """The communicator of the exchanges."""
+        assert self._rounds is not None
+        return self._rounds
 
     @property
     def rank(self) -> int:
@@ -133,7 +139,7 @@ class LocalRounds(RoundAlgorithm):
             lap, rest = divmod(self._turn + 1, self.fragments)
             for every, names in zip(self.sync_state, (FIRST, SECOND), strict=True):
                 if rest == 0 and lap % every == 0:
-                    average_moments(self._optimizer, names, self._rounds)
+                    average_moments(self._optimizer, names, self.rounds)
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

@@ -183,7 +183,6 @@ class OuterLoop(LocalRounds):
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         super().open(mailbox)
-        assert self._rounds is not None
         for bucket in self.flat.buckets:
             # Sums of pseudo-gradients are not to be rounded as parameters are.
             dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
@@ -195,7 +194,7 @@ class OuterLoop(LocalRounds):
                 names=bucket.names,
             )
             self._differences.append(difference)
-            self._exchanges.append(self.exchange_for(difference, self._rounds))
+            self._exchanges.append(self.exchange_for(difference, self.rounds))
 
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         """Returns what replaces a bucket of pseudo-gradients by their mean over all ranks."""
@@ -211,12 +210,6 @@ class OuterLoop(LocalRounds):
     def start(self, bucket: Bucket) -> torch.Tensor:
         """Returns the outer parameters of a bucket, float32, which are the same on all ranks."""
         return self.flat.kept(bucket, "start")
-
-    @property
-    def rounds(self) -> Communicator:
-        """The communicator of the exchanges."""
-        assert self._rounds is not None
-        return self._rounds
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""

@@ -110,7 +110,7 @@ class SlowMo(OuterLoop):
     def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
         """See `ModelAlgorithm.load_vectors`; with the learning rates that belong to the momentum."""
         super().load_vectors(states)
-        self.load_numbers(states[0]["numbers"])
+        self._load_rates(states[0]["numbers"])
 
     def numbers(self) -> dict[str, float]:
         """See `ModelAlgorithm.numbers`."""
@@ -119,6 +119,9 @@ class SlowMo(OuterLoop):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """See `ModelAlgorithm.load_numbers`."""
         super().load_numbers(numbers)
+        self._load_rates(numbers)
+
+    def _load_rates(self, numbers: Mapping[str, float]) -> None:
         rates = {name: rate for name, rate in numbers.items() if name.startswith("lr of group ")}
         self._last = {int(name.rpartition(" ")[2]): rate for name, rate in rates.items()}
         self._sent_at = dict(self._last)
