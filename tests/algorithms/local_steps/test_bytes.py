@@ -41,7 +41,7 @@ def test_exact_rounds_send_what_the_formula_has(size: int, make: Callable[..., A
         module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 60)).to(dtype)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         sent = []
-        with make(module, optimizer, communicator=communicator, interval=4, bucket_bytes=100) as model:
+        with make(module, optimizer, communicator=communicator, interval=4, bucket_bytes=1) as model:
             for _ in range(8):
                 model(torch.ones(1, 40, dtype=dtype)).sum().backward()
                 optimizer.step()
