@@ -1,4 +1,4 @@
-# `make train` and `make test` are all a newcomer needs: both make .venv first where it is missing or out of date.
+# `make train`, `make train-text` and `make test` are all a newcomer needs: they make .venv first where it is missing or out of date.
 # On a machine with its own PyTorch, use that one instead: make gpu-check PYTHON=python3
 
 VENV   ?= .venv
@@ -9,6 +9,11 @@ NPROC     ?= 2
 ALGORITHM ?= allreduce bytegrad
 EPOCHS    ?= 10
 DATASET   ?= mnist
+
+# make train-text
+RATE  ?= 10
+STEPS ?= 540
+train-text: ALGORITHM := ddp diloco sparse_loco
 
 ifeq ($(PYTHON),$(VENV)/bin/python)
 INSTALLED := $(VENV)/installed
@@ -28,10 +33,11 @@ test-all:  TIER := --all
 test-rest: TIER := --all
 test-rest: REST := and (slow or beyond)
 
-.PHONY: help train test test-all test-rest lint format bench gpu-check wheel clean
+.PHONY: help train train-text test test-all test-rest lint format bench gpu-check wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
+	@echo "make train-text   train a transformer behind lines of RATE=$(RATE) Mbit/s (NPROC=$(NPROC) STEPS=$(STEPS) ALGORITHM=...)"
 	@echo "make test         every test function, on a sample of its parameters; minutes"
 	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
@@ -47,6 +53,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
+
+train-text: $(INSTALLED)
+	$(PYTHON) examples/train_text.py --nproc $(NPROC) --rate $(RATE) --steps $(STEPS) --algorithm $(ALGORITHM)
 
 # Kernels for GPUs run in Triton's interpreter and Numba's simulator. No rank waits there, so that a worker per core is enough.
 define EMULATED
@@ -68,7 +77,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy examples/train_images.py tests/algorithms/misspelled_options.py
+	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py tests/algorithms/misspelled_options.py
 
 format: $(INSTALLED)
 	$(PYTHON) -m ruff check --fix .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 1800  # seconds after which processes on emulated hosts are ended
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 INK, GREY = "#222222", "#8a8a8a"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+}
 
 
 class Stats(Protocol):
@@ -49,10 +63,34 @@ def under_torchrun(processes: int) -> None:
     os.execv(sys.executable, [*torchrun, *sys.argv])
 
 
+def on_emulated_hosts(hosts: int, rate: float) -> str:
+    """Starts this program again with one process on each of several emulated hosts, if this machine allows that.
+
+    Args:
+        hosts: how many.
+        rate: of each host's line, Mbit/s in each direction.
+
+    Returns:
+        Why there are no such hosts on this machine. If there are, this process becomes them and never returns.
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    lab = [sys.executable, "-m", "bench.netlab"]
+    try:
+        check = subprocess.run([*lab, "check", "--rate", f"{rate}"], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "no emulated hosts: a look for them took longer than 60 s"
+    answer = (check.stdout or check.stderr).splitlines()
+    if check.returncode:
+        return answer[-1] if answer else f"no emulated hosts: `{' '.join(lab)} check` ended with {check.returncode}"
+    print(f"{hosts} emulated hosts, {answer[0]}", flush=True)
+    options = ["--hosts", f"{hosts}", "--rate", f"{rate}", "--timeout", f"{LONGEST}"]
+    os.execv(sys.executable, [*lab, "run", *options, "--", sys.executable, *sys.argv])
+
+
 class Run:
     """One training run: shows a progress bar on rank 0 and stores the measurements.
 
-    Evaluations do not count as time.
+    Evaluations count neither as time nor as bytes.
 
     Attributes:
         algorithm: name of the algorithm, as on the command line.
@@ -62,12 +100,33 @@ class Run:
         seconds: seconds from the start of the first step to the end of each step.
         waited: seconds in which training waited for communication, from the first step to the end of each step.
         bytes_sent: bytes that rank 0 sent, from the first step to the end of each step.
-        accuracy: pairs of a number of steps and the accuracy on the test set after these steps.
+        evaluations: pairs of a number of steps and the accuracy or loss on data held back, after these steps.
+        measured: number of steps whose times were extrapolated to all steps; None if the times of all were measured.
     """
 
     WARM_UP = 5  # first steps, which no time includes: kernels are compiled and memory is allocated in them
 
-    def __init__(self, algorithm: str, model: nn.Module, steps: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        algorithm: str,
+        model: nn.Module,
+        steps: int,
+        rank: int,
+        ranks: int,
+        unit: str = "images",
+        evaluation: str = "test {:.1%}",
+    ) -> None:
+        """Prepares a run; it begins with a `with` block.
+
+        Args:
+            algorithm: its name.
+            model: what is trained.
+            steps: how many there will be.
+            rank: of this process.
+            ranks: number of processes.
+            unit: what a batch consists of, in the progress bar.
+            evaluation: format of an evaluation, in the progress bar.
+        """
         self.algorithm = algorithm
         self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.ranks = ranks
@@ -75,17 +134,22 @@ class Run:
         self.seconds: list[float] = []
         self.waited: list[float] = []
         self.bytes_sent: list[int] = []
-        self.accuracy: list[tuple[int, float]] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.measured: int | None = None
+        self._bytes_aside = 0
+        self._evaluation = evaluation
         self._clock = time.perf_counter()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f} {task.fields[rate]:6,.0f} images/s {task.fields[accuracy]}"),
+            TextColumn(
+                f"loss {{task.fields[loss]:.3f}} {{task.fields[rate]:6,.0f}} {unit}/s {{task.fields[evaluation]}}"
+            ),
             TimeElapsedColumn(),
             disable=rank != 0,
         )
-        self._task = self._bar.add_task(f"{algorithm:<9}", total=steps, loss=float("nan"), rate=0.0, accuracy="")
+        self._task = self._bar.add_task(f"{algorithm:<9}", total=steps, loss=float("nan"), rate=0.0, evaluation="")
 
     def __enter__(self) -> Run:
         self._bar.start()
@@ -97,23 +161,37 @@ class Run:
     ) -> None:
         self._bar.stop()
 
-    def step(self, loss: float, images: int, stats: Stats) -> None:
-        """Stores the measurements of a step that has just ended."""
+    def step(self, loss: float, count: int, stats: Stats) -> None:
+        """Stores the measurements of a step that has just ended, whose batch had `count` images or other units."""
         now = time.perf_counter()
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + now - self._clock)
         self._clock = now
         self.loss.append(loss)
         self.waited.append(stats.wait_seconds)
-        self.bytes_sent.append(stats.bytes_sent)
+        self.bytes_sent.append(stats.bytes_sent - self._bytes_aside)
         recent = self.seconds[-20:]
-        rate = (len(recent) - 1) * images * self.ranks / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
+        rate = (len(recent) - 1) * count * self.ranks / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
         self._bar.update(self._task, advance=1, loss=statistics.fmean(self.loss[-20:]), rate=rate)
 
-    def evaluation(self, accuracy: float) -> None:
-        """Stores the accuracy on the test set after the last step."""
-        self.accuracy.append((len(self.loss), accuracy))
-        self._bar.update(self._task, accuracy=f"test {accuracy:.1%}")
+    def evaluation(self, value: float, stats: Stats | None = None) -> None:
+        """Stores the accuracy or loss on data held back, after the last step.
+
+        Args:
+            value: of the evaluation.
+            stats: of the algorithm, to leave out the bytes that the evaluation has sent.
+        """
+        self.evaluations.append((len(self.loss), value))
+        if stats is not None:
+            self._bytes_aside = stats.bytes_sent - self.bytes_sent[-1]
+        self._bar.update(self._task, evaluation=self._evaluation.format(value))
         self._clock = time.perf_counter()
+
+    def extrapolate(self, few: Run) -> None:
+        """Replaces the times by those of a few measured steps, as if all steps took as long as they did."""
+        each, share = few.seconds_per_step, few.waiting_share
+        self.measured = len(few.loss)
+        self.seconds = [each * step for step in range(1, len(self.loss) + 1)]
+        self.waited = [share * seconds for seconds in self.seconds]
 
     @property
     def bytes_per_step(self) -> float:
@@ -163,7 +241,7 @@ def write(runs: Sequence[Run], folder: Path, options: Mapping[str, object]) -> N
     for run in runs:
         table.add_row(
             run.algorithm,
-            f"{run.accuracy[-1][1]:.2%}",
+            f"{run.evaluations[-1][1]:.2%}",
             f"{run.bytes_per_step / 1e3:,.1f} kB",
             f"{run.compression_ratio:.2f} ×" if run.compression_ratio else "–",
             f"{run.seconds_per_step * 1e3:.1f} ms",
@@ -186,13 +264,13 @@ def write(runs: Sequence[Run], folder: Path, options: Mapping[str, object]) -> N
 def _numbers(run: Run) -> dict[str, Any]:
     return {
         "algorithm": run.algorithm,
-        "test_accuracy": run.accuracy[-1][1],
+        "test_accuracy": run.evaluations[-1][1],
         "bytes_per_step": run.bytes_per_step,
         "compression_ratio": run.compression_ratio,
         "seconds_per_step": run.seconds_per_step,
         "waiting_share": run.waiting_share,
         "steps": len(run.loss),
-        "accuracy": [{"step": step, "accuracy": accuracy} for step, accuracy in run.accuracy],
+        "accuracy": [{"step": step, "accuracy": accuracy} for step, accuracy in run.evaluations],
         "loss": [round(value, 6) for value in run.loss],
         "seconds": [round(value, 6) for value in run.seconds],
         "waited": [round(value, 6) for value in run.waited],
@@ -205,29 +283,18 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
 
     Time starts after the warm-up of each run, so that no curve contains the compilation of kernels.
     """
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.edgecolor": GREY,
-        "axes.labelcolor": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e6e6e6",
-        "xtick.color": GREY,
-        "ytick.color": GREY,
-    }
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, panels = plt.subplots(2, 2, figsize=(10, 6.6), sharex="col", sharey="row", layout="constrained")
         for run, colour in zip(runs, COLOURS * len(runs), strict=False):
             for column, axis in enumerate((run.seconds_after_warm_up, [count / 1e6 for count in run.bytes_sent])):
                 panels[0, column].plot(axis, run.loss, color=colour, linewidth=0.6, alpha=0.2)
-                panels[0, column].plot(axis, _smooth(run.loss), color=colour, linewidth=1.8, label=run.algorithm)
-                steps, accuracies = zip(*run.accuracy, strict=True)
+                panels[0, column].plot(axis, smooth(run.loss), color=colour, linewidth=1.8, label=run.algorithm)
+                steps, accuracies = zip(*run.evaluations, strict=True)
                 reached = [axis[step - 1] for step in steps]
                 panels[1, column].plot(
                     reached, [100 * value for value in accuracies], "o-", color=colour, markersize=4.5, linewidth=1.8
                 )
-        lowest = min(min(_smooth(run.loss)) for run in runs)
+        lowest = min(min(smooth(run.loss)) for run in runs)
         panels[0, 0].set(ylabel="training loss, rank 0", yscale="log", ylim=(lowest / 2, None))
         warm_up = max(run.warm_up for run in runs)
         left_out = f" after the first {warm_up} steps (kernels compile in them)" if warm_up else ""
@@ -240,6 +307,6 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
         plt.close(figure)
 
 
-def _smooth(values: Sequence[float], length: int = 20) -> list[float]:
+def smooth(values: Sequence[float], length: int = 20) -> list[float]:
     """Returns the mean of the last `length` values up to each place."""
     return [statistics.fmean(values[max(0, end - length) : end]) for end in range(1, len(values) + 1)]
