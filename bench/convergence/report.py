@@ -18,7 +18,8 @@ NEAR, WORSE, POINTS = 1.08, 1.2, 0.005
 
 def summary(row: Row, steps: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The means of a row's runs, and what it takes to repeat them."""
-    options = {"momentum": row.momentum, "rate": row.rate, "optimizer": row.optimizer, "by_label": row.by_label or None}
+    optimizer = row.optimizer.__name__ if callable(row.optimizer) else row.optimizer
+    options = {"momentum": row.momentum, "rate": row.rate, "optimizer": optimizer, "by_label": row.by_label or None}
     return {
         "label": row.label,
         "algorithm": row.kind.name,
@@ -78,7 +79,8 @@ def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
         title=f"{task.name}: {task.ranks} ranks, {rows[0]['steps']} steps, means of {seeds} seeds", title_justify="left"
     )
     grid.add_column("")
-    for heading in ("training loss", "of all-reduce's", "by seed", "test accuracy", "difference", "bytes a step", "s"):
+    loss = "validation loss" if task.validates else "training loss"
+    for heading in (loss, "of baseline's", "by seed", "test accuracy", "difference", "bytes a step", "s"):
         grid.add_column(heading, justify="right")
     grid.add_column("bar")
     for one in rows:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms import Algorithm
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 
 BASELINE = "all-reduce"
-DIGITS, FASHION, CHARACTERS, RING = ("digits",), ("fashion",), ("characters",), ("ring",)
+DIGITS, FASHION, CHARACTERS, RING, TEXT = ("digits",), ("fashion",), ("characters",), ("ring",), ("text",)
 IMAGES = (*DIGITS, *FASHION)
 ALL = (*IMAGES, *CHARACTERS)
 
@@ -27,13 +30,14 @@ class Row:
             fashion.
         rate: learning rate instead of the task's.
         momentum: of the optimizer instead of the task's; `DGC` has its own.
-        optimizer: instead of the task's.
+        optimizer: instead of the task's: its name, or a function that makes it from the model and the learning rate. The
+            schedule multiplies the rate of each of its groups.
         baseline: label of the row it is compared with.
         tasks: those it is trained on.
         begins: part of the steps before compression begins.
         by_label: True if each rank sees only its own part of the examples, which are sorted by label.
-        most: the training loss may be so many times the baseline's on `ring`; None for no such bar.
-        least: the training loss has to be so many times the baseline's on `ring`; None for no such bar.
+        most: the loss may be so many times the baseline's, at most; None for no such bar.
+        least: the loss has to be so many times the baseline's, at least; None for no such bar.
         raises: the error with which each run has to end, before any parameter is not finite; None if runs train to the end.
     """
 
@@ -43,7 +47,7 @@ class Row:
     bar: str = ""
     rate: float | None = None
     momentum: float | None = None
-    optimizer: str | None = None
+    optimizer: str | Callable[[torch.nn.Module, float], torch.optim.Optimizer] | None = None
     baseline: str = BASELINE
     tasks: tuple[str, ...] = IMAGES
     begins: float | None = None

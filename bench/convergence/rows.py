@@ -11,8 +11,8 @@ from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work
-from bench.convergence import gossip
-from bench.convergence.row import ALL, BASELINE, CHARACTERS, DIGITS, FASHION, IMAGES, RING, Row
+from bench.convergence import gossip, local_steps
+from bench.convergence.row import ALL, BASELINE, CHARACTERS, DIGITS, FASHION, IMAGES, RING, TEXT, Row
 
 MOMENTUM = 0.9
 ADAM_RATE = 3e-3  # on images; at 1e-3 longer steps than Adam's, for whatever reason, would look like a merit
@@ -56,7 +56,7 @@ FREEZING = {"frozen Adam": FrozenAllReduce, "QAdam": algorithms.QAdam, "1-bit Ad
 # Adam's bias correction at a freeze, by the text in a row's name.
 CORRECTIONS = {"": {}, ", v uncorrected": {"v_correction": "none"}, ", v corrected": {"v_correction": "frozen"}}
 ROWS = [
-    Row(BASELINE, algorithms.GradientAllReduce, tasks=(*ALL, *RING)),
+    Row(BASELINE, algorithms.GradientAllReduce, tasks=(*ALL, *RING, *TEXT)),
     Row(WITH_MOMENTUM, algorithms.GradientAllReduce, momentum=MOMENTUM, baseline=WITH_MOMENTUM),
     Row("sign", algorithms.SignSGD, bar="near", tasks=ALL),
     Row("sign, no feedback", algorithms.SignSGD, FORGET, bar="worse", tasks=(*DIGITS, *CHARACTERS)),
@@ -155,4 +155,5 @@ ROWS = [
     ),
     Row("DGC 1 %, AdamW", algorithms.DGC, tasks=CHARACTERS),
     *gossip.ROWS,
+    *local_steps.ROWS,
 ]

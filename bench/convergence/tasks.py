@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from examples import datasets
+from examples import corpus, datasets
+from examples.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS_FOLDER = Path("data/scikit-learn")
@@ -59,6 +59,8 @@ class Task:
         looked_at: training examples of which the final loss is taken; all if there are fewer.
         ranks: how many train together.
         optimizer: "sgd" or "adamw".
+        seeds: runs of each row, by default.
+        validates: True if the loss is that of the test set, which no rank trains on.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Task:
     looked_at: int = 10_000
     ranks: int = 4
     optimizer: str = "sgd"
+    seeds: int = 2
+    validates: bool = False
 
 
 def digits() -> Data:
@@ -120,6 +124,7 @@ def convolutions() -> nn.Module:
 
 
 CONTEXT = 64  # characters that the transformer sees
+TEST_WINDOWS = 1024  # of the text, about
 
 
 def characters() -> Data:
@@ -127,48 +132,23 @@ def characters() -> Data:
     topics = importlib.import_module("pydoc_data.topics").topics
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
     stream = torch.tensor(list(text))
-    windows = (len(text) - 1) // CONTEXT
-    x, y = (stream[first : first + windows * CONTEXT].view(windows, CONTEXT) for first in (0, 1))
-    kept = windows - windows // 10
+    x, y = corpus.windows(stream, CONTEXT)
+    kept = len(x) - len(x) // 10
     return Data(x[:kept], y[:kept], x[kept:], y[kept:], hashlib.sha256(text).hexdigest()[:16])
 
 
-class Block(nn.Module):
-    """One layer of a transformer: causal attention, then two linear layers, each behind a LayerNorm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.attention(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+def text() -> Data:
+    """The text of `examples/train_text.py` in windows, and a part of its validation text for testing."""
+    found = corpus.load()
+    x, y = corpus.windows(found.training, CONTEXT)
+    test_x, test_y = corpus.windows(found.validation, CONTEXT)
+    every = max(1, len(test_x) // TEST_WINDOWS)
+    return Data(x, y, test_x[::every], test_y[::every], found.digest)
 
 
-class Transformer(nn.Module):
-    """Says which ASCII character comes next: three layers of width 96, 0.37 M parameters.
-
-    Its output has the classes in dimension 1, as `F.cross_entropy` takes them.
-    """
-
-    def __init__(self, known: int = 128, width: int = 96, layers: int = 3, heads: int = 4) -> None:
-        super().__init__()
-        self.characters, self.places = nn.Embedding(known, width), nn.Embedding(CONTEXT, width)
-        for embedding in (self.characters, self.places):
-            nn.init.normal_(embedding.weight, std=0.02)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, known, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.characters(x) + self.places.weight[: x.shape[1]]
-        return self.head(self.norm(self.blocks(hidden))).transpose(1, 2)
+def large_transformer() -> nn.Module:
+    """The transformer of the example, a little larger: 0.83 M parameters."""
+    return Transformer(width=128, layers=4)
 
 
 def one_drop(done: float) -> float:
@@ -196,5 +176,18 @@ TASKS = {
         looked_at=2000,
         ranks=2,
         optimizer="adamw",
+    ),
+    "text": Task(
+        "text",
+        text,
+        large_transformer,
+        8,
+        600,
+        3e-3,
+        0.0,
+        up_and_down,
+        optimizer="adamw",
+        seeds=3,
+        validates=True,
     ),
 }

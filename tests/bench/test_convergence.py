@@ -1,4 +1,4 @@
-"""`bench.convergence`: how examples are dealt, what becomes of runs that diverge, and a row of each kind on the ring."""
+"""`bench.convergence`: how examples are dealt, what becomes of runs that diverge, a row of each kind on the ring, and text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rich.console import Console
 
 from bagua_kernels import algorithms
 from bagua_kernels.errors import DivergenceError
-from bench.convergence import gossip, measure
+from bench.convergence import gossip, local_steps, measure, pseudo_gradients
 from bench.convergence.dealing import order_by_label, order_of
-from bench.convergence.report import finite, judge, table, unread
-from bench.convergence.row import BASELINE, RING, Row
+from bench.convergence.report import finite, judge, summary, table, unread
+from bench.convergence.row import BASELINE, RING, TEXT, Row
 from bench.convergence.rows import ROWS
-from bench.convergence.tasks import TASKS, Data, Task, perceptron
+from bench.convergence.tasks import CONTEXT, TASKS, Data, Task, perceptron
+from examples.transformer import Transformer
 
 EXAMPLES = 200
 STEPS = 3
@@ -135,3 +136,119 @@ def test_other_errors_are_raised(task: Task, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DivergenceError, match="it diverges"):
         measure.run(task, row, made(), STEPS, 0)
     assert task.model is perceptron
+
+
+def windows() -> Data:
+    """Windows of a text that repeats itself."""
+    stream = torch.arange(EXAMPLES * CONTEXT) * 7 % 31
+    x, y = stream.view(EXAMPLES, CONTEXT), stream.roll(-1).view(EXAMPLES, CONTEXT)
+    return Data(x[:-8], y[:-8], x[-8:], y[-8:], "digest")
+
+
+def tiny() -> torch.nn.Module:
+    return Transformer(symbols=31, width=16, layers=1, heads=2)
+
+
+@pytest.fixture
+def text() -> Task:
+    return dataclasses.replace(TASKS["text"], data=windows, model=tiny, batch=2, ranks=2)
+
+
+def short(row: Row, interval: int = 2) -> Row:
+    """The row with shorter rounds."""
+    return dataclasses.replace(row, options={**row.options, "interval": interval})
+
+
+def test_every_row_of_text_runs(text: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [ROWS[0], *map(short, local_steps.ROWS)]
+    assert [row.label for row in ROWS if "text" in row.tasks] == [row.label for row in rows]
+    monkeypatch.setattr("bench.convergence.measure.ROWS", rows)
+    monkeypatch.setattr("bench.convergence.report.ROWS", rows)
+    console = Console(file=io.StringIO(), width=200)
+    *_, last = measure.compare(text, rows, 4, 2, console, {}, new=False)
+    found = {one["label"]: one for one in last["rows"]}
+    assert last["data"] == "digest"
+    assert found[local_steps.DILOCO]["bar"] == "loss ≤ 1.05 x"
+    plain = found["plain averaging"]
+    assert plain["loss_ratios"] == [
+        run["loss"] / base["loss"] for run, base in zip(plain["runs"], found[local_steps.DILOCO]["runs"], strict=True)
+    ]
+    # Two rounds in four steps.
+    assert plain["bytes_per_step"] == pytest.approx(found[BASELINE]["bytes_per_step"] / 2, rel=0.05)
+    assert found["DiLoCo, 4 bits"]["bytes_per_step"] < 0.6 * plain["bytes_per_step"]
+    assert all(isinstance(one["met"], bool) for label, one in found.items() if label != BASELINE)
+    shown = console.file.getvalue()
+    assert "validation loss" in shown
+    # The loss is that of the windows that no rank has trained on.
+    run = measure.run(text, rows[1], windows(), 4, 0)
+    assert run["loss"] == found[local_steps.DILOCO]["runs"][0]["loss"]
+    trained = measure.run(dataclasses.replace(text, validates=False), rows[1], windows(), 4, 0)
+    assert trained["loss"] != run["loss"]
+
+
+def two_rates(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": rate}, {"params": others, "lr": rate / 10}]
+    return torch.optim.SGD(groups)
+
+
+def test_a_row_may_make_its_optimizer(text: Task) -> None:
+    rates = []
+
+    def make(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+        optimizer = two_rates(model, rate)
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+
+    row = Row("own", algorithms.DiLoCo, {"interval": 2}, optimizer=make, rate=0.5, tasks=TEXT)
+    one = dataclasses.replace(text, ranks=1, schedule=lambda done: 1 - done)
+    runs = [measure.run(one, row, windows(), 4, 0)]
+    assert rates == [pytest.approx([0.5 * (1 - step / 4), 0.05 * (1 - step / 4)]) for step in range(4)]
+    described = summary(row, 4, runs)
+    assert described["optimizer"] == "make"
+    json.dumps(described)
+
+
+def test_pseudo_gradients_are_what_ranks_have_changed(text: Task) -> None:
+    """Of the second of four rounds: the sum of two steps of SGD."""
+    taken: dict[str, torch.Tensor] = {}
+
+    def make(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+        def add(*_: object) -> None:
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                step = optimizer.param_groups[0]["lr"] * p.grad.flatten()
+                taken[name] = taken.get(name, 0) + step if len(seen) % 2 else step
+            seen.append(len(seen))
+
+        seen: list[int] = []
+        optimizer.register_step_pre_hook(add)
+        return optimizer
+
+    row = Row("outer", algorithms.DiLoCo, {"interval": 2}, optimizer=make, rate=0.5, tasks=TEXT)
+    one = dataclasses.replace(text, ranks=1)
+    found = pseudo_gradients.recorded(one, row, steps=8)
+    assert set(found) == set(taken)
+    for name, values in found.items():
+        torch.testing.assert_close(values, taken[name][None], atol=1e-6, rtol=1e-4)
+
+
+def test_pseudo_gradients_of_each_rank(text: Task) -> None:
+    found = pseudo_gradients.recorded(text, short(local_steps.ROWS[0]), steps=8, number=1)
+    assert all(values.shape[0] == 2 and not torch.equal(*values) for values in found.values())
+    with pytest.raises(ValueError, match="8 steps have 4 rounds of 2, got round 5"):
+        pseudo_gradients.recorded(text, short(local_steps.ROWS[0]), steps=8, number=5)
+    with pytest.raises(TypeError, match="expected a row with an outer loop"):
+        pseudo_gradients.recorded(text, ROWS[0], steps=8)
+
+
+def test_errors_of_codecs() -> None:
+    # One value of a pair: |C(v) - v|^2 / |v|^2 of a sign is what the two differ by.
+    vectors = [torch.tensor([1.0, 3.0]).repeat(4096)]
+    assert pseudo_gradients.relative_error("sign", vectors) == pytest.approx(0.2, rel=1e-3)
+    assert pseudo_gradients.relative_error("identity", vectors) == 0.0
+    text = io.StringIO()
+    Console(file=text, width=100).print(pseudo_gradients.table({"p": torch.randn(2, 4096)}, ["sign"]))
+    assert "0.36" in text.getvalue()
