@@ -12,7 +12,7 @@ DATASET   ?= mnist
 
 # make train-text
 RATE  ?= 10
-STEPS ?= 540
+STEPS ?= 450
 train-text: ALGORITHM := ddp diloco sparse_loco
 
 ifeq ($(PYTHON),$(VENV)/bin/python)

@@ -23,7 +23,8 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.second_norm(x))))
+        return out
 
 
 class Transformer(nn.Module):

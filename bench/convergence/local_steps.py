@@ -9,7 +9,11 @@ from bench.convergence.row import TEXT, Row
 
 INTERVAL = 30
 DILOCO = "DiLoCo"
-OUTER: dict[str, Any] = {"interval": INTERVAL}
+# Chosen on seed 0, for 50 rounds. A larger momentum looks back over too many: with 0.7 and 0.8 the loss was 2.5 % higher, with
+# the defaults 0.7 and 0.9 it was 8 % higher.
+OUTER: dict[str, Any] = {"interval": INTERVAL, "outer_lr": 0.9, "outer_momentum": 0.7}
+# An eighth of the elements: of the default 1.6 % a rank would have sent each less than once.
+SPARSE = "chunked_topk:k=64,chunk=512"
 ROWS = [
     Row(DILOCO, algorithms.DiLoCo, OUTER, tasks=TEXT, most=1.05),
     # The same without an outer optimizer: DiLoCo has to be better.
@@ -17,5 +21,12 @@ ROWS = [
     Row(
         "DiLoCo, 4 bits", algorithms.DiLoCo, {**OUTER, "codec": "absmax_int4"}, baseline=DILOCO, tasks=TEXT, most=1.005
     ),
-    Row("SparseLoCo", algorithms.SparseLoCo, {"interval": INTERVAL}, baseline=DILOCO, tasks=TEXT, most=1.02),
+    Row(
+        "SparseLoCo",
+        algorithms.SparseLoCo,
+        {"interval": INTERVAL, "codec": SPARSE},
+        baseline=DILOCO,
+        tasks=TEXT,
+        most=1.02,
+    ),
 ]

@@ -4,7 +4,7 @@
     ring        the same with 8 x 16 examples per step, for algorithms that exchange parameters with neighbours
     fashion     Fashion-MNIST, the network of the example, 4 x 16 examples per step, SGD
     characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters per step, AdamW
-    text        the text of the example, a transformer of 0.83 M parameters, 4 x 8 x 64 characters per step, AdamW
+    text        the text of the example, a transformer of 0.12 M parameters, 4 x 4 x 64 characters per step, AdamW
 
 Ranks are threads. Each run of a seed begins with the same parameters and uses the same examples in the same order, so that only
 the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
