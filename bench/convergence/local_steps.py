@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua_kernels import algorithms
+import torch
+
+from bagua_kernels import algorithms, optim
 from bench.convergence.row import TEXT, Row
 
 INTERVAL = 30
@@ -14,6 +16,13 @@ DILOCO = "DiLoCo"
 OUTER: dict[str, Any] = {"interval": INTERVAL, "outer_lr": 0.9, "outer_momentum": 0.7}
 # An eighth of the elements: of the default 1.6 % a rank would have sent each less than once.
 SPARSE = "chunked_topk:k=64,chunk=512"
+
+
+def muon(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Muon for the hidden matrices, AdamW with the task's learning rate for the rest; neither decays weights, as in other rows."""
+    return optim.muon_with_adamw(model, lr=10 * rate, weight_decay=0.0, adamw_lr=rate, adamw_weight_decay=0.0)
+
+
 ROWS = [
     Row(DILOCO, algorithms.DiLoCo, OUTER, tasks=TEXT, most=1.05),
     # The same without an outer optimizer: DiLoCo has to be better.
@@ -28,5 +37,9 @@ ROWS = [
         baseline=DILOCO,
         tasks=TEXT,
         most=1.02,
+    ),
+    # Another optimizer inside, which is to pay in spite of the rounds.
+    Row(
+        "MuLoCo", algorithms.MuLoCo, {**OUTER, "codec": None}, baseline=DILOCO, tasks=TEXT, most=1.0, optimizer=muon
     ),
 ]

@@ -231,3 +231,13 @@ def test_figures_with_adam_are_those_measured() -> None:
         assert f"{found[label]['bytes_per_step'] / 1000:,.0f}" == sent, label
     exact = found["all-reduce"]["loss"]
     assert f"{exact:.3f}" in text
+
+
+def test_figures_of_local_steps_are_those_measured() -> None:
+    """The table of what local steps cost has the rows of the task text, whose bars are met."""
+    text = INDEX.partition("## Local steps")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| (\d\.\d\d\d) \| (\d+) \|", text, re.MULTILINE)
+    measured = json.loads((FOLDER.parents[1] / "bench/results/convergence.json").read_text())["text"]["rows"]
+    found = {one["label"]: (f"{one['loss']:.3f}", f"{one['bytes_per_step'] / 1000:.0f}") for one in measured}
+    assert {label: (loss, sent) for label, loss, sent in rows} == found
+    assert all(one["met"] for one in measured if one["label"] != "all-reduce")
