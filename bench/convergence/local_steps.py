@@ -20,7 +20,7 @@ SPARSE = "chunked_topk:k=64,chunk=512"
 
 def muon(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     """Muon for the hidden matrices, AdamW with the task's learning rate for the rest; neither decays weights, as in other rows."""
-    return optim.muon_with_adamw(model, lr=10 * rate, weight_decay=0.0, adamw_lr=rate, adamw_weight_decay=0.0)
+    return optim.muon_with_adamw(model, lr=20 * rate, weight_decay=0.0, adamw_lr=rate, adamw_weight_decay=0.0)
 
 
 ROWS = [
@@ -39,7 +39,5 @@ ROWS = [
         most=1.02,
     ),
     # Another optimizer inside, which is to pay in spite of the rounds.
-    Row(
-        "MuLoCo", algorithms.MuLoCo, {**OUTER, "codec": None}, baseline=DILOCO, tasks=TEXT, most=1.0, optimizer=muon
-    ),
+    Row("MuLoCo", algorithms.MuLoCo, OUTER, baseline=DILOCO, tasks=TEXT, most=1.0, optimizer=muon),
 ]
