@@ -93,7 +93,7 @@ def picture(runs: Sequence[report.Run], path: Path, title: str) -> None:
         panels[0].set(xscale="log", xlabel="training time, s", ylabel="loss, nats per character")
         # Before its first round an algorithm with local steps has sent nothing.
         panels[1].set(xscale="symlog", xlim=(0, None), xlabel="sent by a rank, MB")
-        panels[0].legend(frameon=False, loc="lower left")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         panels[1].set_title(
             "points: validation; lines: mean of 20 training steps", fontsize=9, color=report.GREY, loc="right"
         )

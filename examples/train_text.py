@@ -83,7 +83,7 @@ def train(
     # Windows of all ranks and steps: equal for all algorithms.
     order = torch.randint(len(x), (options.steps, communicator.size, BATCH), generator=torch.Generator().manual_seed(1))
     every = max(1, options.steps // options.evaluations)
-    run = report.Run(algorithm, model, last, communicator.rank, communicator.size, "characters", "validation {:.3f}")
+    run = report.Run(algorithm, model, last, communicator.rank, communicator.size, "chars", "held back {:.3f}")
     with run, model:
         for step, windows in enumerate(order[:last, communicator.rank]):
             inputs, targets = x[windows].to(communicator.device), y[windows].to(communicator.device)

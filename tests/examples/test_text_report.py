@@ -40,13 +40,13 @@ def test_extrapolated_times_are_marked(
     text_report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = []
-    original = text_report.plt.Axes.legend
+    original = text_report.plt.Figure.legend
 
-    def legend(self: Any, *arguments: Any, **options: Any) -> Any:
-        labels.extend(self.get_legend_handles_labels()[1])
-        return original(self, *arguments, **options)
+    def legend(self: Any, handles: Any, names: list[str], **options: Any) -> Any:
+        labels.extend(names)
+        return original(self, handles, names, **options)
 
-    monkeypatch.setattr(text_report.plt.Axes, "legend", legend)
+    monkeypatch.setattr(text_report.plt.Figure, "legend", legend)
     ddp, diloco = run(text_report, "ddp", 30), run(text_report, "diloco", 30)
     few = run(text_report, "ddp", 4)
     few.seconds = [2.0, 4.0, 6.0, 8.0]
