@@ -15,6 +15,8 @@ from bagua_kernels import optim
 from bagua_kernels.optim.step.fused import Fused
 
 ALL = {n: k for n in optim.__all__ if isinstance(k := getattr(optim, n), type) and issubclass(k, torch.optim.Optimizer)}
+# No optimizer of its own: it takes optimizers.
+del ALL["ChainedOptimizer"]
 OWN = {"LAMB", "LARS", "Lion"}
 # Not in every version of PyTorch that is supported.
 RECENT = {"decoupled_weight_decay"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, RoundSampler, SparseLoCo
-from bagua_kernels.algorithms.local_steps import pace as pace_module
 from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import flat
@@ -275,9 +274,12 @@ def test_what_is_refused() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="by_speed is for rounds of many steps"):
         PostLocalSGD(module, optimizer, first_phase=3, by_speed=True)
-    model = LocalSGD(module, optimizer, by_speed=True)
-    with pytest.raises(RuntimeError, match="RoundSampler ends all at the same round"), model.join():
-        pass
-    with pytest.raises(ValueError, match="samples and batch_size must be at least 1"):
-        RoundSampler(0, 4, model)
-    assert 0 < pace_module._NOTICEABLE < 1
+
+    def rank(communicator: Communicator) -> None:
+        model = LocalSGD(module, optimizer, by_speed=True, communicator=communicator)
+        with pytest.raises(RuntimeError, match="RoundSampler ends all at the same round"), model.join():
+            pass
+        with pytest.raises(ValueError, match="samples and batch_size must be at least 1"):
+            RoundSampler(0, 4, model)
+
+    run_ranks(1, rank)

@@ -69,9 +69,13 @@ def test_resumed_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("make", [optim.Muon, torch.optim.SGD], ids=["Muon", "SGD"])
 def test_an_optimizer_without_muon_is_refused(make: Any) -> None:
-    module = nn.Linear(4, 4, bias=False)
-    if make is optim.Muon:
-        MuLoCo(module, make(module.parameters(), lr=0.01)).close()
-        return
-    with pytest.raises(TypeError, match=r"make one by bagua_kernels.optim.muon_with_adamw\(module\)"):
-        MuLoCo(module, make(module.parameters(), lr=0.01))
+    def rank(communicator: Communicator) -> None:
+        module = nn.Linear(4, 4, bias=False)
+        optimizer = make(module.parameters(), lr=0.01)
+        if make is optim.Muon:
+            MuLoCo(module, optimizer, communicator=communicator).close()
+            return
+        with pytest.raises(TypeError, match=r"make one by bagua_kernels.optim.muon_with_adamw\(module\)"):
+            MuLoCo(module, optimizer, communicator=communicator)
+
+    run_ranks(1, rank)
