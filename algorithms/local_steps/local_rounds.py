@@ -128,6 +128,8 @@ class LocalRounds(RoundAlgorithm):
             yield from weighing.weigh(difference, samples, speed)
         if self._communicator.size > 1:
             yield from exchange
+            for gap in difference.gaps:
+                gap.zero_()  # codecs leave something in it
         if weighing is not None:
             yield from weighing.clip(difference)
 
@@ -135,7 +137,7 @@ class LocalRounds(RoundAlgorithm):
         """See `ModelAlgorithm.wait`; averages moments when that is due."""
         was_under_way = self._under_way
         super().wait()
-        if was_under_way and self.sync_state is not None and self._rounds is not None:
+        if was_under_way and self.sync_state is not None:
             lap, rest = divmod(self._turn + 1, self.fragments)
             for every, names in zip(self.sync_state, (FIRST, SECOND), strict=True):
                 if rest == 0 and lap % every == 0:

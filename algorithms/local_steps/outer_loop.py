@@ -232,8 +232,6 @@ class OuterLoop(LocalRounds):
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
         start, difference = self.start(bucket), self._differences[bucket.index]
-        for gap in difference.gaps:
-            gap.zero_()  # codecs leave something in it
         self.outer_step(bucket, start, difference.flat, turn)
         if self.blend:
             elementwise.apply(BLENDED, [bucket.flat, start], [self.blend])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Preset:
     parameters: int
     ranks: int
     step_seconds: float
-    choices: list[Choice] = field(default_factory=list)
+    choices: tuple[Choice, ...]
 
     @property
     def choice(self) -> Choice:
@@ -118,7 +118,7 @@ def preset(line: str | float, *, parameters: int, ranks: int, step_seconds: floa
         step_seconds: of one step of the optimizer without communication, measured on the slowest rank.
 
     Raises:
-        ValueError: the line is none of these, or a number does not fit.
+        ValueError: the line is neither a rate above 0 nor one of these names, or another number is too small.
     """
     rate = LINES.get(line) if isinstance(line, str) else line
     if rate is None or not rate > 0:
@@ -136,20 +136,20 @@ def preset(line: str | float, *, parameters: int, ranks: int, step_seconds: floa
         (DiLoCo, {"codec": "absmax_int4"}, _bytes_of("absmax_int4") * both_passes),
         (SparseLoCo, {"codec": sparse}, _bytes_of(sparse) * (ranks - 1)),
     ]
-    found = Preset(rate, parameters, ranks, step_seconds)
+    choices = []
     for algorithm, options, bytes_per_parameter in candidates:
         sent = bytes_per_parameter * parameters
         seconds = 8 * sent / rate
         interval = max(1, math.ceil(seconds / (_BUSY * step_seconds)))
         if algorithm is GradientAllReduce:
-            found.choices.append(Choice(algorithm, options, sent, seconds, interval, interval == 1))
+            choices.append(Choice(algorithm, options, sent, seconds, interval, interval == 1))
             continue
         # A round that takes no time is no reason to meet in each step.
         interval = max(interval, 2)
         delay = min(interval - 1, math.ceil(seconds / step_seconds))
         chosen = {**options, "interval": min(interval, _LIMIT), "delay": min(delay, _LIMIT - 1)}
-        found.choices.append(Choice(algorithm, chosen, sent, seconds, interval, interval <= _LONGEST))
-    return found
+        choices.append(Choice(algorithm, chosen, sent, seconds, interval, interval <= _LONGEST))
+    return Preset(rate, parameters, ranks, step_seconds, tuple(choices))
 
 
 def _bytes_of(spec: str) -> float:

@@ -59,8 +59,6 @@ class Weighing:
         """Clips a mean. Norms depend on the number of threads, so that rank 0's decides for all."""
         if self._penalty is None or self._penalty.clip is None:
             return
-        for gap in difference.gaps:
-            gap.zero_()  # codecs leave something in it
         norm = torch.tensor([_norm(difference)], dtype=torch.float64, device=difference.flat.device)
         yield self._communicator.broadcast(norm, 0)
         factor = clip_factor(float(norm), self._penalty.clip)
