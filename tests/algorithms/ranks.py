@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,3 +70,25 @@ def train(
         algorithm(batch(communicator.rank, step).to(dtype)).float().square().mean().backward()
         optimizer.step()
     return [p.detach().clone() for p in algorithm.parameters()], algorithm
+
+
+def compiled_beside_plain(communicator: Communicator, case: Any, steps: int) -> list[Any]:
+    """Trains a compiled module and a plain one by an algorithm on parameters, and compares them; returns both algorithms."""
+    pairs = []
+    for compile_it in (False, True):
+        module = Odd(seed=0)
+        if compile_it:
+            module.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        pairs.append((case.make(module, optimizer, communicator), optimizer))
+    for step in range(steps):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            model(batch(communicator.rank, step)).square().mean().backward()
+            optimizer.step()
+    models = [model for model, _ in pairs]
+    for model in models:
+        model.wait()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    return models

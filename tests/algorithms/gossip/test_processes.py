@@ -13,7 +13,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from tests.algorithms.gossip.common import ALL, CASES, Case, error, follow, simulated
-from tests.algorithms.ranks import Odd, batch
+from tests.algorithms.ranks import compiled_beside_plain
 
 STEPS = 20
 EVERY: dict[str, Case] = {**CASES, **{f"{name}_lossy": ALL[name] for name in ("low_precision", "choco")}}
@@ -52,22 +52,7 @@ def test_processes_compute_what_threads_compute(size: int) -> None:
 def compiled() -> None:
     """Trains a compiled module and a plain one, each of them wrapped."""
     communicator = comm.init(timeout=60)
-    pairs = []
-    for compile_it in (False, True):
-        module = Odd(seed=0)
-        if compile_it:
-            module.compile(backend="aot_eager")
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        pairs.append((ALL["decentralized"].make(module, optimizer, communicator), optimizer))
-    for step in range(4):
-        for model, optimizer in pairs:
-            optimizer.zero_grad()
-            model(batch(communicator.rank, step)).square().mean().backward()
-            optimizer.step()
-    for model, _ in pairs:
-        model.wait()
-    for a, b in zip(*(model.parameters() for model, _ in pairs), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    compiled_beside_plain(communicator, ALL["decentralized"], 4)
     comm.shutdown()
 
 

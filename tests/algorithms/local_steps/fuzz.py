@@ -199,16 +199,6 @@ def compared(training: Training) -> list[str]:
     return list(differences(training, outcomes))
 
 
-def by_threads(seeds: Sequence[int]) -> dict[int, list[str]]:
-    """Runs trainings with threads as ranks; returns what differs, by seed."""
-    found = {}
-    for seed in seeds:
-        problems = compared(draw(seed))
-        if problems:
-            found[seed] = problems
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs trainings and prints what differs; the exit status is 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     total, begin = 0, time.monotonic()
     for seed in range(options.first, options.first + options.threads):
-        for problems in by_threads([seed]).values():
+        if problems := compared(draw(seed)):
             total += 1
             print(f"seed {seed}: {'; '.join(problems)}\n  {draw(seed)}", flush=True)
         if seed % 20 == 0:

@@ -18,7 +18,7 @@ from tests.algorithms.gossip.common import Quadratic, Task, error, falling, flat
 from tests.algorithms.local_steps.common import ALL, Case, follow
 from tests.algorithms.local_steps.test_every_codec import CODECS, EVERYTHING
 from tests.algorithms.local_steps.test_simulation import CASES, STEPS, inner
-from tests.algorithms.ranks import Odd, batch
+from tests.algorithms.ranks import compiled_beside_plain
 
 ON_CODECS = {f"codec {codec}": Case(DiLoCo, {"codec": codec, **EVERYTHING}) for codec in CODECS}
 EVERY: dict[str, Case] = {**ALL, **ON_CODECS}
@@ -84,23 +84,7 @@ def compiled() -> None:
     """Trains a compiled module and a plain one, each of them wrapped."""
     communicator = comm.init(timeout=100)
     for case in (ALL["diloco"], ALL["streaming"]):
-        pairs = []
-        for compile_it in (False, True):
-            module = Odd(seed=0)
-            if compile_it:
-                module.compile(backend="aot_eager")
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            pairs.append((case.make(module, optimizer, communicator), optimizer))
-        for step in range(6):
-            for model, optimizer in pairs:
-                optimizer.zero_grad()
-                model(batch(communicator.rank, step)).square().mean().backward()
-                optimizer.step()
-        for model, _ in pairs:
-            model.wait()
-        for a, b in zip(*(model.parameters() for model, _ in pairs), strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for model, _ in pairs:
+        for model in compiled_beside_plain(communicator, case, 6):
             assert model.stats().steps == 6
             assert model.stats().bytes_sent > 0
             model.close()
