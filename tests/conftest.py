@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from bagua_kernels import knobs
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.testing.fork_server import servers
-from bagua_kernels.jit import _numba_cpu, op
+from bagua_kernels.jit import op
 from tests import grids
 
 EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
@@ -161,18 +161,6 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """Runs the test with one backend forced."""
     with knobs.override(knobs.BACKEND, request.param.backend):
         yield request.param
-
-
-@pytest.fixture(autouse=True)
-def kernels_on_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the default tier kernels run on the thread that calls them, except in tests with the mark `threads`.
-
-    Kernels for several threads take as long to compile as those that they call, and have the same loops in them.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if not grids.EVERYTHING and not request.node.get_closest_marker("threads"):
-            patch.setattr(_numba_cpu, "_threads", lambda: 1)
-        yield
 
 
 @pytest.fixture

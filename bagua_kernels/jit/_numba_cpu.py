@@ -1,13 +1,11 @@
-"""Compiles rules and launcher templates with Numba for the CPU, and runs them on as many threads as torch uses."""
+"""Compiles rules and launcher templates with Numba for the CPU."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_words, scalar
+from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_sharing, _numba_cpu_words, scalar
 from bagua_kernels.jit.rule import digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 from bagua_kernels.rules.calls import Rule, called_rules, code_of, global_names
@@ -25,13 +23,17 @@ logger = logging.getLogger(__name__)
 # No `fastmath`: the order of operations is part of the wire format. And not left out either: what is compiled while its caller
 # is inherits the caller's, and keeps it for all others. The numpy error model has no zero-division branches, which would keep
 # loops from vectorising.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "forceinline": False}
+# Nobody calls these through a C function, which would have to be compiled as well.
+OPTIONS: dict[str, Any] = {
+    **{"nogil": True, "error_model": "numpy", "fastmath": False, "forceinline": False},
+    "no_cfunc_wrapper": True,
+}
 # For functions that only compiled code calls: what Python would call them through takes as long to compile as they do. Python
 # must not call these.
-_HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_HELPER: dict[str, Any] = {"no_cpython_wrapper": True}
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-_SOURCES = [inspect.getsource(module) for module in (_numba_cpu_words, _numba_cpu_intrinsics)]
+_SOURCES = [inspect.getsource(module) for module in (_numba_cpu_words, _numba_cpu_intrinsics, _numba_cpu_sharing)]
 VOCABULARY = digest(*_SOURCES, sorted(OPTIONS.items()))
 
 
@@ -47,7 +49,6 @@ def compile_template(
     template: Rule,
     bindings: Mapping[str, Any],
     *,
-    parallel: bool = False,
     literal: type = np.float32,
     fastmath: Any = False,
     nogil: bool = True,
@@ -60,7 +61,6 @@ def compile_template(
         template: a function of arrays and scalars whose free names `bindings` supplies.
         bindings: rules (compiled here), numbers, or functions that are compiled already. What the template does not read makes
             no other kernel of it, unless it is text.
-        parallel: True if its `numba.prange` loops run on several threads.
         literal: the type of the rules' float literals, float32 or float64.
         nogil: True if other Python threads may run meanwhile.
         fastmath: what LLVM may do with the template's own arithmetic, though not with that of its rules.
@@ -72,7 +72,7 @@ def compile_template(
     reads = {*global_names(template), *(name for name, value in bindings.items() if isinstance(value, str))}
     read = {name: bindings[name] for name in sorted(reads) if name in bindings}
     described = [(name, _described(value)) for name, value in read.items()]
-    options = {**OPTIONS, "fastmath": fastmath, "parallel": parallel, "nogil": nogil, "forceinline": inlined}
+    options = {**OPTIONS, "fastmath": fastmath, "nogil": nogil, "forceinline": inlined}
     if helper or inlined:
         options |= _HELPER
     name = f"{template.__name__}_{digest(template, described, literal, sorted(options.items()), VOCABULARY)}"
@@ -113,74 +113,6 @@ def _compiled(template: Rule, name: str, bindings: Mapping[str, Any], literal: t
             "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a writable folder): %s", error
         )
     return kernel
-
-
-def first_parallel_region():
-    """A template that makes Numba start its threads."""
-    total = 0
-    for _ in numba.prange(2):
-        total += 1
-    return total
-
-
-@functools.cache
-def _launch_lock() -> Any:
-    """What a parallel launch must hold: nothing, unless Numba has only its `workqueue` threads.
-
-    Those abort the process when two threads launch at once, which the training and the communication thread do. TBB and
-    OpenMP do not mind; torch's Linux wheels bring an OpenMP that Numba finds, since torch is imported first.
-    """
-    with _one_at_a_time:
-        threads = torch.get_num_threads()
-        compile_template(first_parallel_region, {}, parallel=True)()
-        # GNU OpenMP keeps one thread count for all its users; Numba's start-up may have changed torch's.
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-    layer = numba.threading_layer()
-    if layer != "workqueue":
-        return nullcontext()
-    logger.warning("Numba has neither TBB nor OpenMP here; kernels of different threads take turns (pip install tbb)")
-    return _one_at_a_time
-
-
-_one_at_a_time = threading.Lock()
-
-
-# Up to this many elements waking other threads costs more than it saves.
-_SERIAL = 32_768
-
-
-def _threads() -> int:
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-
-
-def runs_alone(elements: int) -> bool:
-    """Whether a kernel is to run on the calling thread: there is little to do, or torch has no other thread to give it.
-
-    A parallel launch costs tens of microseconds even on one thread.
-    """
-    return elements <= _SERIAL or _threads() == 1
-
-
-def run_parallel(kernel: Callable[..., Any], *arguments: Any) -> None:
-    """Calls a parallel kernel on `torch.get_num_threads()` threads."""
-    with _launch_lock():
-        numba.set_num_threads(_threads())
-        kernel(*arguments)
-
-
-def run(elements: int, make: Callable[[bool], Callable[..., Any]], *arguments: Any) -> None:
-    """Calls a kernel, on one thread if that is as fast.
-
-    Args:
-        elements: as for `runs_alone`.
-        make: returns the kernel; its argument is True for that of several threads.
-        *arguments: of the kernel.
-    """
-    if runs_alone(elements):
-        make(False)(*arguments)
-    else:
-        run_parallel(make(True), *arguments)
 
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}

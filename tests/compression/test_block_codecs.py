@@ -54,7 +54,7 @@ def test_same_bytes_as_the_oracle(target: Target, case: Case, n: int) -> None:
 
 
 @pytest.mark.skipif(EMULATED, reason="takes hours here")
-@pytest.mark.parametrize("case", [pytest.param(ALL[0], marks=pytest.mark.threads), *FEW[1:]], ids=str)
+@pytest.mark.parametrize("case", FEW, ids=str)
 def test_millions(target: Target, case: Case) -> None:
     """Beyond the caches, where the CPU writes vectors past them, also from and to memory of odd alignment."""
     n = 2_000_003

@@ -230,7 +230,7 @@ class TestCasts:
 @grid(
     update={update.name: update for update in [SGD, ADAM]},
     dtype=DTYPES,
-    codec=[pytest.param(AbsMaxInt8(), marks=pytest.mark.threads), AbsMaxInt4(), Sign(64, two_means=True)],
+    codec=[AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)],
     cover=1,
 )
 def test_decode_and_apply_is_both_in_turn(

@@ -243,7 +243,6 @@ def test_half_precision_beside_float32(target: Target, dtype: torch.dtype, case:
     assert same(mine.float(), rounded(moved, dtype))
 
 
-@pytest.mark.threads
 @pytest.mark.skipif(EMULATED, reason="takes hours here")
 @pytest.mark.parametrize("case", [ALL[0], ALL[9]], ids=str)
 def test_on_several_threads(target: Target, case: Case) -> None:

@@ -127,7 +127,6 @@ def test_a_rule_is_not_compiled_with_what_its_first_caller_may_do() -> None:
         assert kernel(x, x, x * x) == 0
 
 
-@pytest.mark.threads
 def test_kernels_run_from_several_threads_at_once() -> None:
     """The training and the communication thread both launch; Numba's own thread layer would end the process."""
     codec = MinMaxUInt8()
@@ -136,19 +135,6 @@ def test_kernels_run_from_several_threads_at_once() -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for payload in pool.map(lambda _: codec.encode(x), range(40)):
             assert torch.equal(payload, expected)
-
-
-@pytest.mark.threads
-def test_torch_keeps_its_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        # Numba's threads are started once.
-        _numba_cpu._launch_lock.cache_clear()
-        _numba_cpu.run_parallel(_numba_cpu.compile_template(_numba_cpu.first_parallel_region, {}, parallel=True))
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def made(codec: Codec, x: torch.Tensor) -> list[torch.Tensor]:
@@ -162,7 +148,6 @@ def made(codec: Codec, x: torch.Tensor) -> list[torch.Tensor]:
     return [payloads, codec.decode(payloads[0], torch.empty_like(x)), *sums, *kept]
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("codec", [TopK(0.01), ThresholdTopK(0.01), RandomK(0.01), MinMaxUInt8()], ids=repr)
 def test_number_of_threads_does_not_matter(codec: Codec) -> None:
     """One thread takes all chunks and blocks in turn, without a parallel launch."""

@@ -24,7 +24,6 @@ def adamw_scalars(step: int) -> tuple[float, ...]:
     return (0.0, 1 - LR * DECAY, 1 - BETA1, BETA2, 1 - BETA2, EPS, LR / bias1, bias2**0.5)
 
 
-@pytest.mark.threads
 @grid(n=lengths, dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16], cover=1)
 def test_adamw(target: Target, n: int, dtype: torch.dtype) -> None:
     if dtype == torch.float64 and target.backend == "triton":

@@ -184,7 +184,6 @@ def test_float64(target: Target) -> None:
             torch.testing.assert_close(after[i][t].cpu(), column, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.threads
 def test_work_is_cut_anyhow(target: Target) -> None:
     """Tensors of several pieces; on the CPU, as many threads as there may be."""
     sizes = {"numba_cpu": (40_000, 5, 16_384, 0, 20_001), "triton": (9_001, 5), "numba_cuda": (1_300, 5)}[

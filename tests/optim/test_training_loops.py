@@ -306,7 +306,6 @@ def test_gradients_released_during_backward(name: str, by: str) -> None:
     close(name, model, expected)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("name", only(OPTIONS, "SGD", "LAMB", "Muon"))
 def test_threads_do_not_meet(name: str) -> None:
     """Eight threads, each with a model of its own, large enough that steps run in parallel themselves."""
@@ -332,7 +331,6 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.threads
 @pytest.mark.parametrize("name", only([n for n in OPTIONS if n != "Muon"], "SGD", "AdamW", "LAMB"))
 def test_number_of_threads_does_not_change_a_bit(name: str, threads: Callable[[int], None]) -> None:
     """Norms included; Muon's products are torch's, which makes no such promise."""

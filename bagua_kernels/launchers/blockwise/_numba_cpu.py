@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run_parallel, runs_alone
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, packing
+from bagua_kernels.jit._numba_cpu_threads import run, threads_for
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
 from bagua_kernels.launchers.blockwise._numba_cpu_loops import TEMPLATES
@@ -18,8 +19,6 @@ from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_binding
 from bagua_kernels.launchers.blockwise.form import BlockForm
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
-# Elements a task: large enough to hide the cost of a task, small enough for an even split over threads.
-TASK = 16384
 # Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
 INTERMEDIATE = ("encode_pieces", "decode_sum", "reduce")
 
@@ -65,7 +64,7 @@ def bound(
 
 
 @functools.cache
-def kernels(
+def kernel(
     name: str,
     rule: BlockQuantizer,
     block: int,
@@ -75,22 +74,16 @@ def kernels(
     fours: bool = False,
     weighted: bool = False,
     divided: bool = False,
-) -> tuple[Any, Any]:
-    """The serial and the parallel form of a kernel; `fours` is True for payloads of four ranks or more."""
+) -> Any:
+    """The kernel over a range of blocks; `fours` is True for payloads of four ranks or more."""
     inner = torch.float32 if name in INTERMEDIATE else dtype
     bindings = bound(rule, block, inner, dtype, stochastic, given, fours, weighted, divided)
-    over_blocks, over_tasks = TEMPLATES[name]
-    serial = compile_template(over_blocks, bindings)
-    return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
+    return compile_template(TEMPLATES[name], bindings)
 
 
-def run(kernel: tuple[Any, Any], form: BlockForm, *arguments: Any) -> None:
-    """Calls the kernel over all blocks, on one thread if that is as fast."""
-    serial, parallel = kernel
-    if runs_alone(form.n):
-        serial(*arguments, 0, form.blocks)
-    else:
-        run_parallel(parallel, *arguments, form.blocks, max(1, TASK // form.block))
+def over_blocks(compiled: Any, form: BlockForm, *arguments: Any) -> None:
+    """Calls a kernel over all blocks."""
+    run(compiled, arguments, form.blocks, threads_for(form.n, form.blocks))
 
 
 NO_COUNTS = np.empty(0, np.int32)
@@ -123,8 +116,8 @@ def encode(
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode`."""
     words, codes = map(array, form.parts(payload))
-    kernel = kernels("encode", rule, form.block, x.dtype, seed is not None, given)
-    run(kernel, form, array(x), words, codes, counts_array(counts), *map(np.uint32, seed_halves(seed)))
+    compiled = kernel("encode", rule, form.block, x.dtype, seed is not None, given)
+    over_blocks(compiled, form, array(x), words, codes, counts_array(counts), *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, form)
 
 
@@ -134,15 +127,15 @@ def encode_pieces(
     """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
     words, codes = map(array, form.parts(payload))
     addresses, sizes, firsts = piece_table(pieces, form.block)
-    kernel = kernels("encode_pieces", rule, form.block, pieces[0].dtype, seed is not None)
-    run(kernel, form, addresses, sizes, firsts, words, codes, *map(np.uint32, seed_halves(seed)))
+    compiled = kernel("encode_pieces", rule, form.block, pieces[0].dtype, seed is not None)
+    over_blocks(compiled, form, addresses, sizes, firsts, words, codes, *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, form)
 
 
 def decode(rule: BlockQuantizer, payload: torch.Tensor, out: torch.Tensor, form: BlockForm) -> None:
     """See `bagua_kernels.launchers.blockwise.decode`."""
     words, codes = map(array, form.parts(payload))
-    run(kernels("decode", rule, form.block, out.dtype), form, words, codes, array(out))
+    over_blocks(kernel("decode", rule, form.block, out.dtype), form, words, codes, array(out))
 
 
 def decode_sum(
@@ -156,9 +149,9 @@ def decode_sum(
     """See `bagua_kernels.launchers.blockwise.decode_sum`."""
     words, codes = map(array, form.parts(payloads))
     modes = {"weighted": weights.factors is not None, "divided": weights.divisor != 1.0}
-    kernel = kernels("decode_sum", rule, form.block, out.dtype, fours=len(payloads) >= 4, **modes)
+    compiled = kernel("decode_sum", rule, form.block, out.dtype, fours=len(payloads) >= 4, **modes)
     numbers = np.float32(weights.divisor), np.float32(scale)
-    run(kernel, form, words, codes, weights_array(weights, len(payloads)), array(out), *numbers)
+    over_blocks(compiled, form, words, codes, weights_array(weights, len(payloads)), array(out), *numbers)
 
 
 def reduce(
@@ -173,10 +166,10 @@ def reduce(
     """See `bagua_kernels.launchers.blockwise.reduce`."""
     words, codes = map(array, form.parts(payloads))
     out_words, out_codes = map(array, form.parts(out))
-    kernel = kernels("reduce", rule, form.block, torch.float32, seed is not None, fours=len(payloads) >= 4)
+    compiled = kernel("reduce", rule, form.block, torch.float32, seed is not None, fours=len(payloads) >= 4)
     outputs = (out_words, out_codes, counts_array(counts), np.float32(scale), form.n)
-    run(
-        kernel,
+    over_blocks(
+        compiled,
         form,
         words,
         codes,

@@ -1,4 +1,4 @@
-"""Block quantizers on the CPU: kernels over all blocks, one after the other or in tasks for several threads.
+"""Block quantizers on the CPU: kernels over a range of blocks, one after the other.
 
 Each function is a template, see `_numba_cpu_block`. Two things decide the speed besides vectorised loops. Memory is asked for
 some blocks ahead, since the passes over a block make its reading and its arithmetic take turns. And arrays are `borrowed`,
@@ -11,10 +11,13 @@ import numba
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, store_fence, wide_vectors
+from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.rules.calls import Rule
 
 
-def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end):
+def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     x, words, codes, counts = borrowed(x), borrowed(words), borrowed(codes), borrowed(counts)
     own = np.empty((max(SUMS, 1), BLOCK), np.float32)
@@ -29,8 +32,10 @@ def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end):
     keep(own)
 
 
-def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end):
+def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end, threads, launcher):
     """Piece p has `sizes[p]` elements at an address, and blocks from `firsts[p]` up to `firsts[p + 1]`."""
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     words, codes = borrowed(words), borrowed(codes)
     own = np.empty((max(SUMS, 1) + 1, BLOCK), np.float32)
@@ -51,7 +56,9 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
     keep(own)
 
 
-def decode_blocks(words, codes, out, begin, end):
+def decode_blocks(words, codes, out, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
     own = np.empty((2, BLOCK), out.dtype)
@@ -71,7 +78,9 @@ def decode_blocks(words, codes, out, begin, end):
     keep(own)
 
 
-def decode_sum_blocks(words, codes, weights, out, divisor, scale, begin, end):
+def decode_sum_blocks(words, codes, weights, out, divisor, scale, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     words, codes, weights, out = borrowed(words), borrowed(codes), borrowed(weights), borrowed(out)
     own = np.empty((3, BLOCK), np.float32)
@@ -94,7 +103,11 @@ def decode_sum_blocks(words, codes, weights, out, divisor, scale, begin, end):
     keep(own)
 
 
-def reduce_blocks(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end):
+def reduce_blocks(
+    words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end, threads, launcher
+):
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
     weights, counts = borrowed(weights), borrowed(counts)
@@ -112,37 +125,10 @@ def reduce_blocks(words, codes, weights, out_words, out_codes, counts, scale, n,
     keep(own)
 
 
-def encode_tasks(x, words, codes, counts, seed_low, seed_high, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        serial(x, words, codes, counts, seed_low, seed_high, t * task, min((t + 1) * task, blocks))
-
-
-def encode_pieces_tasks(addresses, sizes, firsts, words, codes, seed_low, seed_high, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        begin, end = t * task, min((t + 1) * task, blocks)
-        serial(addresses, sizes, firsts, words, codes, seed_low, seed_high, begin, end)
-
-
-def decode_tasks(words, codes, out, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        serial(words, codes, out, t * task, min((t + 1) * task, blocks))
-
-
-def decode_sum_tasks(words, codes, weights, out, divisor, scale, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        serial(words, codes, weights, out, divisor, scale, t * task, min((t + 1) * task, blocks))
-
-
-def reduce_tasks(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, blocks, task):
-    for t in numba.prange((blocks + task - 1) // task):
-        begin, end = t * task, min((t + 1) * task, blocks)
-        serial(words, codes, weights, out_words, out_codes, counts, scale, n, seed_low, seed_high, begin, end)
-
-
-TEMPLATES: dict[str, tuple[Rule, Rule]] = {
-    "encode": (encode_blocks, encode_tasks),
-    "encode_pieces": (encode_pieces_blocks, encode_pieces_tasks),
-    "decode": (decode_blocks, decode_tasks),
-    "decode_sum": (decode_sum_blocks, decode_sum_tasks),
-    "reduce": (reduce_blocks, reduce_tasks),
+TEMPLATES: dict[str, Rule] = {
+    "encode": encode_blocks,
+    "encode_pieces": encode_pieces_blocks,
+    "decode": decode_blocks,
+    "decode_sum": decode_sum_blocks,
+    "reduce": reduce_blocks,
 }

@@ -1,6 +1,6 @@
 """Chunked top-k on the CPU: a chunk stays in the first cache from its values to its record.
 
-Several chunks one after the other make a task, because the threshold of one is a good guess for the next one's.
+Chunks are taken one after the other, because the threshold of one is a good guess for the next one's.
 """
 
 from __future__ import annotations
@@ -8,22 +8,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template, run, run_parallel, runs_alone
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, keep, wide_vectors
+from bagua_kernels.jit._numba_cpu_sharing import shared
+from bagua_kernels.jit._numba_cpu_threads import run, threads_for
 from bagua_kernels.launchers.chunks import INFINITE, Record
 from bagua_kernels.launchers.chunks import _numba_cpu_search as search
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits
 from bagua_kernels.rules.selection import magnitude_key
 
-# Tasks of a long vector, and chunks a task of a short one.
-TASKS = 128
-CHUNKS = 4
-# The key of 1, as a guess for the first chunk of a task.
+# The key of 1, as a guess for the first chunk of a thread.
 FIRST = 0x3F800000
 
 
@@ -109,8 +107,10 @@ def write_record(kept, indices, steps, middle, magnitudes, form, record, values)
     record[magnitudes_at] = magnitudes
 
 
-def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first, beyond):
-    """Encodes the chunks from `first` up to `beyond`."""
+def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, begin, end, threads, launcher):
+    """Encodes the chunks from `begin` up to `end`."""
+    if shared(begin, end, threads, launcher):
+        return
     wide_vectors()
     x, start, residual, records = borrowed(x), borrowed(start), borrowed(residual), borrowed(records)
     # More than a chunk, up to a whole number of masks.
@@ -119,12 +119,12 @@ def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first
     integers = scratch[3:].view(np.int32)
     found, places, masks = scratch[1], integers[0], scratch[6].view(np.uint64)
     guess = np.int64(FIRST)
-    for c in range(first, beyond):
-        begin, end = c * chunk, min((c + 1) * chunk, x.size)
-        part = x[begin:end]
-        values = residual[begin:end] if WITH_RESIDUAL else scratch[0][: part.size]
+    for c in range(begin, end):
+        first, beyond = c * chunk, min((c + 1) * chunk, x.size)
+        part = x[first:beyond]
+        values = residual[first:beyond] if WITH_RESIDUAL else scratch[0][: part.size]
         if WITH_START:
-            before = start[begin:end]
+            before = start[first:beyond]
             for i in range(part.size):
                 values[i] = beta * values[i] + (load(store(before[i])) - load(part[i]))
         else:
@@ -147,12 +147,6 @@ def encode_chunks(x, start, residual, beta, k, last, chunk, form, records, first
                 if magnitude_key(values[i]) >= INFINITE:
                     values[i] = 0.0
     keep(own)
-
-
-def encode_tasks(x, start, residual, beta, k, last, chunk, form, records, tasks):
-    for t in numba.prange(tasks):
-        first, beyond = t * records.shape[0] // tasks, (t + 1) * records.shape[0] // tasks
-        serial(x, start, residual, beta, k, last, chunk, form, records, first, beyond)
 
 
 def read_bits(words, at, bits):
@@ -209,8 +203,11 @@ def decode_chunk(records, c, k, form, out, scale, flags):
             out[i] *= scale
 
 
-def decode_tasks(records, out, scale, k, last, chunk, form, flags):
-    for c in numba.prange(records.shape[1]):
+def decode_chunks(records, out, scale, k, last, chunk, form, flags, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
+    records, out, flags = borrowed(records), borrowed(out), borrowed(flags)
+    for c in range(begin, end):
         count = k
         if c == records.shape[1] - 1:
             count = last
@@ -239,24 +236,23 @@ def form_of(record: Record) -> tuple[int, int, int, int]:
 
 
 @functools.cache
-def encode_kernels(dtype: torch.dtype, with_residual: bool, with_start: bool) -> tuple[Any, Any]:
-    """The serial and the parallel form of the kernel that encodes a vector, what a residual lacks, or a difference."""
+def encode_kernel(dtype: torch.dtype, with_residual: bool, with_start: bool) -> Any:
+    """The kernel that encodes a vector, what a residual lacks, or a difference."""
     names: dict[str, Any] = {**RULES, **NUMBERS, "load": LOAD[dtype], "store": STORE[dtype]}
     names |= {"WITH_RESIDUAL": with_residual, "WITH_START": with_start, "STEP": search.STEP}
     searching = (search.mark, search.threshold_of, search.gather, search.raised, search.choose)
     for helper in (*searching, small_part, divide, write_low, write_record):
         names[helper.__name__] = compile_template(helper, names, helper=True)
-    serial = compile_template(encode_chunks, names)
-    return serial, compile_template(encode_tasks, {"serial": serial}, parallel=True)
+    return compile_template(encode_chunks, names)
 
 
 @functools.cache
-def decode_kernel(counted: bool, parallel: bool) -> Any:
-    """The compiled kernel, which counts contributors or does not."""
-    names: dict[str, Any] = {**RULES, **NUMBERS, "COUNTED": counted, "PARALLEL": parallel}
+def decode_kernel(counted: bool) -> Any:
+    """The kernel that decodes, and counts contributors or does not."""
+    names: dict[str, Any] = {**RULES, **NUMBERS, "COUNTED": counted}
     for helper in (read_bits, add_record, decode_chunk):
         names[helper.__name__] = compile_template(helper, names, helper=True)
-    return compile_template(decode_tasks, names, parallel=parallel)
+    return compile_template(decode_chunks, names)
 
 
 def encode(
@@ -270,13 +266,10 @@ def encode(
     """See `bagua_kernels.launchers.chunks.encode`."""
     nothing = np.empty(0, np.float32)
     beside = [nothing if each is None else array(each) for each in (start, residual)]
-    serial, parallel = encode_kernels(x.dtype, residual is not None, start is not None)
+    kernel = encode_kernel(x.dtype, residual is not None, start is not None)
     form = (record.k, record.kept_in_last(x.numel()), record.chunk, form_of(record))
     arguments = (array(x), *beside, np.float32(beta), *form, array(records))
-    if runs_alone(x.numel()):
-        serial(*arguments, 0, len(records))
-    else:
-        run_parallel(parallel, *arguments, min(TASKS, -(-len(records) // CHUNKS)))
+    run(kernel, arguments, len(records), threads_for(x.numel(), len(records)))
 
 
 def decode_sum(
@@ -284,5 +277,5 @@ def decode_sum(
 ) -> None:
     """See `bagua_kernels.launchers.chunks.decode_sum`."""
     form = (record.k, record.kept_in_last(out.numel()), record.chunk, form_of(record))
-    make = functools.partial(decode_kernel, contributors)
-    run(out.numel(), make, array(records), array(out), np.float32(scale), *form, array(flags))
+    arguments = (array(records), array(out), np.float32(scale), *form, array(flags))
+    run(decode_kernel(contributors), arguments, records.shape[1], threads_for(out.numel(), records.shape[1]))

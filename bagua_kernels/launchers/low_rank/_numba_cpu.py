@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
-from bagua_kernels.jit._numba_cpu import run_parallel as run_parallel
+from bagua_kernels.jit._numba_cpu_sharing import shared
+from bagua_kernels.jit._numba_cpu_threads import run as run
+from bagua_kernels.jit._numba_cpu_threads import threads_for as threads_for
 from bagua_kernels.launchers.low_rank import RANK
 from bagua_kernels.launchers.low_rank._numba_cpu_orthonormal import orthonormalize as orthonormalize
 from bagua_kernels.launchers.low_rank._numba_cpu_places import any_rank, parts
@@ -39,18 +40,21 @@ def project_some(rank, place, begin, end):
     return total_of(spoilt) == 0
 
 
-def over_tasks(table, places, tasks, small):
+def over_tasks(table, tasks, small, begin, end, threads, launcher):
     """Takes pieces of matrices through `work`.
 
     Args:
         table: int64, a row for each matrix.
-        places: rows of the table that are meant.
         tasks: a row of the table, and from where to where along that matrix, for each piece of the work.
-        small: set to whether all that `work` made is below 2^127 in magnitude, for each row of the table.
+        small: cleared where not all that `work` made is below 2^127 in magnitude, for each row of the table.
+        begin: the first task that is meant.
+        end: where these end.
+        threads: as for `shared`.
+        launcher: as for `shared`.
     """
-    for at in range(places.size):
-        small[places[at]] = True
-    for task in numba.prange(tasks.shape[0]):
+    if shared(begin, end, threads, launcher):
+        return
+    for task in range(begin, end):
         place = table[tasks[task, 0]]
         if not work(place[RANK], place, tasks[task, 1], tasks[task, 2]):
             small[tasks[task, 0]] = False
@@ -149,7 +153,7 @@ def kernels(flavours: tuple[int, ...]) -> Kernels:
 
     def over(work: Any) -> Any:
         chosen = any_rank(flavours, lambda rank: compile_template(work, names | row_rules(rank), helper=True))
-        return compile_template(over_tasks, {"numba": numba, "RANK": RANK, "work": chosen}, parallel=True)
+        return compile_template(over_tasks, {"RANK": RANK, "work": chosen})
 
     return Kernels(
         choose=compile_template(over_places, {"work": names["choose_right"]}),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
+from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.launchers.low_rank._numba_cpu_places import any_rank, parts
 from bagua_kernels.launchers.low_rank._numba_cpu_rows import row_rules
 from bagua_kernels.launchers.multitensor import GRADIENT, SKIP, Variant
@@ -39,12 +39,11 @@ def update_some(place, begin, end, addresses, rows, tensor, keys, sums):
     return total_of(spoilt) == 0
 
 
-def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums):
+def update_all(table, tasks, small, addresses, rows, tensors, keys, sums, begin, end, threads, launcher):
     """As `over_tasks` by rows, with P Q^T as the gradients of an optimizer's tensors instead of an output.
 
     Args:
         table: as for `over_tasks`.
-        places: as for `over_tasks`.
         tasks: as for `over_tasks`.
         small: as for `over_tasks`.
         addresses: of the optimizer's tensors, as in a `multitensor.Table`.
@@ -52,13 +51,16 @@ def update_all(table, places, tasks, small, addresses, rows, tensors, keys, sums
         tensors: which of the optimizer's each row of the table is.
         keys: none, for a kernel that is not random.
         sums: none, for a kernel that has none.
+        begin: as for `over_tasks`.
+        end: as for `over_tasks`.
+        threads: as for `shared`.
+        launcher: as for `shared`.
     """
-    for at in range(places.size):
-        small[places[at]] = True
-    for task in numba.prange(tasks.shape[0]):
+    if shared(begin, end, threads, launcher):
+        return
+    for task in range(begin, end):
         number = tasks[task, 0]
-        begin, end = tasks[task, 1], tasks[task, 2]
-        if not update_some(table[number], begin, end, addresses, rows, tensors[number], keys, sums):
+        if not update_some(table[number], tasks[task, 1], tasks[task, 2], addresses, rows, tensors[number], keys, sums):
             small[number] = False
 
 
@@ -73,4 +75,4 @@ def update_kernel(variant: Variant, flavours: tuple[int, ...]) -> Any:
         "approximate_row": any_rank(flavours, lambda rank: row_rules(rank)["approximate_row"]),
     }
     names["update_some"] = compile_template(update_some, names, helper=True)
-    return compile_template(update_all, names, parallel=True)
+    return compile_template(update_all, names)

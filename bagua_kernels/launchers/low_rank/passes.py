@@ -108,8 +108,14 @@ class Passes:
             table[places, GIVEN] = [t.data_ptr() for t in given]
         if prepare is not None:
             prepare(table, places)
-        OP.backend(_CPU).run_parallel(kernel, table, places, self.tasks(places, by_columns), small)
+        small[places] = True
+        self._launch(kernel, (table, self.tasks(places, by_columns), small), places)
         return Work(table, places, small, self.by_stack(chosen, small))
+
+    def _launch(self, kernel: Any, arguments: tuple[Any, ...], places: Any) -> None:
+        lengths, pieces, backend = self._lengths[places], len(arguments[1]), OP.backend(_CPU)
+        elements = int((lengths[:, ROWS] * lengths[:, COLUMNS]).sum())
+        backend.run(kernel, arguments, pieces, backend.threads_for(elements, pieces))
 
     def rows_of(self, chosen: Sequence[int]) -> Any:
         """The rows of the table that stacks have."""
@@ -186,14 +192,13 @@ class Passes:
             As `approximate`, of the stacks that are chosen.
         """
         flat = [update for of_stack in updates for update in of_stack]
-        table, small = self.table(stacks), np.zeros(len(flat), np.bool_)
+        table, small = self.table(stacks), np.ones(len(flat), np.bool_)
         tensors = np.array([update.tensor for update in flat], np.int64)
-        backend = OP.backend(_CPU)
         self.kernels.turn(table, np.arange(len(flat)))
         for alike in {id(update.table): update for update in flat}.values():
             rows = np.array([row for row, update in enumerate(flat) if update.table is alike.table], np.int64)
             theirs = (alike.table.addresses, alike.rows, tensors, _NO_KEYS, _NO_SUMS)
-            kernel = backend.update_kernel(alike.variant, self.flavours)
-            backend.run_parallel(kernel, table, rows, self.tasks(rows), small, *theirs)
+            kernel = OP.backend(_CPU).update_kernel(alike.variant, self.flavours)
+            self._launch(kernel, (table, self.tasks(rows), small, *theirs), rows)
         self.kernels.keep(table, self.rows_of(chosen), small, kept)
         return self.by_stack(chosen, small)

@@ -1,4 +1,4 @@
-"""Many tensors on the CPU: one parallel region for all of them, cut into parts of equally many elements."""
+"""Many tensors on the CPU: one launch for all of them, cut into parts of equally many elements."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template, run_parallel, runs_alone
+from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, prefetch_address, wide_vectors
+from bagua_kernels.jit._numba_cpu_sharing import shared
+from bagua_kernels.jit._numba_cpu_threads import run, threads_for
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
 
@@ -24,7 +26,7 @@ NEEDS_TENSORS = False
 
 
 def source(variant: Variant) -> str:
-    """The text of a kernel over a block, over one piece of a tensor, over a range of pieces, and over parts in parallel."""
+    """The text of a kernel over a block, over one piece of a tensor, and over parts of all pieces."""
     columns, sums = range(len(variant.dtypes)), range(variant.rule.sums)
     scalars, keys = list(_scalars(variant)), _keys(variant)
     body = variant.body(lambda c: f"a{c}[i]", lambda c, value: f"a{c}[i] = {value}", "np.uint32(start + i)")
@@ -40,19 +42,18 @@ def source(variant: Variant) -> str:
         lines.append(f"    return {', '.join(f'total{i}' for i in sums)},")
     lines.append("def over_piece(addresses, rows, keys, partials, task, tensor, start, n):")
     lines += [f"    {line}" for line in _piece(variant)]
-    arguments = "addresses, sizes, rows, keys, partials, tensors, pieces"
+    arguments = "addresses, sizes, rows, keys, partials, tensors, pieces, bounds, begin, end, threads, launcher"
     # A piece is part of this function's text: a function of its own would be compiled twice, the second time as part of this.
     lines += [
-        f"def over_pieces({arguments}, begin, end):",
-        "    for task in range(begin, end):",
+        f"def over_pieces({arguments}):",
+        "    if shared(begin, end, threads, launcher):",
+        "        return",
+        "    for task in range(bounds[begin], bounds[end]):",
         "        tensor = tensors[task]",
         f"        start = pieces[task] * np.int64({CHUNK})",
         f"        n = min(sizes[tensor] - start, {CHUNK})",
         f"        if rows[tensor, {SKIP}] == 0:",
         *(f"            {line}" for line in _piece(variant)),
-        f"def over_parts({arguments}, bounds):",
-        "    for part in numba.prange(bounds.size - 1):",
-        f"        over_pieces({arguments}, bounds[part], bounds[part + 1])",
     ]
     return "\n".join(lines) + "\n"
 
@@ -99,7 +100,7 @@ def _names(variant: Variant) -> dict[str, Any]:
     # Sums may be taken in any order, which lets them be taken in vectors; the order is the same at each call.
     fastmath = {"reassoc", "nsz"} if variant.rule.sums else False
     names = {**bindings(variant, LOAD, STORE), **pointers}
-    names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address}
+    names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address, "shared": shared}
     block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath, helper=True)
     return {**names, "over_block": block}
 
@@ -111,18 +112,17 @@ def piece_kernel(variant: Variant) -> Any:
 
 
 @functools.cache
-def kernels(variant: Variant) -> tuple[Any, Any]:
-    """The serial and the parallel kernel."""
-    serial = compile_template(_template(variant, "over_pieces"), _names(variant))
-    return serial, compile_template(_template(variant, "over_parts"), {"over_pieces": serial}, parallel=True)
+def kernel(variant: Variant) -> Any:
+    """The kernel over a range of parts."""
+    return compile_template(_template(variant, "over_pieces"), _names(variant))
 
 
-def parts(table: Table, threads: int) -> tuple[Any, Any, Any]:
+def parts(table: Table, most: int) -> tuple[Any, Any, Any]:
     """The tensor and number of each piece, and where in their list each part begins."""
     tensors, pieces = table.tasks(CHUNK)
     elements = np.cumsum(np.minimum(table.sizes[tensors] - pieces.astype(np.int64) * CHUNK, CHUNK))
     total = int(elements[-1]) if len(elements) else 0
-    count = max(1, min(threads, len(tensors)))
+    count = max(1, min(most, len(tensors)))
     bounds = np.searchsorted(elements, np.arange(count + 1) * (total / count))
     bounds[-1] = len(tensors)
     return tensors, pieces, bounds
@@ -133,19 +133,25 @@ NO_KEYS = np.zeros((0, 2), np.uint32)
 
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
     """See `bagua_kernels.launchers.multitensor.launch`."""
-    serial, parallel = kernels(variant)
-    threads = torch.get_num_threads()
+    elements = int(table.sizes.sum())
+    threads = threads_for(elements, elements)
     tensors, pieces, bounds = table.cached(("parts", threads), lambda: parts(table, threads))
     partials = np.zeros((len(tensors) if variant.rule.sums else 0, variant.rule.sums))
     if isinstance(rows, torch.Tensor):
         rows = rows.numpy()
     if isinstance(keys, torch.Tensor):
         keys = keys.numpy().view(np.uint32)
-    arguments = (table.addresses, table.sizes, rows, NO_KEYS if keys is None else keys, partials, tensors, pieces)
-    if len(tensors) == 1 or runs_alone(int(table.sizes.sum())):
-        serial(*arguments, 0, len(tensors))
-    else:
-        run_parallel(parallel, *arguments, bounds)
+    arguments = (
+        table.addresses,
+        table.sizes,
+        rows,
+        NO_KEYS if keys is None else keys,
+        partials,
+        tensors,
+        pieces,
+        bounds,
+    )
+    run(kernel(variant), arguments, len(bounds) - 1, len(bounds) - 1)
     if not variant.rule.sums:
         return None
     sums = torch.zeros(len(table), variant.rule.sums, dtype=torch.float64)

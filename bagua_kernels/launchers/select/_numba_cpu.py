@@ -10,20 +10,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template, run
+from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, lowest_bit, prefetch, reaching, wide_vectors
+from bagua_kernels.jit._numba_cpu_sharing import shared
+from bagua_kernels.jit._numba_cpu_threads import run, threads_for
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.rules import selection
 
 # Elements of a cache line, and how far ahead they are asked for.
 LINE = 16
 AHEAD = 1024
-# Indices a task of the permutation takes.
-TASK = 4096
 
 
 def append(x, first, threshold, offsets, values, count):
@@ -90,19 +89,27 @@ def collect_sum_chunk(x, residual, threshold, offsets, values):
     return append_sum(residual[whole:], whole, threshold, offsets, values, count)
 
 
-def collect_tasks(x, threshold, offsets, values, counts):
-    for c in numba.prange(counts.size):
+def collect_chunks(x, threshold, offsets, values, counts, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
+    for c in range(begin, end):
         counts[c] = collect_chunk(x[c * CHUNK : (c + 1) * CHUNK], threshold, offsets[c], values[c])
 
 
-def collect_sum_tasks(x, residual, threshold, offsets, values, counts):
-    for c in numba.prange(counts.size):
+def collect_sum_chunks(x, residual, threshold, offsets, values, counts, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
+    for c in range(begin, end):
         part, kept = x[c * CHUNK : (c + 1) * CHUNK], residual[c * CHUNK : (c + 1) * CHUNK]
         counts[c] = collect_sum_chunk(part, kept, threshold, offsets[c], values[c])
 
 
-def write_tasks(x, threshold, counts, starts, scratch_offsets, scratch_values, offsets, values):
-    for c in numba.prange(counts.size):
+def write_chunks(
+    x, threshold, counts, starts, scratch_offsets, scratch_values, offsets, values, begin, end, threads, launcher
+):
+    if shared(begin, end, threads, launcher):
+        return
+    for c in range(begin, end):
         start, count = starts[c], counts[c]
         to_offsets, to_values = offsets[start : start + count], values[start : start + count]
         if count <= scratch_offsets.shape[1]:
@@ -135,14 +142,18 @@ def place_chunk(c, ends, offsets, values, target, flags):
             before = offset
 
 
-def place_tasks(ends, offsets, values, out, flags):
-    for c in numba.prange(ends.size):
+def place_chunks(ends, offsets, values, out, flags, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
+    for c in range(begin, end):
         place_chunk(c, ends, offsets, values, out[c * CHUNK : (c + 1) * CHUNK], flags)
 
 
-def place_sum_tasks(ends, offsets, values, out, scale, flags):
+def place_sum_chunks(ends, offsets, values, out, scale, flags, begin, end, threads, launcher):
     """A chunk is filled with zeros, added to and scaled while it is in the cache, so that memory is written once."""
-    for c in numba.prange(ends.shape[1]):
+    if shared(begin, end, threads, launcher):
+        return
+    for c in range(begin, end):
         target = out[c * CHUNK : (c + 1) * CHUNK]
         target[:] = 0
         for row in range(ends.shape[0]):
@@ -151,70 +162,68 @@ def place_sum_tasks(ends, offsets, values, out, scale, flags):
             target[i] *= scale
 
 
-def permute_tasks(positions, keys, n, bits, task):
+def permute_range(positions, keys, n, bits, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
     mask = np.uint32((np.int64(1) << bits) - 1)
-    for t in numba.prange((positions.size + task - 1) // task):
-        for i in range(t * task, min((t + 1) * task, positions.size)):
-            index = np.int64(i)
-            while True:
-                left = left_half(index, bits)
-                right = right_half(index, mask)
-                for r in range(ROUNDS):
-                    new = feistel_left(left, right, mask, keys[2 * r], keys[2 * r + 1])
-                    left = right
-                    right = new
-                index = joined(left, right, bits)
-                if index < n:
-                    break
-            positions[i] = index
+    for i in range(begin, end):
+        index = np.int64(i)
+        while True:
+            left = left_half(index, bits)
+            right = right_half(index, mask)
+            for r in range(ROUNDS):
+                new = feistel_left(left, right, mask, keys[2 * r], keys[2 * r + 1])
+                left = right
+                right = new
+            index = joined(left, right, bits)
+            if index < n:
+                break
+        positions[i] = index
 
 
 @functools.cache
-def collect_kernel(name: str, dtype: torch.dtype, parallel: bool) -> Any:
+def collect_kernel(name: str, dtype: torch.dtype) -> Any:
     """A compiled kernel that searches a vector of a dtype: collect, collect_sum, or write."""
     names: dict[str, Any] = {"LINE": LINE, "AHEAD": AHEAD, "DIRECT": dtype == torch.float32}
     names |= {"load": LOAD[dtype], "magnitude_key": selection.magnitude_key}
     names["append_marked"] = compile_template(append_marked, names, helper=True)
-    # The parallel and the serial form need different names on disk.
-    chunk = {"CHUNK": CHUNK, "PARALLEL": parallel}
     if name == "write":
         inner = compile_template(append, names, helper=True)
-        return compile_template(write_tasks, {**chunk, "append": inner}, parallel=parallel)
+        return compile_template(write_chunks, {"CHUNK": CHUNK, "append": inner})
     if name == "collect":
         inner = compile_template(
             collect_chunk, {**names, "append": compile_template(append, names, helper=True)}, helper=True
         )
-        return compile_template(collect_tasks, {**chunk, "collect_chunk": inner}, parallel=parallel)
+        return compile_template(collect_chunks, {"CHUNK": CHUNK, "collect_chunk": inner})
     append_sum = compile_template(append, {**names, "load": LOAD[torch.float32]}, helper=True)
     inner = compile_template(collect_sum_chunk, {**names, "append_sum": append_sum}, helper=True)
-    return compile_template(collect_sum_tasks, {**chunk, "collect_sum_chunk": inner}, parallel=parallel)
+    return compile_template(collect_sum_chunks, {"CHUNK": CHUNK, "collect_sum_chunk": inner})
 
 
 @functools.cache
-def kernel(name: str, parallel: bool) -> Any:
+def kernel(name: str) -> Any:
     """Any other compiled kernel."""
     if name == "permute":
         rules = (selection.left_half, selection.right_half, selection.feistel_left, selection.joined)
-        names = {"ROUNDS": ROUNDS, "PARALLEL": parallel, **{f.__name__: f for f in rules}}
-        return compile_template(permute_tasks, names, parallel=parallel)
+        return compile_template(permute_range, {"ROUNDS": ROUNDS, **{f.__name__: f for f in rules}})
     inner = compile_template(place_chunk, {"ADD": name == "sum"}, helper=True)
-    names = {"CHUNK": CHUNK, "PARALLEL": parallel, "place_chunk": inner}
-    return compile_template(place_sum_tasks if name == "sum" else place_tasks, names, parallel=parallel)
+    names = {"CHUNK": CHUNK, "place_chunk": inner}
+    return compile_template(place_sum_chunks if name == "sum" else place_chunks, names)
 
 
 def collect(x: torch.Tensor, threshold: int, residual: torch.Tensor | None, expected: int) -> tuple[torch.Tensor, Any]:
     """The number of entries of each chunk, and what `write` needs."""
     chunks = -(-x.numel() // CHUNK)
+    threads = threads_for(x.numel(), chunks)
     counts = torch.empty(chunks, dtype=torch.int64)
     # A chunk with more entries than that is searched once more; memory for all of them would cost more than it saves.
     room = min(CHUNK, x.numel(), 2 * expected // chunks + 2 * MASK_BITS)
     scratch = np.empty((chunks, room), np.uint16), np.empty((chunks, room), np.float32)
     arguments = np.int32(threshold), *scratch, array(counts)
     if residual is None:
-        run(x.numel(), functools.partial(collect_kernel, "collect", x.dtype), array(x), *arguments)
+        run(collect_kernel("collect", x.dtype), (array(x), *arguments), chunks, threads)
         return counts, (x, np.int32(threshold), array(counts), *scratch)
-    make = functools.partial(collect_kernel, "collect_sum", x.dtype)
-    run(x.numel(), make, array(x), array(residual), *arguments)
+    run(collect_kernel("collect_sum", x.dtype), (array(x), array(residual), *arguments), chunks, threads)
     return counts, (residual, np.int32(threshold), array(counts), *scratch)
 
 
@@ -227,16 +236,8 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
     """See `bagua_kernels.launchers.select.Collected.write`."""
     x, threshold, counts, *scratch = state
     to = array(offsets.view(torch.uint16)), array(values)
-    run(
-        x.numel(),
-        functools.partial(collect_kernel, "write", x.dtype),
-        array(x),
-        threshold,
-        counts,
-        array(starts),
-        *scratch,
-        *to,
-    )
+    arguments = (array(x), threshold, counts, array(starts), *scratch, *to)
+    run(collect_kernel("write", x.dtype), arguments, len(counts), threads_for(x.numel(), len(counts)))
 
 
 def place(
@@ -244,8 +245,8 @@ def place(
 ) -> None:
     """See `bagua_kernels.launchers.select.place`."""
     unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
-    make = functools.partial(kernel, "place")
-    run(out.numel(), make, *unsigned, array(values), array(out), array(flags))
+    arguments = (*unsigned, array(values), array(out), array(flags))
+    run(kernel("place"), arguments, ends.numel(), threads_for(out.numel(), ends.numel()))
 
 
 def place_sum(
@@ -258,18 +259,11 @@ def place_sum(
 ) -> None:
     """See `bagua_kernels.launchers.select.place_sum`."""
     unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
-    make = functools.partial(kernel, "sum")
-    run(out.numel(), make, *unsigned, array(values), array(out), np.float32(scale), array(flags))
+    arguments = (*unsigned, array(values), array(out), np.float32(scale), array(flags))
+    run(kernel("sum"), arguments, ends.shape[1], threads_for(out.numel(), ends.shape[1]))
 
 
 def permute(positions: torch.Tensor, keys: torch.Tensor, n: int, bits: int) -> None:
     """See `bagua_kernels.launchers.select.permuted`."""
-    run(
-        positions.numel(),
-        functools.partial(kernel, "permute"),
-        array(positions),
-        array(keys.view(torch.uint32)),
-        n,
-        bits,
-        TASK,
-    )
+    arguments = (array(positions), array(keys.view(torch.uint32)), n, bits)
+    run(kernel("permute"), arguments, positions.numel(), threads_for(positions.numel(), positions.numel()))

@@ -224,7 +224,6 @@ def test_matrices_of_several_dtypes_in_one_step() -> None:
         assert error(plain[1], out[1]) < 0.02 if step == 0 else out[1].isfinite().all()
 
 
-@pytest.mark.threads
 @grid(rank=RANKS, threads=[1, 3], shape=[(16, 40), (33, 1025), (33, 5120), (7, 5000)])
 def test_factors_are_the_products(rank: int, threads: int, shape: tuple[int, int]) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""

@@ -110,7 +110,6 @@ def test_norms_are_correctly_rounded() -> None:
     assert np.array_equal(norms(x).numpy(), np.sqrt(squares))
 
 
-@pytest.mark.threads
 @grid(rows=[1, 7, 64, 5000], scale=[1e-40, 1e-20, 1.0, 1e30], threads=[1, 2])
 def test_orthonormal_columns_have_the_bits_of_the_page(rows: int, scale: float, threads: int) -> None:
     p = matrix("heavy", (3, rows, 4)) * scale
@@ -173,7 +172,6 @@ def test_power_of_two() -> None:
     assert power_of_two(x.double()).tolist()[0][0][:3] == [1.0, 4.0, 2.0**-1022]
 
 
-@pytest.mark.threads
 @grid(rank=only([1, 2, 3, 4], 1, 2, 4), threads=[1, 3], shape=[(16, 40), (33, 1025), (33, 5120), (7, 5000)])
 def test_factors_are_the_products(rank: int, threads: int, shape: tuple[int, int]) -> None:
     """In pieces of rows and of columns, and the same however many threads take them."""

@@ -163,7 +163,6 @@ def test_vectors_may_start_anywhere(target: Target, codec: Any) -> None:
         assert (out[start + n :] == 7).all()
 
 
-@pytest.mark.threads
 def test_threads_make_the_same_bytes(target: Target) -> None:
     codec = CODECS[-1]
     n = (1 if EMULATED else 50) * codec.chunk + 7

@@ -60,7 +60,6 @@ def of_factors(state: State, part: Part, params: list[torch.nn.Parameter], given
         state.finish_with_updates(last_factor(state, given), dict(zip(places, updates, strict=True)))
 
 
-@pytest.mark.threads
 @grid(
     name=list(OPTIMIZERS),
     # Each rank compiles a pass with each optimizer's rules.

@@ -11,9 +11,10 @@ import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, wide_vectors
+from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.arguments import Weights, seed_halves
-from bagua_kernels.launchers.blockwise._numba_cpu import bound, clear_pads, counts_array, run, weights_array
+from bagua_kernels.launchers.blockwise._numba_cpu import bound, clear_pads, counts_array, over_blocks, weights_array
 from bagua_kernels.launchers.blockwise.form import BlockForm
 from bagua_kernels.launchers.blockwise.fusion.sources import Mixture, Rows, RowSum, Sources, message_lines
 from bagua_kernels.launchers.elementwise import call_lines
@@ -27,6 +28,7 @@ NAMES = {
     "np": np,
     "borrowed": borrowed,
     "keep": keep,
+    "shared": shared,
     "wide_vectors": wide_vectors,
 }
 NO_REPLICAS = np.empty((0, 0), np.float32)
@@ -50,7 +52,7 @@ def sum_rows(replicas, weights, start, total, divisor):
 
 
 def message_source(message: MessageRule, summed: bool) -> str:
-    """The text of the serial and the parallel kernel that encode what a rule computes.
+    """The text of the kernel that encodes what a rule computes.
 
     Args:
         message: the rule.
@@ -62,7 +64,9 @@ def message_source(message: MessageRule, summed: bool) -> str:
     columns = ", ".join([f"a{i}" for i in arrays] + [f"s{i}" for i in range(message.scalars)])
     arguments = f"words, codes, counts, replicas, weights, divisor, {columns}, n, seed_low, seed_high"
     lines = [
-        f"def message_blocks({arguments}, begin, end):",
+        f"def message_blocks({arguments}, begin, end, threads, launcher):",
+        "    if shared(begin, end, threads, launcher):",
+        "        return",
         "    wide_vectors()",
         "    words, codes, counts = borrowed(words), borrowed(codes), borrowed(counts)",
         "    replicas, weights = borrowed(replicas), borrowed(weights)",
@@ -105,22 +109,18 @@ def message_source(message: MessageRule, summed: bool) -> str:
             f"            {after}",
             *(f"            b{i}[i] = store_{i}(r{i})" for i in message.after_writes),
         ]
-    lines += [
-        "    keep(own)",
-        f"def message_tasks({arguments}, blocks, task):",
-        "    for t in numba.prange((blocks + task - 1) // task):",
-        f"        serial({arguments}, t * task, min((t + 1) * task, blocks))",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "    keep(own)"]) + "\n"
 
 
 def apply_source(update: ElementwiseRule, scalars: int, mixture: Mixture) -> str:
-    """The text of the serial and the parallel kernel that decode and apply a rule of this number of arguments."""
+    """The text of the kernel that decodes and applies a rule of this number of arguments."""
     others = mixture.others(update)
     columns = [f"a{i}" for i in others] + [f"s{i}" for i in range(scalars)]
     arguments = ", ".join(["words, codes, weights, replicas, counts", *columns, "divisor, scale, n"])
     lines = [
-        f"def apply_blocks({arguments}, begin, end):",
+        f"def apply_blocks({arguments}, begin, end, threads, launcher):",
+        "    if shared(begin, end, threads, launcher):",
+        "        return",
         "    wide_vectors()",
         "    words, codes, weights = borrowed(words), borrowed(codes), borrowed(weights)",
         "    replicas, counts = borrowed(replicas), borrowed(counts)",
@@ -150,20 +150,7 @@ def apply_source(update: ElementwiseRule, scalars: int, mixture: Mixture) -> str
             f"            {call_lines(update, scalars)}",
             *(f"            b{i}[i] = store_{i}(r{i})" for i in update.writes),
         ]
-    lines += [
-        "    keep(own)",
-        f"def apply_tasks({arguments}, blocks, task):",
-        "    for t in numba.prange((blocks + task - 1) // task):",
-        f"        serial({arguments}, t * task, min((t + 1) * task, blocks))",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def compiled(text: str, name: str, bindings: dict[str, Any]) -> tuple[Any, Any]:
-    """The serial and the parallel kernel of a text."""
-    serial = compile_template(function_from_source(text, f"{name}_blocks", NAMES, __file__), bindings)
-    over_tasks = function_from_source(text, f"{name}_tasks", NAMES, __file__)
-    return serial, compile_template(over_tasks, {"serial": serial}, parallel=True)
+    return "\n".join([*lines, "    keep(own)"]) + "\n"
 
 
 def conversions(places: Any, dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
@@ -175,26 +162,27 @@ def conversions(places: Any, dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
 
 
 @functools.cache
-def message_kernels(
+def message_kernel(
     rule: BlockQuantizer,
     block: int,
     message: MessageRule,
     dtypes: tuple[torch.dtype, ...],
     stochastic: bool,
     rows: RowSum | None,
-) -> tuple[Any, Any]:
-    """The serial and the parallel kernel that encode what a rule computes."""
+) -> Any:
+    """The kernel that encodes what a rule computes."""
     modes = {} if rows is None else {"weighted": rows.weighted, "divided": rows.divided}
     bindings = bound(rule, block, torch.float32, torch.float32, stochastic, **modes)
     bindings = bindings | {"before": message.before, "value": message.value, "after": message.after}
     if rows is not None:
         bindings["sum_rows"] = compile_template(sum_rows, bindings, helper=True)
     text = message_source(message, rows is not None)
-    return compiled(text, "message", bindings | conversions(range(len(dtypes)), dtypes))
+    template = function_from_source(text, "message_blocks", NAMES, __file__)
+    return compile_template(template, bindings | conversions(range(len(dtypes)), dtypes))
 
 
 @functools.cache
-def apply_kernels(
+def apply_kernel(
     rule: BlockQuantizer,
     block: int,
     update: ElementwiseRule,
@@ -202,12 +190,13 @@ def apply_kernels(
     mixture: Mixture,
     dtypes: tuple[torch.dtype, ...],
     fours: bool,
-) -> tuple[Any, Any]:
-    """The serial and the parallel kernel that decode and apply a rule."""
+) -> Any:
+    """The kernel that decodes and applies a rule."""
     modes = {"weighted": mixture.weighted, "divided": mixture.divided, "tracked": mixture.tracked}
     bindings = bound(rule, block, torch.float32, torch.float32, fours=fours, **modes) | {"rule": update.function}
     text = apply_source(update, scalars, mixture)
-    return compiled(text, "apply", bindings | conversions(mixture.others(update), dtypes))
+    template = function_from_source(text, "apply_blocks", NAMES, __file__)
+    return compile_template(template, bindings | conversions(mixture.others(update), dtypes))
 
 
 def encode_rule(
@@ -224,11 +213,11 @@ def encode_rule(
     """See `bagua_kernels.launchers.blockwise.fusion.encode_rule`."""
     words, codes = map(array, form.parts(payload))
     dtypes = tuple(a.dtype for a in arrays)
-    kernel = message_kernels(rule, form.block, message, dtypes, seed is not None, None if rows is None else rows.kind)
+    kernel = message_kernel(rule, form.block, message, dtypes, seed is not None, None if rows is None else rows.kind)
     columns = (*map(array, arrays), *map(np.float32, scalars))
     replicas, weights = (NO_REPLICAS, Weights()) if rows is None else (array(rows.replicas), rows.weights)
     given = (counts_array(counts), replicas, weights_array(weights, len(replicas)), np.float32(weights.divisor))
-    run(kernel, form, words, codes, *given, *columns, form.n, *map(np.uint32, seed_halves(seed)))
+    over_blocks(kernel, form, words, codes, *given, *columns, form.n, *map(np.uint32, seed_halves(seed)))
     clear_pads(words, codes, form)
 
 
@@ -245,9 +234,9 @@ def decode_apply(
     words, codes = map(array, sources.whole.parts(sources.payloads, sources.first))
     ranks = len(sources.payloads)
     fours = ranks >= 4 and not mixture.tracked
-    kernel = apply_kernels(rule, form.block, update, len(scalars), mixture, tuple(a.dtype for a in arrays), fours)
+    kernel = apply_kernel(rule, form.block, update, len(scalars), mixture, tuple(a.dtype for a in arrays), fours)
     replicas = NO_REPLICAS if sources.replicas is None else array(sources.replicas)
     columns = (*map(array, arrays), *map(np.float32, scalars))
     given = (weights_array(sources.weights, ranks), replicas, counts_array(sources.counts))
     numbers = np.float32(sources.weights.divisor), np.float32(sources.scale)
-    run(kernel, form, words, codes, *given, *columns, *numbers, form.n)
+    over_blocks(kernel, form, words, codes, *given, *columns, *numbers, form.n)
