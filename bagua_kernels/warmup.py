@@ -26,9 +26,6 @@ from bagua_kernels.jit import compiling
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# On one thread and on several, and for few and for many elements, other kernels run.
-_THREADS = (1, 2)
-# Large enough that also the part of one rank is worked on by several threads, small enough to take no time.
 _INPUTS, _HIDDEN, _OUTPUTS = 300, 600, 10
 _RANKS = 2
 _RANKS_ON_A_RING = 4  # of which each has two neighbours, as in longer rings: kernels depend on their number
@@ -60,15 +57,10 @@ def warm_up(
         raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
     on_parameters = issubclass(Algorithm.registered[parse_spec(spec)[0]], ModelAlgorithm)
     ranks = _RANKS_ON_A_RING if on_parameters else _RANKS
-    before, threads = compiling.seconds(), torch.get_num_threads()
-    try:
-        for count in _THREADS:
-            torch.set_num_threads(count)
-            for dtype in dtypes:
-                for optimizer in optimizers:
-                    run_ranks(ranks, _train, spec, optimizer, dtype, timeout=_PATIENCE)
-    finally:
-        torch.set_num_threads(threads)
+    before = compiling.seconds()
+    for dtype in dtypes:
+        for optimizer in optimizers:
+            run_ranks(ranks, _train, spec, optimizer, dtype, timeout=_PATIENCE)
     return compiling.seconds() - before
 
 
