@@ -41,6 +41,8 @@ def bound(
     bindings: dict[str, Any] = {
         "BLOCK": block,
         "STRIDE": form.stride,
+        # Of scratch memory that a block's statistics take.
+        "ROWS": max(rule.sums, 1),
         "STOCHASTIC": stochastic,
         "GIVEN": given,
         "FOURS": fours,

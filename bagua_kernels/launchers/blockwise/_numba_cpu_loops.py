@@ -20,7 +20,7 @@ def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end, thre
         return
     wide_vectors()
     x, words, codes, counts = borrowed(x), borrowed(words), borrowed(codes), borrowed(counts)
-    own = np.empty((max(SUMS, 1), BLOCK), np.float32)
+    own = np.empty((ROWS, BLOCK), np.float32)
     scratch = borrowed(own)
     for block in range(begin, end):
         start = block * BLOCK
@@ -38,7 +38,7 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
         return
     wide_vectors()
     words, codes = borrowed(words), borrowed(codes)
-    own = np.empty((max(SUMS, 1) + 1, BLOCK), np.float32)
+    own = np.empty((ROWS + 1, BLOCK), np.float32)
     scratch = borrowed(own)
     padded_block = scratch[-1]
     piece = 0
@@ -111,7 +111,7 @@ def reduce_blocks(
     wide_vectors()
     words, codes, out_words, out_codes = borrowed(words), borrowed(codes), borrowed(out_words), borrowed(out_codes)
     weights, counts = borrowed(weights), borrowed(counts)
-    own = np.empty((max(SUMS, 1) + 2, BLOCK), np.float32)
+    own = np.empty((ROWS + 2, BLOCK), np.float32)
     scratch = borrowed(own)
     totals, loose = scratch[-1], scratch[-2].view(np.uint8)
     for block in range(begin, end):

@@ -71,7 +71,7 @@ def message_source(message: MessageRule, summed: bool) -> str:
         "    words, codes, counts = borrowed(words), borrowed(codes), borrowed(counts)",
         "    replicas, weights = borrowed(replicas), borrowed(weights)",
         *(f"    a{i} = borrowed(a{i})" for i in arrays),
-        "    own = np.empty((max(SUMS, 1) + 3, BLOCK), np.float32)",
+        "    own = np.empty((ROWS + 3, BLOCK), np.float32)",
         "    scratch = borrowed(own)",
         "    values, loose, sums = scratch[-1], scratch[-2].view(np.uint8), scratch[-3]",
         "    for block in range(begin, end):",
