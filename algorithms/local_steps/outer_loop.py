@@ -177,8 +177,8 @@ class OuterLoop(LocalRounds):
         return Kind(self.part(name, parameter), None if exact or not schedule.codecs else schedule)
 
     def alignment_of(self, kind: Kind) -> int:
-        """See `ModelAlgorithm.alignment_of`: whole blocks of codecs, where any encode the kind."""
-        return 1 if kind.schedule is None else self.assignment.alignment()
+        """See `ModelAlgorithm.alignment_of`: whole blocks of the codecs that encode the kind."""
+        return 1 if kind.schedule is None else max(codec.block for codec in kind.schedule.codecs)
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""

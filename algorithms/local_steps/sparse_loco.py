@@ -9,7 +9,8 @@ import torch
 
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
-from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
+from bagua_kernels.algorithms.local_steps.outer_loop import Kind, LoopOptions, OuterLoop
+from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
@@ -27,8 +28,18 @@ class SparseLoCo(OuterLoop):
     4. d = the mean of all ranks' v. An element is divided by the number of ranks that have sent it, or by that of all ranks.
     5. start -= outer_lr d, and x = start, at once or after `delay` steps, see `OuterLoop`.
 
-    The decayed residual takes the place of an outer momentum, which harms here. Biases, norms and tensors below one chunk are
-    averaged as they are. A rank sends 0.0205 bytes per element and other rank in a round.
+    Biases, norms and tensors below one chunk are dense, with these steps in place of 2 to 4, as with `DiLoCo` and a codec:
+
+    2. e = e + (start - x). This residual does not decay.
+    3. v = all elements of e, encoded by `dense`;  e -= v.
+    4. d = the mean of all ranks' v, encoded by `dense` with a residual of its own.
+
+    The decayed residual takes the place of an outer momentum, which harms here. A rank sends 0.0205 bytes per sparse element and
+    other rank in a round.
+
+    Attributes:
+        codec: of step 3 for sparse parameters.
+        dense: the codec of dense parameters; None for float32.
     """
 
     name = "sparse_loco"
@@ -44,6 +55,7 @@ class SparseLoCo(OuterLoop):
         outer_lr: float = 1.0,
         beta: float = 0.95,
         codec: ChunkedTopK | str = "chunked_topk:k=64,chunk=4096",
+        dense: Codec | str | None = "absmax_int8",
         reduce: Literal["contributors", "mean"] = "contributors",
         **options: Unpack[LoopOptions],
     ) -> None:
@@ -56,12 +68,14 @@ class SparseLoCo(OuterLoop):
             outer_lr: of step 5. The paper has 1, and less in the last part of training.
             beta: of step 2, from 0 to 1.
             codec: of step 3, or its spec.
+            dense: how biases, norms and tensors below one chunk are sent: another codec, its spec, or None for float32. Names in
+                `exact` other than "1d" stay float32, and so do tensors that are shorter in float32 than one block of the codec.
             reduce: what step 4 divides by: "contributors" as published programs do, or "mean" as the paper does.
             **options: as for `OuterLoop`.
 
         Raises:
-            TypeError: as for `OuterLoop`, or the codec is no `ChunkedTopK`.
-            ValueError: a number does not fit, or as for `OuterLoop`.
+            TypeError: as for `OuterLoop`, the codec is no `ChunkedTopK`, or `dense` is one or is no codec.
+            ValueError: a number or a spec does not fit, or as for `OuterLoop`.
         """
         found: Codec = from_spec(codec) if isinstance(codec, str) else codec
         if not isinstance(found, ChunkedTopK):
@@ -70,7 +84,8 @@ class SparseLoCo(OuterLoop):
             raise ValueError(f"outer_lr must be above 0, beta from 0 to 1, got {outer_lr=} and {beta=}")
         if reduce not in ("contributors", "mean"):
             raise ValueError(f"reduce must be 'contributors' or 'mean', got {reduce!r}")
-        self.outer_lr, self.beta, self.reduce, self.codec = outer_lr, beta, reduce, found
+        self.outer_lr, self.beta, self.reduce = outer_lr, beta, reduce
+        self.codec, self.dense = found, _dense_codec(dense)
         super().__init__(module, optimizer, interval=interval, codec=found, min_numel=found.chunk, **options)
 
     @property
@@ -78,11 +93,22 @@ class SparseLoCo(OuterLoop):
         """See `Algorithm.acts_alone`."""
         return self.outer_lr != 1.0
 
+    def kind(self, name: str, parameter: torch.Tensor) -> Kind:
+        """See `OuterLoop.kind`: dense parameters have a kind of their own, if a codec encodes them."""
+        found = super().kind(name, parameter)
+        if found.schedule is not None or self.dense is None:
+            return found
+        named = tuple(pattern for pattern in self.assignment.exact if pattern != "1d")
+        # A block belongs to one tensor: with its last one filled up, a tensor of fewer elements would be longer than in float32.
+        least = self.dense.payload_size(self.dense.block) // 4
+        schedule, exact = Assignment.make(self.dense, exact=named, min_numel=least).place(name, parameter)
+        return Kind(found.part, None if exact else schedule)
+
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         """See `OuterLoop.exchange_for`."""
-        if difference.kind is None:
-            return super().exchange_for(difference, communicator)
-        return GatheredMean(difference, communicator, self.codec, self.reduce == "contributors")
+        if difference.kind == self.assignment.default:
+            return GatheredMean(difference, communicator, self.codec, self.reduce == "contributors")
+        return super().exchange_for(difference, communicator)
 
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """See `OuterLoop.take_difference`; one pass makes the payload and the residual."""
@@ -99,9 +125,25 @@ class SparseLoCo(OuterLoop):
         start.sub_(mean if self.outer_lr == 1.0 else mean.mul_(self.outer_lr))
 
     def residual_norm(self) -> float:
-        """See `Algorithm.residual_norm`."""
+        """See `Algorithm.residual_norm`: of sparse and of dense parameters."""
         sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], GatheredMean))
-        return math.hypot(*(float(self._residual(bucket).norm()) for bucket in sparse))
+        return math.hypot(super().residual_norm(), *(float(self._residual(bucket).norm()) for bucket in sparse))
 
     def _residual(self, bucket: Bucket) -> torch.Tensor:
         return self.flat.kept(bucket, "residual")
+
+
+def _dense_codec(given: Codec | str | None) -> Codec | None:
+    """The codec of dense parameters, of what a user has written."""
+    expected = 'expected dense to be a codec, the spec of one such as "absmax_int8", or None for float32'
+    found: object = given
+    if isinstance(given, str):
+        try:
+            found = from_spec(given)
+        except ValueError as error:
+            raise ValueError(f"{expected}, got {given!r}: {error}") from None
+    if isinstance(found, ChunkedTopK):
+        raise TypeError(f"{expected}, got {given!r}: a ChunkedTopK is for sparse parameters, so pass it as codec")
+    if found is not None and not isinstance(found, Codec):
+        raise TypeError(f"{expected}, got {given!r}")
+    return found

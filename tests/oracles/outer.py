@@ -95,20 +95,46 @@ class SlowMomentum:
         return phi - self.slow_lr * gamma * momentum, momentum
 
 
+@dataclass
+class Dense:
+    """Two passes with error feedback: e += D; v = Q(e); e -= v on each rank. Then f += mean v; d = Q(f); f -= d, once for all.
+
+    Attributes:
+        elements: Indices of the elements that are sent like this.
+        quantize: Q, of these elements.
+        owed: f, which the owners of chunks keep; 0 at first.
+    """
+
+    elements: Indices
+    quantize: Callable[[F64], F64]
+    owed: F64 | float = 0.0
+
+    def __call__(self, d: F64, residuals: F64) -> tuple[F64, F64]:
+        """Returns the combined pseudo-gradient and the new residuals, from one row per rank of each."""
+        e = residuals + d
+        sent = np.stack([self.quantize(row) for row in e])
+        f = self.owed + sent.sum(axis=0) / len(sent)
+        combined = self.quantize(f)
+        self.owed = f - combined
+        return combined, e - sent
+
+
 @dataclass(frozen=True)
 class Payload:
     """e = beta e + D; S, v = select(e); e[S] -= v on each rank; then all values that ranks sent are combined.
 
     Attributes:
-        select: As `Select`. No element may be selected twice.
+        select: As `Select`. No element may be selected twice, nor one that is dense.
         beta: Decay of the residual e; 0 forgets what was not sent.
         reduce: "mean" divides the sum of an element's values by the number of ranks, "contributors" by the number of
             ranks that sent this element. An element that no rank sent is 0. A rank that sent the value 0 counts.
+        dense: As `Dense`, for the elements that it has; None if there are none.
     """
 
     select: Select
     beta: float
     reduce: Literal["mean", "contributors"]
+    dense: Dense | None = None
 
     def __call__(self, d: F64, residuals: F64) -> tuple[F64, F64]:
         """Returns the combined pseudo-gradient and the new residuals, from one row per rank of each."""
@@ -120,7 +146,12 @@ class Payload:
             row[indices] -= values
             total[indices] += values
             senders[indices] += 1
-        return total / (len(e) if self.reduce == "mean" else np.maximum(senders, 1)), e
+        combined = total / (len(e) if self.reduce == "mean" else np.maximum(senders, 1))
+        if self.dense is not None:
+            at = self.dense.elements
+            assert not senders[at].any()
+            combined[at], e[:, at] = self.dense(d[:, at], residuals[:, at])
+        return combined, e
 
 
 @dataclass(frozen=True)
@@ -319,6 +350,7 @@ def sparse_loco(
     beta: float,
     select: Select,
     reduce: Literal["mean", "contributors"] = "contributors",
+    dense: Dense | None = None,
     delay: int = 0,
     blend: float | None = None,
 ) -> Simulation:
@@ -331,5 +363,5 @@ def sparse_loco(
         meets=every(interval),
         delay=delay,
         blend=blend,
-        payload=Payload(select, beta, reduce),
+        payload=Payload(select, beta, reduce, dense),
     )

@@ -23,7 +23,7 @@ from tests.grids import grid, only
 # Algorithms with local steps meet after each second step here.
 LOCAL: dict[str, dict[str, Any]] = {
     **{"local_sgd": {}, "slow_mo": {}, "diloco": {}, "delayed": {"delay": 1}},
-    "sparse_loco": {"codec": "chunked_topk:k=4,chunk=32"},
+    "sparse_loco": {"codec": "chunked_topk:k=4,chunk=32", "dense": "absmax_int8:block=32"},
 }
 EVERY: dict[str, Any] = {
     **ALL,

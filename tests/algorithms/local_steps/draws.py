@@ -188,6 +188,8 @@ def _algorithm(dice: random.Random, dtype: torch.dtype, lossy: bool) -> tuple[st
     elif name == "sparse_loco":
         options |= {"outer_lr": dice.choice((1.0, 0.7)), "beta": dice.choice((0.0, 0.5, 0.95))}
         options |= {"codec": ChunkedTopK(dice.choice((1, 5, 32)), 32), "reduce": dice.choice(("contributors", "mean"))}
+        # The simulation has exact means of what is dense. No further draw, so that seeds keep their trainings.
+        options["dense"] = (("absmax_int8:block=32", "sign:block=32") if lossy else (None, "identity"))[interval % 2]
     if lossy and name != "sparse_loco":
         codec = dice.choice(("minmax_uint8", "absmax_int4", "sign", "topk:ratio=0.1", {0: "sign", 2: "minmax_uint8"}))
         options |= {"codec": codec, "exact": dice.choice(((), "1d")), "min_numel": 0, "seed": dice.randint(0, 9)}

@@ -62,7 +62,7 @@ def test_exact_rounds_send_what_the_formula_has(size: int, make: Callable[..., A
 
 @pytest.mark.parametrize("size", only([2, 3, 4, 5, 8], 3))
 def test_sparse_rounds_send_what_the_formula_has(size: int) -> None:
-    """To the byte: a payload for each other rank, and the bias as it is."""
+    """To the byte: a payload for each other rank, and the bias as it is, for it is shorter than one block in 8 bits."""
 
     def rank(communicator: Communicator) -> int:
         module = nn.Linear(64, 64)

@@ -93,6 +93,7 @@ NOT_FINITE = {
     "delayed": Case(DiLoCo, {"delay": 2}),
     "slow_mo": Case(SlowMo),
     "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(8, 64)}),
+    "sparse_loco, dense": Case(SparseLoCo, {"dense": "absmax_int8"}),
     "sparse_loco, mean": Case(SparseLoCo, {"codec": ChunkedTopK(8, 64), "reduce": "mean"}),
 }
 

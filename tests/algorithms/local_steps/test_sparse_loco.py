@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,15 @@ K, CHUNK = 5, 32
 
 
 def select(row: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    return select_from(row, SHAPES)
+
+
+def select_from(
+    row: np.ndarray[Any, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """What a rank sends of its residual: matrices of a chunk or more by chunks, with zeros behind; the rest as it is."""
     indices, values, begin = [], [], 0
-    for shape in SHAPES.values():
+    for shape in shapes.values():
         size = int(np.prod(shape))
         part = row[begin : begin + size]
         if len(shape) >= 2 and size >= CHUNK:
@@ -154,7 +161,7 @@ def test_the_outer_rate_acts_once() -> None:
 
 
 def test_bytes_of_a_round() -> None:
-    """A rank sends 84 bytes of 4,096 elements, and the bias in float32."""
+    """A rank sends 84 bytes of 4,096 elements, and the bias in float32, for it is shorter than one block in 8 bits."""
 
     def rank(communicator: Communicator) -> int:
         module = nn.Linear(128, 64)
