@@ -17,6 +17,9 @@ from bagua_kernels.comm import Communicator
 from bagua_kernels.compression import ChunkedTopK, Codec
 from bagua_kernels.compression.codec import from_spec
 
+# Payloads are a two-hundredth of that: messages of small buckets would be so short that a slow line is idle between them.
+_BUCKET_BYTES = 256 << 20
+
 
 @register
 class SparseLoCo(OuterLoop):
@@ -71,7 +74,7 @@ class SparseLoCo(OuterLoop):
             dense: how biases, norms and tensors below one chunk are sent: another codec, its spec, or None for float32. Names in
                 `exact` other than "1d" stay float32, and so do tensors that are shorter in float32 than one block of the codec.
             reduce: what step 4 divides by: "contributors" as published programs do, or "mean" as the paper does.
-            **options: as for `OuterLoop`.
+            **options: as for `OuterLoop`; by default `bucket_bytes` is 256 MiB.
 
         Raises:
             TypeError: as for `OuterLoop`, the codec is no `ChunkedTopK`, or `dense` is one or is no codec.
@@ -86,6 +89,7 @@ class SparseLoCo(OuterLoop):
             raise ValueError(f"reduce must be 'contributors' or 'mean', got {reduce!r}")
         self.outer_lr, self.beta, self.reduce = outer_lr, beta, reduce
         self.codec, self.dense = found, _dense_codec(dense)
+        options.setdefault("bucket_bytes", _BUCKET_BYTES)
         super().__init__(module, optimizer, interval=interval, codec=found, min_numel=found.chunk, **options)
 
     @property
