@@ -16,6 +16,9 @@ from torch import Tensor
 from bagua_kernels import knobs
 from bagua_kernels.optim.watch.offsets import F32, STORAGE_WORDS, TENSOR_WORDS, Fields, find_fields, words
 
+# One of thousands fails, where memory holds by chance what is looked for.
+_ATTEMPTS = 3
+
 logger = logging.getLogger(__name__)
 
 # A tensor's sizes and strides lie in the object itself up to this many dimensions.
@@ -114,27 +117,33 @@ def fields() -> Fields | None:
     """Where the fields are; None where this cannot be told, or a change would be missed."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
-    try:
-        found = find_fields()
-        for number, change in enumerate([None, *changes()]):
-            parameter, other = torch.nn.Parameter(torch.ones(4, 4, dtype=F32)), torch.ones(4, 4, dtype=F32)
-            parameter.grad = torch.ones(4, 4, dtype=F32)
-            watch = Watch(found, [parameter], [other])
-            addresses, missing = np.zeros(1, np.int64), np.zeros(1, bool)
-            parameter.grad = None
-            if not watch.look(addresses, missing) or not missing[0]:
-                raise LookupError("the lack of a gradient was not noticed")
-            parameter.grad = torch.ones(20, dtype=F32)[4:].view(4, 4)
-            if not watch.look(addresses, missing) or missing[0] or addresses[0] != parameter.grad.data_ptr():
-                raise LookupError("a new gradient was not found")
-            if change is not None:
-                with torch.no_grad():
-                    change(parameter, other)
-                if watch.look(addresses, missing):
-                    raise LookupError(f"change {number} was not noticed")
-    except (AttributeError, LookupError, RuntimeError) as error:
-        logger.info("tensors are checked one by one: %s", error)
-        return None
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _measured_fields()
+        except (AttributeError, LookupError, RuntimeError) as error:
+            logger.info("attempt %d: tensors are checked one by one: %s", attempt + 1, error)
+    return None
+
+
+def _measured_fields() -> Fields:
+    """Finds the fields, and tries every change with them."""
+    found = find_fields()
+    for number, change in enumerate([None, *changes()]):
+        parameter, other = torch.nn.Parameter(torch.ones(4, 4, dtype=F32)), torch.ones(4, 4, dtype=F32)
+        parameter.grad = torch.ones(4, 4, dtype=F32)
+        watch = Watch(found, [parameter], [other])
+        addresses, missing = np.zeros(1, np.int64), np.zeros(1, bool)
+        parameter.grad = None
+        if not watch.look(addresses, missing) or not missing[0]:
+            raise LookupError("the lack of a gradient was not noticed")
+        parameter.grad = torch.ones(20, dtype=F32)[4:].view(4, 4)
+        if not watch.look(addresses, missing) or missing[0] or addresses[0] != parameter.grad.data_ptr():
+            raise LookupError("a new gradient was not found")
+        if change is not None:
+            with torch.no_grad():
+                change(parameter, other)
+            if watch.look(addresses, missing):
+                raise LookupError(f"change {number} was not noticed")
     return found
 
 
