@@ -7,6 +7,10 @@ from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
+from bagua_kernels.algorithms.asynchronous import simulate as simulate
+from bagua_kernels.algorithms.asynchronous.async_decentralized import AsyncDecentralized as AsyncDecentralized
+from bagua_kernels.algorithms.asynchronous.async_model_average import AsyncModelAverage as AsyncModelAverage
+from bagua_kernels.algorithms.asynchronous.wagma import Wagma as Wagma
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
 from bagua_kernels.algorithms.gossip.choco import Choco as Choco
@@ -56,6 +60,8 @@ __all__ = [
     "DGC",
     "QSGD",
     "Algorithm",
+    "AsyncDecentralized",
+    "AsyncModelAverage",
     "ByteGrad",
     "Choco",
     "CompressedAllReduce",
@@ -93,8 +99,10 @@ __all__ = [
     "StochasticGradientPush",
     "TernGrad",
     "TopK",
+    "Wagma",
     "from_spec",
     "names",
     "preset",
     "register",
+    "simulate",
 ]

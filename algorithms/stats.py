@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bagua_kernels.algorithms.policy.policy import Outcome
@@ -26,6 +26,8 @@ class Stats:
             algorithms that exchange gradients.
         decay: the factor by which a period of the topology shrinks disagreement at worst, without steps; None if there is
             no topology.
+        fresh: the fraction of averages that had this rank's newest model, of `wagma`; None for others.
+        staleness: of `wagma`, how often this rank's contribution was so many versions old.
         trial: of `only_if_faster`: "" before it begins or if it was not asked for, "running", or what was found to be
             faster, "compressed" or "plain".
     """
@@ -40,6 +42,8 @@ class Stats:
     disagreement: float = 0.0
     rounds: int = 0
     decay: float | None = None
+    fresh: float | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
 
     def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
         """Adds all numbers to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""

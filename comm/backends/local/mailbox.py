@@ -64,12 +64,20 @@ class LocalMailbox(Mailbox):
         self.device, self.timeout = communicator.device, communicator.timeout
         self._world: LocalWorld = world
         self._office = world.shared(key, lambda: PostOffice(ranks))
+        self.clock = world.clock
+        self._woken = False
         self._sent = 0
 
     @property
     def bytes_sent(self) -> int:
         """See `Mailbox.bytes_sent`."""
         return self._sent
+
+    def wake(self) -> None:
+        """See `Mailbox.wake`."""
+        with self._world.changed:
+            self._woken = True
+            self._world.changed.notify_all()
 
     def lost(self) -> dict[int, str]:
         """See `Mailbox.lost`."""
@@ -143,7 +151,8 @@ class LocalMailbox(Mailbox):
             while not letters or letters[0][0] > clock.now():
                 self._check_usable()
                 left = deadline - clock.now()
-                if left <= 0:
+                if self._woken or left <= 0:
+                    self._woken = False
                     return None
                 self._world.changed.wait(min(left, letters[0][0] - clock.now()) if letters else left)
             _, src, letter = letters.pop(0)

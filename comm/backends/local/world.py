@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from bagua_kernels.comm.backends.local.clock import Clock, RealClock
 from bagua_kernels.comm.joining.secret import Secret
+from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 

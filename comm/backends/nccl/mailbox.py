@@ -46,6 +46,10 @@ class DeviceMailbox(Mailbox):
         """See `Mailbox.bytes_sent`."""
         return self._tensors.bytes_sent + self._letters.bytes_sent
 
+    def wake(self) -> None:
+        """See `Mailbox.wake`."""
+        self._letters.wake()
+
     def lost(self) -> dict[int, str]:
         """See `Mailbox.lost`."""
         return dict(self._letters.lost())

@@ -96,13 +96,19 @@ class LetterBox:
     def __init__(self) -> None:
         self._letters: deque[tuple[int, bytes]] = deque()
         self._changed = threading.Condition()
-        self._ended = False
+        self._ended = self._woken = False
 
     def put(self, sender: int, letter: bytes) -> None:
         """Adds a letter."""
         with self._changed:
             self._letters.append((sender, letter))
             self._changed.notify()
+
+    def wake(self) -> None:
+        """Lets the next call of `take`, or the one that waits, return None at once if there is no letter."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def take(self, timeout: float) -> tuple[int, bytes] | None:
         """Returns the next letter and its sender; None if none comes in time, or after the end."""
@@ -112,7 +118,8 @@ class LetterBox:
                 if self._letters:
                     return self._letters.popleft()
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if self._woken or left <= 0:
+                    self._woken = False
                     break
                 self._changed.wait(left)
         return None

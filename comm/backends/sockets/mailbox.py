@@ -61,6 +61,10 @@ class SocketMailbox(Mailbox):
         """See `Mailbox.bytes_sent`."""
         return self._loop.bytes_sent
 
+    def wake(self) -> None:
+        """See `Mailbox.wake`."""
+        self._box.wake()
+
     def lost(self) -> dict[int, str]:
         """See `Mailbox.lost`; dropped ranks are in it although the loop may not have come to them yet."""
         return {**dict.fromkeys(self._loop.dropped, "it was dropped"), **self._loop.reasons}

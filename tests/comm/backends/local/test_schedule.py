@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, Schedule, run_ranks
-from bagua_kernels.comm.backends.local.clock import Clock, RealClock
+from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 
 
 def ring(c: Communicator) -> float:

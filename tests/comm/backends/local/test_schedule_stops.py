@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, Schedule, run_ranks
-from bagua_kernels.comm.backends.local.clock import Condition
+from bagua_kernels.comm.mailbox.clock import Condition
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CommunicationError, DeadlockError
 

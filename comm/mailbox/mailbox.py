@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from bagua_kernels.comm.collectives import check_tensor
+from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 from bagua_kernels.comm.work import FINISHED, Work
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 
@@ -28,8 +29,10 @@ class Mailbox(abc.ABC):
         size: the number of ranks.
         device: where the tensors must be.
         timeout: seconds after which a wait for an exchange raises an error.
+        clock: by which its timeouts run.
     """
 
+    clock: Clock = RealClock()
     rank: int
     size: int
     device: torch.device
@@ -98,6 +101,10 @@ class Mailbox(abc.ABC):
         """
         self._check_usable()
         return self._take(self.timeout if timeout is None else timeout)
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Lets the next call of `take`, or the one that waits, return None at once if there is no letter."""
 
     @abc.abstractmethod
     def lost(self) -> Mapping[int, str]:

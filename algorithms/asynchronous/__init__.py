@@ -1,0 +1,1 @@
+"""Algorithms whose exchanges wait for no rank's training: a courier per rank makes them."""

@@ -1,0 +1,89 @@
+"""Averages of two ranks beside training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
+from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
+from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.pairwise import Encoded, PairwiseAverage
+from bagua_kernels.comm.topology import Ring, Topology
+from bagua_kernels.compression.codec import Codec, from_spec
+
+
+@register
+class AsyncDecentralized(CourierAlgorithm):
+    """Each rank averages with one neighbour after the other, and waits for none (AD-PSGD, Lian et al., ICML 2018).
+
+    1. Take a step of the optimizer.
+    2. Ask a neighbour with the model s, unless the last question has no answer yet.
+    3. The neighbour answers with its model y, whatever it is doing, and later adds (s - y) / 2 to its model.
+    4. Add (y - s) / 2 before the next pass after the answer.
+
+    Any connected graph will do. The sum of all models stays the same, however late ranks are.
+    """
+
+    name = "async_decentralized"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        topology: Topology | None = None,
+        seed: int = 0,
+        codec: Codec | str | None = None,
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `ModelAlgorithm`.
+            optimizer: as for `ModelAlgorithm`.
+            topology: whose neighbours in its first step a rank asks; a `Ring` by default.
+            seed: of the choices of neighbours.
+            codec: which encodes what models differ from references that both ends of an edge have; or its spec. None for full
+                precision.
+            **options: as for `ModelAlgorithm`.
+
+        Raises:
+            TypeError: as for `ModelAlgorithm`.
+            ValueError: topologies differ, or do not join all ranks; or as for `ModelAlgorithm`.
+        """
+        self.topology, self.seed = topology, seed
+        self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
+        self._encoded: Encoded | None = None
+        super().__init__(module, optimizer, **options)
+
+    def make_average(self, courier: Courier, model: PublishedModel) -> PairwiseAverage:
+        """See `CourierAlgorithm.make_average`."""
+        topology = self.topology or Ring(self._communicator.size)
+        topology.check(self._communicator)
+        neighbours = topology.neighbours_out(self._communicator.rank)
+        if self.codec is not None:
+            self._encoded = Encoded(self.codec, self._communicator.rank, self._vectors())
+        self._pairwise = PairwiseAverage(courier, neighbours, model, seed=self.seed, wire=self._encoded)
+        return self._pairwise
+
+    def _vectors(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self.flat.buckets]
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`."""
+        if self._encoded is not None:
+            self._encoded.restart(self._vectors())
+
+    def after_step(self) -> None:
+        """See `CourierAlgorithm.after_step`: step 2."""
+        self._pairwise.start()
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`; rounds are questions of this rank that were answered."""
+        return replace(super().stats(), rounds=self._pairwise.exchanges if self._points is not None else 0)

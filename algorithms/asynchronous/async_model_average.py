@@ -1,0 +1,152 @@
+"""Averages of all ranks beside training, at times of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+
+from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
+from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
+from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.comm import ReduceOp
+from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.group_mean import EncodedMean
+from bagua_kernels.comm.mailbox.groups import Whole
+from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
+from bagua_kernels.compression.codec import Codec, from_spec
+
+
+@register
+class AsyncModelAverage(CourierAlgorithm):
+    """Ranks train by themselves, and beside that average over and over (the asynchronous algorithm of BAGUA, Gan et al., 2021).
+
+    1. Take `warmup_steps` steps of the optimizer with the mean of all ranks' gradients.
+    2. From then on a round begins at times: each rank reads its model, r, and the ranks have the mean.
+    3. Each rank adds mean - r before the next pass after that, whatever it has learned meanwhile.
+
+    No rank's training waits for another's, nor does a round wait for any training.
+    """
+
+    name = "async_model_average"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        interval_ms: float | None = None,
+        interval: int | None = None,
+        warmup_steps: int = 0,
+        codec: Codec | str | None = None,
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `ModelAlgorithm`.
+            optimizer: as for `ModelAlgorithm`.
+            interval_ms: milliseconds from the end of a round to the beginning of the next one; 500 if there is no `interval`.
+            interval: steps of the rank that takes most of them, in place of a time.
+            warmup_steps: steps of all ranks before the first round.
+            codec: which encodes what models differ from the last mean, with error feedback; or its spec. None for full precision.
+            **options: as for `ModelAlgorithm`.
+
+        Raises:
+            TypeError: as for `ModelAlgorithm`.
+            ValueError: an interval is not above 0, or there are two; or as for `ModelAlgorithm`.
+        """
+        if interval_ms is not None and interval is not None:
+            raise ValueError(f"expected interval_ms or interval, got both: {interval_ms=} and {interval=}")
+        if not (interval_ms is None or interval_ms >= 0) or not (interval is None or interval >= 1) or warmup_steps < 0:
+            raise ValueError(
+                f"interval_ms and warmup_steps must be at least 0, interval at least 1, got {interval_ms=}, {interval=} and "
+                f"{warmup_steps=}"
+            )
+        self.interval_ms, self.interval, self.warmup_steps = interval_ms, interval, warmup_steps
+        if interval is None and interval_ms is None:
+            self.interval_ms = 500.0
+        self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
+        self._encoded: list[EncodedMean] = []
+        self._paused, self._warm = False, 0
+        self._rounds, self._ended = 0, -math.inf
+        super().__init__(module, optimizer, **options)
+
+    def make_average(self, courier: Courier, model: PublishedModel) -> TriggeredAverage:
+        """See `CourierAlgorithm.make_average`."""
+        codec, mailbox = self.codec, courier.mailbox
+        if codec is not None:
+            self._encoded = [EncodedMean(mailbox, codec, bucket.flat) for bucket in self.flat.buckets]
+        groups = Whole(self._communicator.size)
+        groups.check(self._communicator)
+        self._triggered = TriggeredAverage(
+            courier,
+            groups,
+            None,
+            model,
+            replaces=False,
+            group_mean=None if codec is None else self._encoded_mean,
+            on_execution=self._count,
+        )
+        if self.interval_ms is not None:
+            self._seconds = self.interval_ms / 1000
+            courier.every(max(self._seconds / 4, 0.001), self._start_if_due)
+        return self._triggered
+
+    def at_step_begin(self) -> None:
+        """See `ModelAlgorithm.at_step_begin`: step 1 in the beginning."""
+        super().at_step_begin()
+        if self._warm < self.warmup_steps and self._points is not None:
+            with self._failing(), torch.no_grad():
+                for parameter in self.flat.parameters.values():
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    mean = parameter.grad.contiguous()
+                    self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
+                    parameter.grad.copy_(mean)
+
+    def after_step(self) -> None:
+        """See `CourierAlgorithm.after_step`."""
+        self._warm += 1
+        if self.interval is not None and self._steps % self.interval == self.interval - 1 and self._is_running():
+            self._triggered.start()
+
+    def pause(self) -> None:
+        """Lets this rank start no more rounds; it takes part in those that others start."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = False
+
+    def _is_running(self) -> bool:
+        return not self._paused and self._warm >= self.warmup_steps and not self._triggered.rests
+
+    def _start_if_due(self) -> None:
+        if self._is_running() and self.mailbox.clock.now() >= self._ended + self._seconds:
+            self._triggered.start()
+
+    def _encoded_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
+        self._encoded[index].exchange(vector, number)
+
+    def _count(self, execution: Execution) -> None:
+        self._rounds += 1
+        self._ended = self.mailbox.clock.now()
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`."""
+        for mean, bucket in zip(self._encoded, self.flat.buckets, strict=False):
+            mean.restart(bucket.flat)
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        return math.hypot(*(float(each.norm()) for mean in self._encoded for each in (mean.worker, mean.owner)))
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        return replace(super().stats(), rounds=self._rounds)

@@ -1,0 +1,156 @@
+"""Algorithms whose exchanges a courier makes beside training."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from bagua_kernels.algorithms.asynchronous.order import Event, Order
+from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, Late, PublishedModel
+from bagua_kernels.algorithms.engine.member import EngineCounters
+from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm
+from bagua_kernels.comm import Mailbox
+from bagua_kernels.comm.mailbox.courier import Courier
+
+
+class Average(Protocol):
+    """What a courier does: `TriggeredAverage`, `PairwiseAverage`."""
+
+    @property
+    def rests(self) -> bool: ...  # noqa: D102
+    def rest(self) -> object: ...  # noqa: D102
+    def resume(self) -> None: ...  # noqa: D102
+
+
+class CourierAlgorithm(ModelAlgorithm):
+    """Base of the algorithms that exchange parameters beside training, whatever other ranks' training does.
+
+    Ranks may take different numbers of steps: `close`, `synchronize` and the other collective calls wait until all ranks have
+    come there. Until then this rank takes part in what the others do, with its last model.
+
+    A subclass has `make_average` and `after_step`.
+
+    Attributes:
+        late: see `PublishedModel`.
+    """
+
+    late: Late = "conservative"
+
+    def order(self) -> Order | None:
+        """Returns what records, or replays, the order of what this rank's threads do."""
+        return None
+
+    @abc.abstractmethod
+    def make_average(self, courier: Courier, model: PublishedModel) -> Average:
+        """Gives a courier its work; collective."""
+
+    @abc.abstractmethod
+    def after_step(self) -> None:
+        """Called after each step of the optimizer, when the model may be read."""
+
+    def next_version(self) -> int:
+        """Returns the version of the model that a step leaves."""
+        return self._steps
+
+    def before_training(self) -> None:
+        """Waits for what must be in the model before the next pass or step of training."""
+
+    def open(self, mailbox: Mailbox) -> None:
+        """See `ModelAlgorithm.open`."""
+        self._wait_seconds = 0.0
+        self._order = self.order()
+        self.model = PublishedModel(self.flat, mailbox, self.late, self._order)
+        self.courier = Courier(mailbox, f"{self.name} courier")
+        self.average = self.make_average(self.courier, self.model)
+        self.courier.start()
+
+    def at_forward(self, training: bool) -> None:
+        """See `ModelAlgorithm.at_forward`."""
+        self._check_failure()
+        if training:
+            self._bring_in(FORWARD)
+
+    def at_step_begin(self) -> None:
+        """See `ModelAlgorithm.at_step_begin`."""
+        self._check_untrained()
+        self.wait()
+        if self._points is not None:
+            if self.average.rests:
+                self.average.resume()
+            self.model.begin_write()
+
+    def at_step_end(self) -> None:
+        """See `ModelAlgorithm.at_step_end`."""
+        with self._failing():
+            self.model.end_write(self.next_version())
+            self.after_step()
+        self._steps += 1
+
+    def wait(self) -> None:
+        """See `ModelAlgorithm.wait`."""
+        self._bring_in(BRING)
+
+    def _bring_in(self, event: Event) -> None:
+        self._check_failure()
+        if self._points is None:
+            return
+        with self._failing():
+            # An exception within a step has left it without an end.
+            self.model.end_write()
+            self.flat.check()
+            begin = time.perf_counter()
+            self.courier.check()
+            self.before_training()
+            self._wait_seconds += time.perf_counter() - begin
+            self.model.bring_in(event)
+
+    def _in_place(self, call: str) -> bool:
+        """See `ModelAlgorithm._in_place`; collective, also for ranks that have taken different numbers of steps."""
+        several = super()._in_place(call)
+        if several:
+            self._rest()
+        return several
+
+    def _rest(self) -> None:
+        with self._failing():
+            if not self.average.rests:
+                self.average.rest()
+            self.model.bring_in()
+
+    def close(self) -> None:
+        """See `Algorithm.close`; takes part in what other ranks do until all have come here."""
+        if not self._closed and self._failure is None and self._points is not None:
+            self.wait()
+            self._rest()
+        super().close()
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        super()._stop()
+        if self._mailbox is not None:
+            self.courier.end(f"{type(self).__name__} was closed")
+            if self._order is not None:
+                self._order.save()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(self._steps, getattr(self, "_wait_seconds", 0.0), 0.0)
+
+    @torch.no_grad()
+    def _load(self, states: list[Any]) -> None:
+        """See `Algorithm._load`."""
+        super()._load(states)
+        if self._points is not None:
+            self.model.bring_in()

@@ -1,0 +1,193 @@
+"""A model that a courier reads, and to which it owes changes, while a training thread changes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from bagua_kernels.algorithms.asynchronous.order import Event, Order
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Mailbox
+from bagua_kernels.comm.mailbox.triggered import Execution
+from bagua_kernels.errors import CollectiveTimeoutError
+
+Late = Literal["conservative", "paper"]
+BRING, FORWARD = Event("bring"), Event("forward")
+
+
+class PublishedModel:
+    """Flat parameters that two threads share.
+
+    Only the training thread writes parameters: an evaluation may run at any time. What the courier makes is kept beside them
+    until the training thread brings it in. It is part of all that is read until then.
+
+    Attributes:
+        version: of the parameters; the training thread sets it at the end of a step.
+    """
+
+    def __init__(
+        self, flat: FlatParameters, mailbox: Mailbox, late: Late = "conservative", order: Order | None = None
+    ) -> None:
+        """Begins with nothing owed.
+
+        Args:
+            flat: the parameters.
+            mailbox: whose clock and timeout count.
+            late: what becomes of the mean of a group to which this rank contributed an older model. "conservative": the
+                difference between the mean and what was contributed is added, so that the sum over all ranks stays the same.
+                "paper": the model becomes (S mean + x) / (S + 1), S the number of members.
+            order: which records the order of what both threads do, or has them follow a record.
+        """
+        self._flat, self._late, self._order = flat, late, order
+        self._changed, self._clock, self._timeout = mailbox.clock.condition(), mailbox.clock, mailbox.timeout
+        self._writing = self._owed = False
+        self._replacement: list[torch.Tensor] | None = None
+        self._late_mean: tuple[list[torch.Tensor], int] | None = None
+        # On a GPU: what was queued before a moment at which the other thread may go on.
+        self._written: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.version = -1
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns memory for a copy of each bucket, in the parameters' dtype."""
+        return [torch.zeros_like(bucket.flat) for bucket in self._flat.buckets]
+
+    @contextlib.contextmanager
+    def _beside_training(self, event: Event) -> Iterator[None]:
+        """Holds the lock while no optimizer writes; streams wait for one another, and hosts do not."""
+        with self._changed:
+            self._wait_until(
+                lambda: not self._writing,
+                "an optimizer's step has not ended within {:g} s, or has raised an exception: catch it outside of the "
+                "algorithm's `with` block, or raise timeout=",
+            )
+            self._take_turn(event)
+            _wait_for(self._written)
+            yield
+            self._copied = _event(self._flat)
+
+    def _take_turn(self, event: Event) -> None:
+        """Waits until a record has this event next; the caller holds the lock."""
+        if self._order is None:
+            return
+        order = self._order
+        self._wait_until(
+            lambda: order.is_next(event), f"the replayed record does not go on with {event} within {{:g}} s"
+        )
+        order.add(event)
+        self._changed.notify_all()
+
+    def _wait_until(self, predicate: Callable[[], bool], text: str) -> None:
+        deadline = self._clock.now() + self._timeout
+        while not predicate():
+            left = deadline - self._clock.now()
+            if left <= 0:
+                raise CollectiveTimeoutError(text.format(self._timeout))
+            self._changed.wait(left)
+
+    @torch.no_grad()
+    def read(self, out: Sequence[torch.Tensor]) -> int:
+        """See `Publisher.read`."""
+        with self._beside_training(Event("read")):
+            sources = self._replacement or [bucket.flat for bucket in self._flat.buckets]
+            for source, bucket, copy in zip(sources, self._flat.buckets, out, strict=True):
+                if self._owed:
+                    copy.copy_(source + self._debt(bucket))
+                else:
+                    copy.copy_(source)
+            return self.version
+
+    @torch.no_grad()
+    def settle(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+        """See `Publisher.settle`."""
+        with self._beside_training(Event("settle", execution)):
+            if execution.fresh:
+                self._replacement, self._late_mean = [each.clone() for each in mean], None
+                self._clear_debt()
+            elif self._late == "paper":
+                self._late_mean = [each.clone() for each in mean], len(execution.members)
+            else:
+                for bucket, own, other in zip(self._flat.buckets, read, mean, strict=True):
+                    debt = self._debt(bucket)
+                    debt.add_(other.to(debt.dtype) - own.to(debt.dtype))
+                self._owed = True
+
+    @torch.no_grad()
+    def owe(self, difference: Sequence[torch.Tensor]) -> None:
+        """See `Debtor.owe`."""
+        with self._beside_training(Event("owe")):
+            for bucket, each in zip(self._flat.buckets, difference, strict=True):
+                self._debt(bucket).add_(each)
+            self._owed = True
+
+    @torch.no_grad()
+    def bring_in(self, event: Event = BRING) -> None:
+        """Makes all that is owed part of the parameters, on the training thread.
+
+        Args:
+            event: what it is in a record.
+        """
+        with self._changed:
+            self._take_turn(event)
+            if not (self._owed or self._replacement or self._late_mean):
+                return
+            _wait_for(self._copied)
+            for place, bucket in enumerate(self._flat.buckets):
+                if self._replacement is not None:
+                    bucket.flat.copy_(self._replacement[place])
+                if self._late_mean is not None:
+                    means, members = self._late_mean
+                    total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
+                    bucket.flat.copy_(total.add(means[place], alpha=members).div_(members + 1))
+                if self._owed:
+                    bucket.flat.copy_(bucket.flat + self._debt(bucket))
+            self._replacement = self._late_mean = None
+            self._clear_debt()
+            self._written = _event(self._flat)
+
+    def begin_write(self) -> None:
+        """Says that an optimizer begins to write, on the training thread; again is harmless."""
+        with self._changed:
+            _wait_for(self._copied)
+            self._writing = True
+
+    def end_write(self, version: int | None = None) -> None:
+        """Says that no optimizer writes, on the training thread.
+
+        Args:
+            version: of the parameters from now on; None if a step was given up, or there was none.
+        """
+        with self._changed:
+            if version is not None:
+                self._take_turn(Event("step"))
+                self.version = version
+            self._written = _event(self._flat)
+            self._writing = False
+            self._changed.notify_all()
+
+    def _debt(self, bucket: Bucket) -> torch.Tensor:
+        return self._flat.kept(bucket, "debt", saved=False)
+
+    def _clear_debt(self) -> None:
+        if self._owed:
+            for bucket in self._flat.buckets:
+                self._debt(bucket).zero_()
+        self._owed = False
+
+
+def _event(flat: FlatParameters) -> torch.cuda.Event | None:
+    """What is queued on the current stream so far; None on CPUs."""
+    if not flat.buckets or flat.buckets[0].flat.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

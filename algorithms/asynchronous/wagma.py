@@ -1,0 +1,145 @@
+"""Wait-avoiding group model averaging."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Unpack
+
+import torch
+
+from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
+from bagua_kernels.algorithms.asynchronous.order import Order, file_of, load
+from bagua_kernels.algorithms.asynchronous.published_model import Late, PublishedModel
+from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, Shuffled
+from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
+
+
+@register
+class Wagma(CourierAlgorithm):
+    """Ranks average with changing groups that any member starts, and with all ranks at times (WAGMA-SGD, Li et al., 2020).
+
+    1. Take a step of the optimizer. The model is that of version t.
+    2. Tell the group of version t, unless another member has. Ranks that are late take part with their last model.
+    3. Before the next pass: wait until version t is through. If it had this rank's model of version t, take the mean.
+    4. If not, add mean - contributed, for each version since: the sum of all models stays the same.
+    5. At the end of each period, all ranks average, and wait for each other.
+    """
+
+    name = "wagma"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        group: int | None = None,
+        period: int | None = 10,
+        groups: Groups | None = None,
+        late: Late = "conservative",
+        activate: Literal["group", "all"] = "group",
+        seed: int = 0,
+        record: str | Path | None = None,
+        replay: str | Path | None = None,
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `ModelAlgorithm`.
+            optimizer: as for `ModelAlgorithm`.
+            group: ranks of a group; by default the power of two that is nearest to the root of their number.
+            period: versions of which the last one averages all ranks; None for never.
+            groups: who averages with whom. By default a `Butterfly` where all numbers are powers of two, `Shuffled` elsewhere.
+            late: what a late rank makes of the mean: "conservative" as in step 4, or "paper", x = (S mean + x) / (S + 1).
+            activate: whom the first rank tells: its group, or all ranks as in the paper.
+            seed: of `Shuffled`.
+            record: a folder for the order of what happened on each rank, from which `simulate.replay` recomputes all models.
+            replay: the folder of a recorded run of as many ranks, whose order this run follows.
+            **options: as for `ModelAlgorithm`.
+
+        Raises:
+            TypeError: as for `ModelAlgorithm`.
+            ValueError: an option has no such value, or ranks have different groups.
+        """
+        if period is not None and period < 1:
+            raise ValueError(f"period must be at least 1, or None, got {period=}")
+        if late not in ("conservative", "paper"):
+            raise ValueError(f"late must be 'conservative' or 'paper', got {late!r}")
+        if activate not in ("group", "all"):
+            raise ValueError(f"activate must be 'group' or 'all', got {activate!r}")
+        self.group, self.period, self.groups, self.seed = group, period, groups, seed
+        self.late, self.activate = late, activate
+        self.record, self.replay = record, replay
+        self._staleness: Counter[int] = Counter()
+        self._fresh = self._version = 0
+        super().__init__(module, optimizer, **options)
+
+    def order(self) -> Order | None:
+        """See `CourierAlgorithm.order`."""
+        if self.record is None and self.replay is None:
+            return None
+        rank = self._communicator.rank
+        events = None if self.replay is None else load(file_of(self.replay, rank))
+        return Order(None if self.record is None else file_of(self.record, rank), events)
+
+    def make_average(self, courier: Courier, model: PublishedModel) -> TriggeredAverage:
+        """See `CourierAlgorithm.make_average`."""
+        size = self._communicator.size
+        groups = self.groups or _groups(size, self.group or min(size, 1 << round(math.log2(size) / 2) or 1), self.seed)
+        groups.check(self._communicator)
+        self._version = -1
+        self._triggered = TriggeredAverage(
+            courier, groups, self.period, model, activate=self.activate, on_execution=self._count
+        )
+        return self._triggered
+
+    def next_version(self) -> int:
+        """See `CourierAlgorithm.next_version`."""
+        self._version = self._triggered.arrived + 1
+        return self._version
+
+    def after_step(self) -> None:
+        """See `CourierAlgorithm.after_step`: steps 1 and 2."""
+        self._triggered.arrive(self._version)
+
+    def before_training(self) -> None:
+        """See `CourierAlgorithm.before_training`: step 3."""
+        self._triggered.wait(self._version)
+
+    def _count(self, execution: Execution) -> None:
+        self._fresh += execution.fresh
+        self._staleness[execution.staleness] += 1
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        versions = sum(self._staleness.values())
+        return replace(
+            super().stats(),
+            rounds=versions,
+            fresh=self._fresh / versions if versions else None,
+            staleness=dict(sorted(self._staleness.items())),
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """See `ModelAlgorithm.numbers`."""
+        return {"version": float(self._triggered.next)} if self._points is not None else {}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `ModelAlgorithm.load_numbers`."""
+        if "version" in numbers:
+            self._triggered.begin_at(int(numbers["version"]))
+            self._version = self._triggered.arrived
+
+
+def _groups(size: int, group: int, seed: int) -> Groups:
+    group = max(2, group)
+    powers = all(not number & (number - 1) for number in (size, group))
+    return Butterfly(size, group) if powers else Shuffled(size, group, seed)

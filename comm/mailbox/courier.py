@@ -1,0 +1,160 @@
+"""The one thread of a rank that serves a mailbox: letters, timers, and work that others ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from bagua_kernels.comm.mailbox.mailbox import Mailbox, lost_error
+from bagua_kernels.errors import CommunicationError, follow_up
+
+Handler = Callable[[int, bytes], None]
+
+_LOOKS = 4  # looks at lost ranks within the timeout, where something is waited for without a limit
+
+
+@dataclass
+class _Timer:
+    seconds: float
+    function: Callable[[], None]
+    due: float
+
+
+class Courier:
+    """Serves a mailbox on a thread of its own. An error there ends it, and is raised on the threads that wait for it.
+
+    Functions given to it run on its thread, one at a time, without any lock. What they share with other threads is protected by
+    `changed`, which is notified after each of them.
+
+    Attributes:
+        mailbox: whose letters it takes. No other thread takes any.
+        changed: a lock, and what other threads wait for.
+    """
+
+    def __init__(self, mailbox: Mailbox, name: str = "courier") -> None:
+        """Makes the thread; `start` starts it."""
+        self.mailbox = mailbox
+        self.changed = mailbox.clock.condition()
+        self._handlers: dict[int, Handler] = {}
+        self._works: list[Callable[[], bool]] = []
+        self._timers: list[_Timer] = []
+        self._ending = False
+        self._lost: Mapping[int, str] = {}
+        self._failure: BaseException | None = None
+        self._thread = mailbox.clock.thread(self._run, f"bagua_kernels {name} of rank {mailbox.rank}")
+
+    def on(self, kind: int, handler: Handler) -> None:
+        """Sets what is called with the sender and the contents of each letter of a kind, 0 to 255."""
+        self._handlers[kind] = handler
+
+    def work(self, function: Callable[[], bool]) -> None:
+        """Adds a function that does a piece of what is to be done; it is called until it returns False."""
+        self._works.append(function)
+
+    def every(self, seconds: float, function: Callable[[], None]) -> None:
+        """Calls a function at times that lie so far apart; those that are missed are left out."""
+        with self.changed:
+            self._timers.append(_Timer(seconds, function, self.mailbox.clock.now() + seconds))
+        self.wake()
+
+    def post(self, dst: int, kind: int, contents: bytes) -> None:
+        """Sends a letter of a kind."""
+        self.mailbox.post(dst, bytes([kind]) + contents)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Lets the courier look whether there is work."""
+        self.mailbox.wake()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the courier, if that was an error."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises what ended the courier, as an error of this thread.
+
+        Raises:
+            CommunicationError: or one of its kinds, which names the rank at fault.
+        """
+        if self._failure is not None:
+            raise follow_up(
+                self._failure, f"the courier of rank {self.mailbox.rank} ended: {self._failure}"
+            ) from self._failure
+
+    def wait_for(self, predicate: Callable[[], bool], needed: Callable[[], Collection[int]] | None = None) -> None:
+        """Waits until something is so; the caller does not hold `changed`.
+
+        Args:
+            predicate: called with `changed` held.
+            needed: returns the ranks that are waited for, in an endless wait; None if the courier's own exchanges, which have a
+                timeout, end the wait.
+
+        Raises:
+            RankLostError: a rank that is waited for is lost.
+            CommunicationError: the courier has ended.
+        """
+        with self.changed:
+            while not predicate():
+                self.check()
+                if self._ending:
+                    raise CommunicationError("the courier was ended while this rank waited: close it after all waits")
+                if needed is not None and (gone := [rank for rank in needed() if rank in self._lost]):
+                    raise lost_error("a wait for other ranks", gone, self._lost)
+                self.changed.wait(self.mailbox.timeout / _LOOKS)
+
+    def end(self, reason: str = "") -> None:
+        """Ends the thread and leaves the mailbox; again is harmless. A piece of work under way is given up."""
+        with self.changed:
+            self._ending = True
+            self.changed.notify_all()
+        self.mailbox.leave(reason)
+        if self._thread.ident is not None:
+            self._thread.join(self.mailbox.timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                lost = self.mailbox.lost()
+                letter = self.mailbox.take(self._until_timer())
+                if letter is None:
+                    # All that these had sent is handled.
+                    self._lost = lost
+                else:
+                    sender, contents = letter
+                    self._handlers[contents[0]](sender, contents[1:])
+                self._call_timers()
+                for function in self._works:
+                    while not self._ending and function():
+                        self._notify()
+                self._notify()
+        except BaseException as error:
+            if not self._ending:
+                self._failure = error
+                with contextlib.suppress(CommunicationError):
+                    self.mailbox.leave(f"its courier ended: {error}")
+        self._notify()
+
+    def _until_timer(self) -> float:
+        now = self.mailbox.clock.now()
+        with self.changed:
+            due = min((timer.due for timer in self._timers), default=math.inf)
+        return min(max(0.0, due - now), self.mailbox.timeout / _LOOKS)
+
+    def _call_timers(self) -> None:
+        with self.changed:
+            timers = list(self._timers)
+        for timer in timers:
+            now = self.mailbox.clock.now()
+            if now >= timer.due:
+                timer.function()
+                timer.due = max(timer.due + timer.seconds, self.mailbox.clock.now())
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,257 @@
+"""Averages of two ranks: one asks, the other answers without its training thread."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.work import Work
+from bagua_kernels.compression import Codec
+
+# Kinds of letters.
+_ASK, _DONE, _REST = 16, 17, 18
+_NUMBER, _QUESTION = struct.Struct("<q"), struct.Struct("<qq")
+
+
+class Debtor(Protocol):
+    """A model that is read and changed beside its training."""
+
+    def read(self, out: Sequence[torch.Tensor]) -> int:
+        """Copies the model and what is owed to it, never in the middle of a step; returns the version of the model."""
+
+    def owe(self, difference: Sequence[torch.Tensor]) -> None:
+        """Keeps a difference that is to be added to the model; `read` counts it in."""
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Makes memory like the model's, a flat vector per bucket."""
+
+
+def half_difference(other: torch.Tensor, own: torch.Tensor) -> None:
+    """Replaces `other` by (other - own) / 2, whose sum with that of the other rank is exactly zero."""
+    other.sub_(own).mul_(0.5)
+
+
+class Plain:
+    """Models are sent as they are."""
+
+    def __init__(self, half: Callable[[torch.Tensor, torch.Tensor], None] = half_difference) -> None:
+        """Takes what becomes of the other's model and one's own: (other - own) / 2, in place of the former."""
+        self._half = half
+
+    def encode(self, peer: int, asks: bool, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what is sent for a model."""
+        return list(read)
+
+    def decode(
+        self, peer: int, asks: bool, own: Sequence[torch.Tensor], other: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Returns half the difference between what the other has sent and what was sent here."""
+        for theirs, ours in zip(other, own, strict=True):
+            self._half(theirs, ours)
+        return other
+
+
+class Encoded:
+    """Sent is what a model differs from a reference that both ends of an edge share, encoded.
+
+    Both ends use the decoded models, s and y, so that what they add has the sum zero. Then (s + y) / 2 is the reference. An edge
+    has two, for each end may ask.
+    """
+
+    def __init__(self, codec: Codec, rank: int, start: Sequence[torch.Tensor]) -> None:
+        """Begins with one reference for all edges.
+
+        Args:
+            codec: of differences.
+            rank: this one, for seeds.
+            start: the model of all ranks, float32.
+        """
+        self._codec, self._rank, self._count = codec, rank, 0
+        self.restart(start)
+
+    def restart(self, start: Sequence[torch.Tensor]) -> None:
+        """Begins anew with a model that all ranks have."""
+        self._start = [each.to(torch.float32, copy=True) for each in start]
+        self._references: dict[tuple[int, bool], list[torch.Tensor]] = {}
+
+    def _reference(self, peer: int, asks: bool) -> list[torch.Tensor]:
+        key = peer, asks
+        if key not in self._references:
+            self._references[key] = [each.clone() for each in self._start]
+        return self._references[key]
+
+    def encode(self, peer: int, asks: bool, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Plain.encode`."""
+        payloads = []
+        for own, reference in zip(read, self._reference(peer, asks), strict=True):
+            self._count += 1
+            payloads.append(
+                self._codec.encode(own.to(torch.float32) - reference, seed=(self._count << 16) + self._rank)
+            )
+        return payloads
+
+    def decode(
+        self, peer: int, asks: bool, own: Sequence[torch.Tensor], other: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """See `Plain.decode`."""
+        differences = []
+        for ours, theirs, reference in zip(own, other, self._reference(peer, asks), strict=True):
+            here = reference + self._codec.decode(ours, torch.empty_like(reference))
+            there = reference + self._codec.decode(theirs, torch.empty_like(reference))
+            differences.append((there - here).mul_(0.5))
+            reference.copy_((there + here).mul_(0.5))
+        return differences
+
+
+class PairwiseAverage:
+    """Ranks ask neighbours in turn, and both move half way to the other's model (AD-PSGD, Lian et al., ICML 2018).
+
+    1. `start` asks a neighbour, with s, the model as it is read then; nothing is done if a question is out.
+    2. The neighbour reads its model y when it hears of that, sends y, and is owed (s - y) / 2.
+    3. This rank is owed (y - s) / 2.
+
+    What is owed is added to the model, whatever training has done to it meanwhile. So the sum over both ranks stays the same, and
+    no step is lost. A rank answers while its own question is out, so that no circle of ranks waits, in any graph.
+
+    Attributes:
+        exchanges: the number of questions that were asked here and answered.
+    """
+
+    def __init__(
+        self,
+        courier: Courier,
+        neighbours: Sequence[int],
+        model: Debtor,
+        *,
+        seed: int = 0,
+        wire: Plain | Encoded | None = None,
+    ) -> None:
+        """Gives a courier, which is not started yet, its work.
+
+        Args:
+            courier: of this rank.
+            neighbours: ranks that this one asks, drawn with equal probability; they must be able to reach all ranks.
+            model: of this rank.
+            seed: of the draws, to which the rank is added.
+            wire: how models are sent; `Plain` by default.
+        """
+        self._courier, self._mailbox, self._neighbours = courier, courier.mailbox, tuple(neighbours)
+        self._model, self._wire = model, wire or Plain()
+        self._draws = random.Random(f"{seed} {courier.mailbox.rank}")
+        self._asked = self._resting = self._told = self._held = False
+        self._count = self._rests = 0
+        self._question: tuple[list[Work], list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._read: list[torch.Tensor] = []
+        self._rested: dict[int, set[int]] = {}
+        self._later: list[tuple[int, int, int]] = []
+        self.exchanges = 0
+        courier.on(_ASK, lambda sender, body: self._later.append((sender, *_QUESTION.unpack(body))))
+        courier.on(_DONE, self._hear_done)
+        courier.on(_REST, self._hear_rest)
+        courier.work(self._answer)
+        courier.work(self._ask)
+
+    def start(self) -> None:
+        """Asks the next neighbour, unless a question is out."""
+        self._courier.check()
+        with self._courier.changed:
+            self._asked = True
+        self._courier.wake()
+
+    @property
+    def rests(self) -> bool:
+        """True from `rest` to `resume`."""
+        return self._resting
+
+    def rest(self) -> None:
+        """Answers others, until all ranks rest; nobody asks afterwards until `resume`.
+
+        Raises:
+            RankLostError: a rank is lost that did not rest.
+        """
+        self._courier.check()
+        with self._courier.changed:
+            self._resting, number = True, self._rests
+        everyone = set(range(self._mailbox.size))
+        self._courier.wake()
+        self._courier.wait_for(
+            lambda: self._held, lambda: everyone - self._rested.get(number, set()) - {self._mailbox.rank}
+        )
+
+    def resume(self) -> None:
+        """Ends a rest, when the model is what others may read again."""
+        with self._courier.changed:
+            self._rested.pop(self._rests, None)
+            self._rests += 1
+            self._resting = self._told = self._held = self._asked = False
+        self._courier.wake()
+
+    def _ask(self) -> bool:
+        with self._courier.changed:
+            if self._resting and self._question is None:
+                rested = self._rested.setdefault(self._rests, set())
+                first, self._told = not self._told, True
+                rested.add(self._mailbox.rank)
+                self._held = len(rested) == self._mailbox.size
+                asks = False
+            else:
+                first, asks = False, self._asked and self._question is None and bool(self._neighbours)
+                self._asked = False if asks else self._asked
+        if first:
+            for peer in range(self._mailbox.size):
+                if peer != self._mailbox.rank:
+                    self._courier.post(peer, _REST, _NUMBER.pack(self._rests))
+        if not asks:
+            return False
+        peer = self._draws.choice(self._neighbours)
+        read = self._model.buffers()
+        self._model.read(read)
+        sent = self._wire.encode(peer, True, read)
+        theirs = [torch.empty_like(each) for each in sent]
+        # Of all questions of all ranks, each has numbers of its own.
+        number = self._count * self._mailbox.size + self._mailbox.rank
+        self._count += 1
+        works = [
+            self._mailbox.exchange({peer: other}, {peer: own}, number * len(sent) + index)
+            for index, (own, other) in enumerate(zip(sent, theirs, strict=True))
+        ]
+        self._question = works, sent, theirs
+        self._courier.post(peer, _ASK, _QUESTION.pack(number, self._rests))
+        return True
+
+    def _answer(self) -> bool:
+        """Answers a question. One of a rank that has resumed waits until this one has, whose model may be another until then."""
+        with self._courier.changed:
+            found = next((each for each in self._later if each[2] <= self._rests), None)
+        if found is None:
+            return False
+        self._later.remove(found)
+        sender, number, _ = found
+        self._read = self._read or self._model.buffers()
+        self._model.read(self._read)
+        sent = self._wire.encode(sender, False, self._read)
+        theirs = [torch.empty_like(each) for each in sent]
+        for index, (own, other) in enumerate(zip(sent, theirs, strict=True)):
+            self._mailbox.exchange({sender: other}, {sender: own}, number * len(sent) + index).wait()
+        self._model.owe(self._wire.decode(sender, False, sent, theirs))
+        self._courier.post(sender, _DONE, _NUMBER.pack(number))
+        return True
+
+    def _hear_done(self, sender: int, body: bytes) -> None:
+        assert self._question is not None
+        works, sent, theirs = self._question
+        for work in works:
+            work.wait()
+        self._model.owe(self._wire.decode(sender, True, sent, theirs))
+        self._question = None
+        self.exchanges += 1
+
+    def _hear_rest(self, sender: int, body: bytes) -> None:
+        (number,) = _NUMBER.unpack(body)
+        with self._courier.changed:
+            self._rested.setdefault(number, set()).add(sender)

@@ -1,0 +1,273 @@
+"""Averages over groups of ranks that any member starts, and in which late ranks take part without their training thread."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.group_mean import group_mean
+from bagua_kernels.comm.mailbox.groups import Groups
+
+# Kinds of letters.
+_ACT, _REST = 0, 1
+_ACT_BODY, _REST_BODY = struct.Struct("<qq"), struct.Struct("<qq")
+
+
+# Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of two exchanges).
+GroupMean = Callable[[Sequence[int], int, torch.Tensor, int], None]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One version as it was executed on a rank.
+
+    Attributes:
+        version: its number.
+        members: of the group.
+        contributed: the version of the model that this rank contributed.
+        fresh: True if the mean replaces this rank's model.
+    """
+
+    version: int
+    members: tuple[int, ...]
+    contributed: int
+    fresh: bool
+
+    @property
+    def staleness(self) -> int:
+        """By how many versions what was contributed was older."""
+        return max(0, self.version - self.contributed)
+
+
+class Publisher(Protocol):
+    """A model that is read and changed beside its training."""
+
+    def read(self, out: Sequence[torch.Tensor]) -> int:
+        """Copies the model and what is owed to it, never in the middle of a step, and says of which version it is."""
+
+    def settle(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+        """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in."""
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Makes memory like the model's, a flat vector per bucket."""
+
+
+class TriggeredAverage:
+    """Averages over groups that any member starts and in which late members take part (WAGMA-SGD, section IV).
+
+    A version is a number from 0. For each, the ranks are divided into groups. All ranks execute all versions that concern them,
+    each once and in order.
+
+    1. The first rank of a group whose model is that of version v tells the other members, along a binomial tree.
+    2. Each of them executes the versions before v that it still owes, with their groups.
+    3. Each reads its model, of whatever version, and the group has the mean.
+    4. A member whose model was that of v when it was read takes the mean for its model. Another one is owed mean - read.
+
+    With a period, version v synchronises if v + 1 is a multiple of it. All ranks are its group, and each waits for its training
+    thread to come to v.
+
+    Attributes:
+        next: the version that this rank executes next.
+    """
+
+    def __init__(
+        self,
+        courier: Courier,
+        groups: Groups,
+        period: int | None,
+        model: Publisher,
+        *,
+        activate: Literal["group", "all"] = "group",
+        replaces: bool = True,
+        group_mean: GroupMean | None = None,
+        on_execution: Callable[[Execution], None] | None = None,
+    ) -> None:
+        """Gives a courier, which is not started yet, its work.
+
+        Args:
+            courier: of this rank, for this average alone.
+            groups: the same on all ranks, see `Groups.check`.
+            period: the number of versions of which the last one synchronises; None for never.
+            model: of this rank.
+            activate: whom the first rank tells: its group, or all ranks as the paper does, which then execute the version in
+                their own groups.
+            replaces: False if every rank is owed mean - read, as if it were late in each version.
+            group_mean: takes the mean of one bucket; by default the function of this name.
+            on_execution: called on the courier's thread after each version.
+        """
+        if period is not None and period < 1:
+            raise ValueError(f"expected period to be at least 1, or None, got {period}")
+        self._courier, self._mailbox, self._groups = courier, courier.mailbox, groups
+        self._period, self._model, self._activate, self._replaces = period, model, activate, replaces
+        self._group_mean = group_mean or self._plain_mean
+        self._on_execution = on_execution
+        self._everyone = tuple(range(self._mailbox.size))
+        self.next = 0
+        self._arrived = self._told = -1
+        self._heard: set[int] = set()
+        self._resting = self._held = False
+        self._rests = 0
+        self._rested: dict[int, dict[int, int]] = {}
+        self._read: list[torch.Tensor] = []
+        self._means: list[torch.Tensor] = []
+        courier.on(_ACT, self._hear_act)
+        courier.on(_REST, self._hear_rest)
+        courier.work(self._execute_next)
+
+    def synchronises(self, version: int) -> bool:
+        """Returns True if all ranks average in a version, each when its training thread has come there."""
+        return self._period is not None and (version + 1) % self._period == 0
+
+    def members(self, version: int) -> tuple[int, ...]:
+        """Returns with whom this rank averages in a version."""
+        return self._everyone if self.synchronises(version) else self._groups.of(version, self._mailbox.rank)
+
+    @property
+    def arrived(self) -> int:
+        """The version of this rank's model; -1 before the first."""
+        return self._arrived
+
+    def arrive(self, version: int) -> None:
+        """Says that this rank's model is that of `version`; starts the version if nobody has."""
+        self._courier.check()
+        with self._courier.changed:
+            if version <= self._arrived:
+                raise ValueError(
+                    f"expected a version above {self._arrived}, at which this rank has arrived, got {version}"
+                )
+            self._arrived = version
+        self._courier.wake()
+
+    def start(self) -> None:
+        """Starts the next version for whoever is in this rank's group, without a word about this rank's model; not at rest."""
+        with self._courier.changed:
+            # After this rank's REST nobody would expect another version of it.
+            if not self._resting:
+                self._told = max(self._told, self.next)
+        self._courier.wake()
+
+    def begin_at(self, version: int) -> None:
+        """Lets all ranks go on with a version when they resume; at rest, and the same on all."""
+        with self._courier.changed:
+            self.next, self._arrived = version, version - 1
+
+    def wait(self, version: int) -> None:
+        """Waits until a version is through on this rank."""
+        self._courier.wait_for(lambda: self.next > version)
+
+    @property
+    def rests(self) -> bool:
+        """True from `rest` to `resume`."""
+        return self._resting
+
+    def rest(self) -> int:
+        """Takes part in whatever others start, until all ranks rest; returns the last version, which is then through everywhere.
+
+        Nothing is executed afterwards until `resume`.
+
+        Raises:
+            RankLostError: a rank is lost that did not rest.
+        """
+        courier = self._courier
+        courier.check()
+        with courier.changed:
+            self._resting, number = True, self._rests
+            last = max(self._arrived, self._told if not self._replaces else -1)
+            self._rested.setdefault(number, {})[self._mailbox.rank] = last
+        for peer in self._everyone:
+            if peer != self._mailbox.rank:
+                courier.post(peer, _REST, _REST_BODY.pack(number, last))
+        courier.wake()
+        courier.wait_for(lambda: self._held, lambda: set(self._everyone) - set(self._rested[number]))
+        return self.next - 1
+
+    def resume(self) -> None:
+        """Ends a rest, when the model is what others may read again."""
+        with self._courier.changed:
+            del self._rested[self._rests]
+            self._rests += 1
+            self._resting = self._held = False
+            self._arrived = max(self._arrived, self.next - 1)
+        self._courier.wake()
+
+    def _hear_act(self, sender: int, body: bytes) -> None:
+        version, root = _ACT_BODY.unpack(body)
+        with self._courier.changed:
+            self._told = max(self._told, version)
+        # Once a version is through on this rank, all of its group know of it; but other groups may not.
+        if version >= self.next or self._activate == "all":
+            self._heard.add(version)
+            self._tell(version, root)
+
+    def _hear_rest(self, sender: int, body: bytes) -> None:
+        number, last = _REST_BODY.unpack(body)
+        with self._courier.changed:
+            self._rested.setdefault(number, {})[sender] = last
+
+    def _tell(self, version: int, root: int) -> None:
+        """Tells the ranks that come after this one in the binomial tree of a root."""
+        told = self._everyone if self._activate == "all" else self.members(version)
+        for peer in children(told, root, self._mailbox.rank):
+            self._courier.post(peer, _ACT, _ACT_BODY.pack(version, root))
+
+    def _execute_next(self) -> bool:
+        """Executes the next version if somebody has asked for it or for a later one; returns False if there is none."""
+        version, me = self.next, self._mailbox.rank
+        with self._courier.changed:
+            rested = self._rested.get(self._rests, {})
+            target = max(self._arrived, self._told)
+            if self._resting and len(rested) == len(self._everyone):
+                target = max(rested.values())
+                self._held = self.next > target
+            if self._held or version > target:
+                return False
+            if self.synchronises(version) and self._arrived < version and not self._resting:
+                return False
+        members = self.members(version)
+        if version not in self._heard:
+            self._tell(version, me)
+        execution = self._contribute(version, members)
+        self._heard = {each for each in self._heard if each > version}
+        if self._on_execution is not None:
+            self._on_execution(execution)
+        with self._courier.changed:
+            self.next = version + 1
+        return True
+
+    def _contribute(self, version: int, members: tuple[int, ...]) -> Execution:
+        if not self._means:
+            self._read, self._means = self._model.buffers(), self._model.buffers()
+        with self._courier.changed:
+            resting = self._resting
+        contributed = self._model.read(self._read)
+        # Decided when the model was read: if this rank arrives before the end, the mean lacks its last step.
+        fresh = resting or (self._replaces and contributed == version)
+        for index, (read, mean) in enumerate(zip(self._read, self._means, strict=True)):
+            mean.copy_(read)
+            number = 2 * (version * len(self._means) + index)
+            self._group_mean(members, index, mean, number)
+        execution = Execution(version, members, contributed, fresh)
+        self._model.settle(execution, self._read, self._means)
+        return execution
+
+    def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
+        group_mean(self._mailbox, members, vector, number)
+
+
+def children(members: Sequence[int], root: int, rank: int) -> list[int]:
+    """Returns whom a rank tells in the binomial tree over some ranks, counted from a root; for any number of ranks.
+
+    Args:
+        members: the ranks, each at its position.
+        root: who began.
+        rank: who tells.
+    """
+    count = len(members)
+    place = (members.index(rank) - members.index(root)) % count
+    steps = (1 << bit for bit in range(count.bit_length()))
+    return [members[(members.index(root) + place + step) % count] for step in steps if place < step < count - place]
