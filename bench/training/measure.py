@@ -1,7 +1,8 @@
 """Training steps on emulated hosts: against DistributedDataParallel and its communication hooks, for each rate of the links.
 
 python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--methods decentralized]
-                         [--only steps,engine,overlap,delays,local] [--trace FILE] [--output bench/results/training.json]
+                         [--only steps,engine,overlap,delays,local,asynchronous] [--trace FILE]
+                         [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
 It lasts until the last rank is through with it; medians over steps are told. Rivals take turns in random order, in blocks of a
@@ -11,7 +12,7 @@ their own, and so does that of codecs.
 
 `engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides. `delays` is about
 links that are fast but long, and a small model: there it counts how many messages wait for one another. `local` is about
-algorithms with local steps on lines of 1 to 100 Mbit/s.
+algorithms with local steps on lines of 1 to 100 Mbit/s, `asynchronous` about averages beside training.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from bench.netlab import lab as netlab
 from bench.network.measure import limit
 from bench.network.parts import run_parts
 from bench.network.rank import interval
-from bench.training import groups, local_steps, report
+from bench.training import asynchronous, groups, local_steps, report
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
@@ -185,12 +186,19 @@ def local(options: argparse.Namespace) -> list[dict[str, Any]]:
     return local_steps.described(told, "tr")
 
 
+def beside(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Averages beside training on one slow line."""
+    settings = {"model": "tr", "blocks": asynchronous.BLOCKS, "steps": options.steps or asynchronous.STEPS}
+    return asynchronous.described(run(_HOSTS, "asynchronous", settings), "tr")
+
+
 PARTS = {
     "steps": (steps, report.show_steps),
     "engine": (engine, report.show_engine),
     "overlap": (overlap, report.show_overlap),
     "delays": (delays, report.show_delays),
     "local": (local, local_steps.show),
+    "asynchronous": (beside, asynchronous.show),
 }
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bagua_kernels import comm
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
-from bench.training import local_steps
+from bench.training import asynchronous, local_steps
 from bench.training.rivals import Rival, Silent
 
 Times = dict[str, list[float]]
@@ -243,7 +243,13 @@ def trace(c: comm.Communicator, settings: dict[str, Any], tuning: Tuning | None)
     rival.close()
 
 
-PARTS = {"steps": steps, "engine": engine, "overlap": overlap, "local": local_steps.on_rank}
+PARTS = {
+    "steps": steps,
+    "engine": engine,
+    "overlap": overlap,
+    "local": local_steps.on_rank,
+    "asynchronous": asynchronous.on_rank,
+}
 
 
 def keep_to_own_cores(rank: int, size: int) -> None:

@@ -43,6 +43,10 @@ LOCAL: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "diloco int4": (algorithms.DiLoCo, {"interval": 30, "codec": "absmax_int4", "delay": 10}),
     "local_sgd": (algorithms.LocalSGD, {"interval": 16}),
 }
+ASYNCHRONOUS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
+    "async 8 bits": (algorithms.AsyncModelAverage, {"interval": 32, "codec": "minmax_uint8"}),
+    "async float32": (algorithms.AsyncModelAverage, {"interval_ms": 0.0}),
+}
 OURS |= {
     **{
         f"{name} if faster": (kind, {**own, "only_if_faster": True})
@@ -59,6 +63,7 @@ OURS |= {
     },
     **NEIGHBOURS,
     **LOCAL,
+    **ASYNCHRONOUS,
 }
 
 

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from bagua_kernels.comm.mailbox.mailbox import Mailbox, lost_error
+from bagua_kernels.comm.mailbox.mailbox import Mailbox, late_error, lost_error
 from bagua_kernels.errors import CommunicationError, follow_up
 
 Handler = Callable[[int, bytes], None]
 
 _LOOKS = 4  # looks at lost ranks within the timeout, where something is waited for without a limit
+_PATIENCE = 1.0  # seconds beyond the timeout, in which a courier may be within an exchange and answer nobody
+# Kinds of letters that every courier answers.
+_PING, _PONG = 255, 254
 
 
 @dataclass
@@ -37,7 +40,8 @@ class Courier:
         """Makes the thread; `start` starts it."""
         self.mailbox = mailbox
         self.changed = mailbox.clock.condition()
-        self._handlers: dict[int, Handler] = {}
+        self._handlers: dict[int, Handler] = {_PING: lambda sender, _: self.post(sender, _PONG, b""), _PONG: _ignore}
+        self._heard: dict[int, float] = {}
         self._works: list[Callable[[], bool]] = []
         self._timers: list[_Timer] = []
         self._ending = False
@@ -76,6 +80,19 @@ class Courier:
         """What ended the courier, if that was an error."""
         return self._failure
 
+    def expect(self, rank: int, since: float, name: str) -> None:
+        """Raises if a rank that owes this one something, and whose exchange nobody waits for, is lost or late.
+
+        Args:
+            rank: which owes it.
+            since: when that began, by the mailbox's clock.
+            name: what it is, for the error.
+        """
+        if rank in self._lost:
+            raise lost_error(name, [rank], self._lost)
+        if self.mailbox.clock.now() - since > self.mailbox.timeout:
+            raise late_error(name, self.mailbox.timeout, [rank], self._lost)
+
     def check(self) -> None:
         """Raises what ended the courier, as an error of this thread.
 
@@ -92,13 +109,16 @@ class Courier:
 
         Args:
             predicate: called with `changed` held.
-            needed: returns the ranks that are waited for, in an endless wait; None if the courier's own exchanges, which have a
-                timeout, end the wait.
+            needed: returns the ranks that are waited for, in an endless wait. They are asked whether they are there, meanwhile.
+                None if the courier's own exchanges, which have a timeout, end the wait.
 
         Raises:
             RankLostError: a rank that is waited for is lost.
+            CollectiveTimeoutError: a rank that is waited for does not answer.
             CommunicationError: the courier has ended.
         """
+        clock, timeout = self.mailbox.clock, self.mailbox.timeout
+        began = asked = clock.now()
         with self.changed:
             while not predicate():
                 self.check()
@@ -106,7 +126,14 @@ class Courier:
                     raise CommunicationError("the courier was ended while this rank waited: close it after all waits")
                 if needed is not None and (gone := [rank for rank in needed() if rank in self._lost]):
                     raise lost_error("a wait for other ranks", gone, self._lost)
-                self.changed.wait(self.mailbox.timeout / _LOOKS)
+                now = clock.now()
+                if needed is not None and now >= asked:
+                    for rank in needed():
+                        if now - max(began, self._heard.get(rank, 0.0)) > timeout + _PATIENCE:
+                            raise late_error("a wait for other ranks", timeout, [rank], self._lost)
+                        self.post(rank, _PING, b"")
+                    asked = now + timeout / _LOOKS
+                self.changed.wait(timeout / _LOOKS if needed is None else min(timeout / _LOOKS, _PATIENCE / 2))
 
     def end(self, reason: str = "") -> None:
         """Ends the thread and leaves the mailbox; again is harmless. A piece of work under way is given up."""
@@ -127,6 +154,7 @@ class Courier:
                     self._lost = lost
                 else:
                     sender, contents = letter
+                    self._heard[sender] = self.mailbox.clock.now()
                     self._handlers[contents[0]](sender, contents[1:])
                 self._call_timers()
                 for function in self._works:
@@ -158,3 +186,7 @@ class Courier:
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
+
+
+def _ignore(sender: int, contents: bytes) -> None:
+    """An answer: that it has come is all it says."""

@@ -146,6 +146,7 @@ class PairwiseAverage:
         self._asked = self._resting = self._told = self._held = False
         self._count = self._rests = 0
         self._question: tuple[list[Work], list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._asked_whom, self._asked_when = -1, 0.0
         self._read: list[torch.Tensor] = []
         self._rested: dict[int, set[int]] = {}
         self._later: list[tuple[int, int, int]] = []
@@ -192,6 +193,8 @@ class PairwiseAverage:
         self._courier.wake()
 
     def _ask(self) -> bool:
+        if self._question is not None:
+            self._courier.expect(self._asked_whom, self._asked_when, "an average of two ranks")
         with self._courier.changed:
             if self._resting and self._question is None:
                 rested = self._rested.setdefault(self._rests, set())
@@ -220,7 +223,7 @@ class PairwiseAverage:
             self._mailbox.exchange({peer: other}, {peer: own}, number * len(sent) + index)
             for index, (own, other) in enumerate(zip(sent, theirs, strict=True))
         ]
-        self._question = works, sent, theirs
+        self._question, self._asked_whom, self._asked_when = (works, sent, theirs), peer, self._mailbox.clock.now()
         self._courier.post(peer, _ASK, _QUESTION.pack(number, self._rests))
         return True
 

@@ -161,6 +161,12 @@ class TriggeredAverage:
         self._courier.wait_for(lambda: self.next > version)
 
     @property
+    def idle(self) -> bool:
+        """True if every version that this rank knows of is through here."""
+        with self._courier.changed:
+            return self.next > max(self._arrived, self._told)
+
+    @property
     def rests(self) -> bool:
         """True from `rest` to `resume`."""
         return self._resting

@@ -1,0 +1,114 @@
+"""Wait-avoiding averages: what the benchmarks of losses, of times and of costs make of what they measure."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from bagua_kernels.comm import Communicator, run_ranks
+from bench import stragglers, wait_avoiding
+from bench.training import asynchronous
+from bench.training.rivals import ASYNCHRONOUS, Rival
+
+
+def test_schemes_see_the_same_examples_and_times() -> None:
+    seconds = wait_avoiding.seconds(3, waits=False)
+    assert all(sum(rank[step] > 1 for rank in seconds) == 2 for step in range(wait_avoiding.STEPS))
+    assert wait_avoiding.seconds(3, waits=False) == seconds
+    assert {each for rank in wait_avoiding.seconds(3, waits=True) for each in rank} == {1.0}
+    shards = wait_avoiding.shards(True, 0)
+    labels = [set(wait_avoiding.data().y[each].tolist()) for each in shards]
+    assert max(map(len, labels)) <= 3
+    assert sorted(torch.cat(shards).tolist()) == list(range(len(wait_avoiding.data().y)))
+
+
+def test_all_reduce_is_that_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of models after each step is the step with the mean gradient."""
+    monkeypatch.setattr(wait_avoiding, "STEPS", 6)
+    found = wait_avoiding.loss(wait_avoiding.SCHEMES["all-reduce"], False, 0)
+    torch.manual_seed(0)
+    model, own, data = wait_avoiding.perceptron(), wait_avoiding.shards(False, 0), wait_avoiding.data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=wait_avoiding.RATE)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(wait_avoiding.RANKS):
+            generator = torch.Generator().manual_seed(step * wait_avoiding.RANKS + rank)
+            chosen = own[rank][torch.randint(len(own[rank]), (wait_avoiding.BATCH,), generator=generator)]
+            (torch.nn.functional.cross_entropy(model(data.x[chosen]), data.y[chosen]) / wait_avoiding.RANKS).backward()
+        optimizer.step()
+    expected = torch.nn.functional.cross_entropy(model(data.x), data.y)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_bars_ask_for_order_in_every_seed() -> None:
+    losses = {name: [1.0, 1.0] for name in wait_avoiding.SCHEMES}
+    for place, name in enumerate(wait_avoiding.ROW):
+        losses[name] = [1.2 ** (place + 1)] * 2
+    losses["conservative, fixed groups"] = [3.0, 3.0]
+    losses["conservative, all told"], losses["paper rule, all told"] = [2.0, 2.0], [5.0, 5.0]
+    assert all(bar["holds"] for bar in wait_avoiding.bars(losses, True))
+    losses["conservative"] = [1.9, 1.0]
+    assert not all(bar["holds"] for bar in wait_avoiding.bars(losses, True))
+    assert not wait_avoiding.bars(losses, False)[0]["holds"]
+
+
+def test_the_model_of_time() -> None:
+    """Two ranks that are late in turn: all-reduce waits each time, a period for their sum."""
+    even = [1.0 if step % 2 else 2.0 for step in range(stragglers.STEPS)]
+    odd = [2.0 if step % 2 else 1.0 for step in range(stragglers.STEPS)]
+    assert stragglers.model_ratio([even, odd]) == pytest.approx(2.0 / 1.5)
+
+
+def test_waits_count_what_the_group_still_owed() -> None:
+    log = [[0, [0, 1], 0.0, 0.1], [1, [0, 1], 1.0, 1.1], [2, [0, 1], 2.0, 2.1]]
+    found = [
+        {"waits": [[0, 0.0, 0.1], [2, 0.95, 1.2]], "log": log},
+        {"waits": [[1, 1.0, 0.1]], "log": log},
+    ]
+    told = stragglers.waits(found)
+    assert told["exchange_ms"] == pytest.approx(100)
+    assert told["longest_wait_ms"] == pytest.approx(1200)
+    # Version 1 was owed when the wait began: two exchanges and the slack are 0.21 s.
+    assert told["beyond_the_limit"] == 1
+    assert told["furthest_beyond_ms"] == pytest.approx(990)
+
+
+class Counted(Rival):
+    """Counts steps in place of taking them."""
+
+    def __init__(self) -> None:
+        self.algorithm: Any = None
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_blocks_and_what_is_made_of_them() -> None:
+    def rank(communicator: Communicator) -> Any:
+        rivals: dict[str, Rival] = {"alone": Counted(), "other": Counted()}
+        return asynchronous.blocks(communicator, rivals, 2, 8, random.Random(0)), rivals["other"].steps  # type: ignore[attr-defined]
+
+    for (taken, waiting, rounds), steps in run_ranks(2, rank):
+        assert [len(each) for each in taken.values()] == [2, 2]
+        assert steps == 24
+        assert waiting == {"alone": [], "other": []}
+        assert rounds == {"alone": 0, "other": 0}
+    assert set(asynchronous.MOST) == set(ASYNCHRONOUS)
+    told = {
+        "times": {"alone": [0.2, 0.2, 0.4], "async 8 bits": [0.22, 0.2, 0.6], "async float32": [0.3, 0.2, 0.4]},
+        "waiting": {"async 8 bits": [0.01, 0.03], "async float32": [0.0]},
+        "rounds": {"async 8 bits": 4, "async float32": 9},
+        "load_average": 0.5,
+    }
+    (row,) = asynchronous.described(told, "tr")
+    assert [bar["ratio"] for bar in row["bars"]] == pytest.approx([1.1, 1.0])
+    assert row["bars"][0]["waiting"] == pytest.approx(0.02)
+    text = io.StringIO()
+    asynchronous.show(Console(file=text, width=150), [row])
+    assert "async float32" in text.getvalue()
