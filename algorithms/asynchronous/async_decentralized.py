@@ -68,17 +68,14 @@ class AsyncDecentralized(CourierAlgorithm):
         topology.check(self._communicator)
         neighbours = topology.neighbours_out(self._communicator.rank)
         if self.codec is not None:
-            self._encoded = Encoded(self.codec, self._communicator.rank, self._vectors())
+            self._encoded = Encoded(self.codec, self._communicator.rank, [bucket.flat for bucket in self.flat.buckets])
         self._pairwise = PairwiseAverage(courier, neighbours, model, seed=self.seed, wire=self._encoded)
         return self._pairwise
 
-    def _vectors(self) -> list[torch.Tensor]:
-        return [bucket.flat for bucket in self.flat.buckets]
-
-    def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
+    def set_references(self, vectors: list[torch.Tensor]) -> None:
+        """See `CourierAlgorithm.set_references`."""
         if self._encoded is not None:
-            self._encoded.restart(self._vectors())
+            self._encoded.restart(vectors)
 
     def after_step(self) -> None:
         """See `CourierAlgorithm.after_step`: step 2."""

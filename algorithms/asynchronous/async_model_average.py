@@ -138,10 +138,10 @@ class AsyncModelAverage(CourierAlgorithm):
         self._rounds += 1
         self._ended = self.mailbox.clock.now()
 
-    def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
-        for mean, bucket in zip(self._encoded, self.flat.buckets, strict=False):
-            mean.restart(bucket.flat)
+    def set_references(self, vectors: list[torch.Tensor]) -> None:
+        """See `CourierAlgorithm.set_references`; what payloads have lacked is forgotten."""
+        for mean, vector in zip(self._encoded, vectors, strict=False):
+            mean.restart(vector)
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""

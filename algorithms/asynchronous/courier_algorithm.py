@@ -60,6 +60,17 @@ class CourierAlgorithm(ModelAlgorithm):
     def before_training(self) -> None:
         """Waits for what must be in the model before the next pass or step of training."""
 
+    def set_references(self, vectors: list[torch.Tensor]) -> None:
+        """Sets what models are compared with before they are encoded.
+
+        Args:
+            vectors: one for each bucket, the same on all ranks.
+        """
+
+    def restart(self) -> None:
+        """See `ModelAlgorithm.restart`."""
+        self.set_references([bucket.flat for bucket in self.flat.buckets])
+
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         self._wait_seconds = 0.0
@@ -118,8 +129,10 @@ class CourierAlgorithm(ModelAlgorithm):
 
     def _rest(self) -> None:
         with self._failing():
-            if not self.average.rests:
-                self.average.rest()
+            # Others may have trained since the last rest, and need this rank until they have come here.
+            if self.average.rests:
+                self.average.resume()
+            self.average.rest()
             self.model.bring_in()
 
     def close(self) -> None:
@@ -153,4 +166,8 @@ class CourierAlgorithm(ModelAlgorithm):
         """See `Algorithm._load`."""
         super()._load(states)
         if self._points is not None:
-            self.model.bring_in()
+            # Ranks have other parameters each. Any will do that all have.
+            vectors = [bucket.flat.clone() for bucket in self.flat.buckets]
+            for vector in vectors:
+                self._communicator.broadcast(vector, 0).wait()
+            self.set_references(vectors)

@@ -114,6 +114,24 @@ def test_averaged_lends_the_mean(make: Make) -> None:
 
 
 @every
+def test_collective_calls_after_different_numbers_of_steps(make: Make) -> None:
+    """Also after none: a rank that calls again at once takes part in what the others do until they call."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module, optimizer, model = made(make, communicator)
+        train(model, optimizer, communicator.rank, range(2))
+        for turn in range(4):
+            assert model.consensus() >= 0
+            train(model, optimizer, communicator.rank, range(5 * ((communicator.rank + turn) % 3)))
+        model.synchronize()
+        model.close()
+        return flat(module)
+
+    everyone = run_ranks(3, rank, timeout=10.0)
+    assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+@every
 def test_an_evaluation_sees_parameters_that_do_not_change(make: Make) -> None:
     def rank(communicator: Communicator) -> None:
         module, optimizer, model = made(make, communicator)
@@ -186,7 +204,7 @@ def test_other_dtypes(make: Make, dtype: torch.dtype) -> None:
 def test_a_saved_run_goes_on(name: str) -> None:
     """What is loaded is what was saved, and training goes on from there; versions agree."""
 
-    def rank(communicator: Communicator) -> None:
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         module, optimizer, model = made(ALL[name], communicator)
         train(model, optimizer, communicator.rank, range(5 + communicator.rank))
         state = copy.deepcopy(model.algorithm_state_dict())
@@ -200,11 +218,18 @@ def test_a_saved_run_goes_on(name: str) -> None:
         model.load_algorithm_state_dict(state)
         assert torch.equal(flat(other), saved)
         assert model.stats().steps == 5 + communicator.rank
-        train(model, optimizer, communicator.rank, range(9, 12))
+        train(model, optimizer, communicator.rank, range(9, 30))
+        before = trained(other)
+        assert model.consensus() < 1.0
         model.synchronize()
+        after = trained(other)
         model.close()
+        return before, after
 
-    run_ranks(3, rank)
+    everyone = run_ranks(3, rank)
+    mean = torch.stack([before.double() for before, _ in everyone]).mean(0)
+    assert all(after.allclose(everyone[0][1]) and after.isfinite().all() for _, after in everyone)
+    assert float(mean.abs().max()) < 10
 
 
 @several
