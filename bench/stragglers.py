@@ -2,7 +2,7 @@
 
 Eight processes on this machine train a perceptron of about 5,000 parameters. A sleep of 100 ms stands for the arithmetic of a
 step. Two ranks of each step, drawn from one table for all rows, take 150 ms. By the time model of WAGMA-SGD, section V,
-all-reduce takes the sum over steps of the slowest time, and wait-avoiding averages the sum over periods of the slowest sum. In
+all-reduce takes the sum over steps of the slowest time. Wait-avoiding averages take the sum over periods of the slowest sum. In
 the other rows one rank takes 300 ms in each step.
 """
 

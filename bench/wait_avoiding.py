@@ -57,14 +57,14 @@ class Scheme:
     Attributes:
         groups: who with whom.
         period: versions of which the last one averages all.
-        late: the rule for late ranks.
-        activate: whom the first rank tells.
+        stale_rule: the rule for late ranks.
+        activate: who is told by the first rank.
         waits: True if all ranks of a group wait for each other.
     """
 
     groups: Groups
     period: int | None = PERIOD
-    late: Literal["conservative", "paper"] = "conservative"
+    stale_rule: Literal["conservative", "paper"] = "conservative"
     activate: Literal["group", "all"] = "group"
     waits: bool = False
 
@@ -73,12 +73,12 @@ SCHEMES = {
     "all-reduce": Scheme(Alone(RANKS), period=1),
     "synchronous groups": Scheme(Butterfly(RANKS, GROUP), waits=True),
     "conservative": Scheme(Butterfly(RANKS, GROUP)),
-    "paper rule": Scheme(Butterfly(RANKS, GROUP), late="paper"),
-    "paper rule, fixed groups": Scheme(Fixed(RANKS), late="paper"),
+    "paper rule": Scheme(Butterfly(RANKS, GROUP), stale_rule="paper"),
+    "paper rule, fixed groups": Scheme(Fixed(RANKS), stale_rule="paper"),
     "local SGD": Scheme(Alone(RANKS)),
     "conservative, fixed groups": Scheme(Fixed(RANKS)),
     "conservative, all told": Scheme(Butterfly(RANKS, GROUP), activate="all"),
-    "paper rule, all told": Scheme(Butterfly(RANKS, GROUP), late="paper", activate="all"),
+    "paper rule, all told": Scheme(Butterfly(RANKS, GROUP), stale_rule="paper", activate="all"),
 }
 # On examples that are sorted by label: each is worse than the one before, in every seed and by at least that ratio on average.
 ROW = {
@@ -130,7 +130,7 @@ def loss(scheme: Scheme, by_label: bool, seed: int) -> dict[str, float]:
         return torch.nn.functional.cross_entropy(module(data().x[chosen]), data().y[chosen])
 
     records = simulate.record(scheme.groups, scheme.period, seconds(seed, scheme.waits), activate=scheme.activate)
-    modules = simulate.replay(records, make, batch_loss, late=scheme.late)
+    modules = simulate.replay(records, make, batch_loss, stale_rule=scheme.stale_rule)
     mean = copy.deepcopy(start)
     with torch.no_grad():
         for target, *parts in zip(mean.parameters(), *(module.parameters() for module in modules), strict=True):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua_kernels.algorithms.asynchronous.order import Event, Order
-from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, Late, PublishedModel
+from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, PublishedModel, StaleRule
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm
 from bagua_kernels.comm import Mailbox
@@ -36,10 +36,10 @@ class CourierAlgorithm(ModelAlgorithm):
     A subclass has `make_average` and `after_step`.
 
     Attributes:
-        late: see `PublishedModel`.
+        stale_rule: see `PublishedModel`.
     """
 
-    late: Late = "conservative"
+    stale_rule: StaleRule = "conservative"
 
     def order(self) -> Order | None:
         """Returns what records, or replays, the order of what this rank's threads do."""
@@ -75,9 +75,13 @@ class CourierAlgorithm(ModelAlgorithm):
         """See `ModelAlgorithm.open`."""
         self._wait_seconds = 0.0
         self._order = self.order()
-        self.model = PublishedModel(self.flat, mailbox, self.late, self._order)
+        self.model = PublishedModel(self.flat, mailbox, self.stale_rule, self._order)
         self.courier = Courier(mailbox, f"{self.name} courier")
         self.average = self.make_average(self.courier, self.model)
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`."""
+        super()._start(module, optimizer)
         self.courier.start()
 
     def at_forward(self, training: bool) -> None:

@@ -17,9 +17,9 @@ class Event:
 
     Attributes:
         kind: "forward" and "bring": what was owed became part of the parameters, before a pass of training or elsewhere.
-            "step": the optimizer took a step. "read": the courier copied the model. "settle": a version was executed, and is
-            owed. "owe": a difference is owed.
-        execution: of "settle".
+            "write": the optimizer began a step. "step": it has taken it. "read": the courier copied the model. "receive": a
+            version was executed, and its result is kept. "owe": a difference is owed.
+        execution: of "receive".
     """
 
     kind: str

@@ -15,8 +15,8 @@ from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution
 from bagua_kernels.errors import CollectiveTimeoutError
 
-Late = Literal["conservative", "paper"]
-BRING, FORWARD = Event("bring"), Event("forward")
+StaleRule = Literal["conservative", "paper"]
+BRING, FORWARD, WRITE = Event("bring"), Event("forward"), Event("write")
 
 
 class PublishedModel:
@@ -30,23 +30,23 @@ class PublishedModel:
     """
 
     def __init__(
-        self, flat: FlatParameters, mailbox: Mailbox, late: Late = "conservative", order: Order | None = None
+        self, flat: FlatParameters, mailbox: Mailbox, stale_rule: StaleRule = "conservative", order: Order | None = None
     ) -> None:
         """Begins with nothing owed.
 
         Args:
             flat: the parameters.
             mailbox: whose clock and timeout count.
-            late: what becomes of the mean of a group to which this rank contributed an older model. "conservative": the
+            stale_rule: what becomes of the mean of a group to which this rank contributed an older model. "conservative": the
                 difference between the mean and what was contributed is added, so that the sum over all ranks stays the same.
                 "paper": the model becomes (S mean + x) / (S + 1), S the number of members.
             order: which records the order of what both threads do, or has them follow a record.
         """
-        self._flat, self._late, self._order = flat, late, order
+        self._flat, self._rule, self._order = flat, stale_rule, order
         self._changed, self._clock, self._timeout = mailbox.clock.condition(), mailbox.clock, mailbox.timeout
         self._writing = self._owed = False
         self._replacement: list[torch.Tensor] | None = None
-        self._late_mean: tuple[list[torch.Tensor], int] | None = None
+        self._group_mean: tuple[list[torch.Tensor], int] | None = None
         # On a GPU: what was queued before a moment at which the other thread may go on.
         self._written: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
@@ -102,14 +102,14 @@ class PublishedModel:
             return self.version
 
     @torch.no_grad()
-    def settle(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
-        """See `Publisher.settle`."""
-        with self._beside_training(Event("settle", execution)):
+    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+        """See `Publisher.receive`."""
+        with self._beside_training(Event("receive", execution)):
             if execution.fresh:
-                self._replacement, self._late_mean = [each.clone() for each in mean], None
+                self._replacement, self._group_mean = [each.clone() for each in mean], None
                 self._clear_debt()
-            elif self._late == "paper":
-                self._late_mean = [each.clone() for each in mean], len(execution.members)
+            elif self._rule == "paper":
+                self._group_mean = [each.clone() for each in mean], len(execution.members)
             else:
                 for bucket, own, other in zip(self._flat.buckets, read, mean, strict=True):
                     debt = self._debt(bucket)
@@ -133,30 +133,32 @@ class PublishedModel:
         """
         with self._changed:
             self._take_turn(event)
-            if not (self._owed or self._replacement or self._late_mean):
+            if not (self._owed or self._replacement or self._group_mean):
                 return
             _wait_for(self._copied)
             for place, bucket in enumerate(self._flat.buckets):
                 if self._replacement is not None:
                     bucket.flat.copy_(self._replacement[place])
-                if self._late_mean is not None:
-                    means, members = self._late_mean
+                if self._group_mean is not None:
+                    means, members = self._group_mean
                     total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
                     bucket.flat.copy_(total.add(means[place], alpha=members).div_(members + 1))
                 if self._owed:
                     bucket.flat.copy_(bucket.flat + self._debt(bucket))
-            self._replacement = self._late_mean = None
+            self._replacement = self._group_mean = None
             self._clear_debt()
             self._written = _event(self._flat)
 
     def begin_write(self) -> None:
-        """Says that an optimizer begins to write, on the training thread; again is harmless."""
+        """Keeps readers away until `end_write`; on the training thread."""
         with self._changed:
+            # In its turn, for the courier reads no model that is being written: a replayed read must come first.
+            self._take_turn(WRITE)
             _wait_for(self._copied)
             self._writing = True
 
     def end_write(self, version: int | None = None) -> None:
-        """Says that no optimizer writes, on the training thread.
+        """Lets readers in; on the training thread.
 
         Args:
             version: of the parameters from now on; None if a step was given up, or there was none.

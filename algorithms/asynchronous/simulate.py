@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from bagua_kernels.algorithms.asynchronous.order import Event
-from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, Late, PublishedModel
+from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, WRITE, PublishedModel, StaleRule
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
 from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 from bagua_kernels.comm.mailbox.group_mean import mean_of_rows
@@ -38,12 +38,12 @@ class _Rank:
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         events: Sequence[Event],
-        late: Late,
+        stale_rule: StaleRule,
     ) -> None:
         self.number, self.module, self.optimizer, self.events = number, module, optimizer, deque(events)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.flat = FlatParameters(trained)
-        self.model = PublishedModel(self.flat, _Local(RealClock()), late)  # type: ignore[arg-type]
+        self.model = PublishedModel(self.flat, _Local(RealClock()), stale_rule)  # type: ignore[arg-type]
         self.read = self.model.buffers()
         self.offered: dict[int, list[torch.Tensor]] = {}
         self.passes = self.steps = 0
@@ -54,7 +54,7 @@ class _Rank:
 
 
 @torch.no_grad()
-def _settle(rank: _Rank, execution: Execution, ranks: Sequence[_Rank]) -> bool:
+def _receive(rank: _Rank, execution: Execution, ranks: Sequence[_Rank]) -> bool:
     """Executes a version on a rank if all members have read their models; returns False if one has not."""
     rows = [ranks[member].offered.get(execution.version) for member in execution.members]
     if any(each is None for each in rows):
@@ -65,7 +65,7 @@ def _settle(rank: _Rank, execution: Execution, ranks: Sequence[_Rank]) -> bool:
             mean.copy_(rows[0][index])  # type: ignore[index]
         else:
             mean_of_rows(torch.stack([each[index] for each in rows if each is not None]), mean)
-    rank.model.settle(execution, rank.offered[execution.version], means)
+    rank.model.receive(execution, rank.offered[execution.version], means)
     return True
 
 
@@ -74,7 +74,7 @@ def replay(
     make: Callable[[int], tuple[torch.nn.Module, torch.optim.Optimizer]],
     loss: Loss,
     *,
-    late: Late = "conservative",
+    stale_rule: StaleRule = "conservative",
     after_step: Callable[[int, int, torch.nn.Module], None] | None = None,
 ) -> list[torch.nn.Module]:
     """Recomputes all ranks' models of a run, with the bits that they had there.
@@ -83,7 +83,7 @@ def replay(
         records: the events of each rank.
         make: makes a rank's module and optimizer as they were at the start; each rank's module is one of its own.
         loss: returns the loss of a rank's pass of this number, from 0; it is differentiated at once.
-        late: as for `Wagma`.
+        stale_rule: as for `Wagma`.
         after_step: called with the rank, the number of the step, and the module.
 
     Returns:
@@ -92,7 +92,7 @@ def replay(
     Raises:
         ValueError: the records do not belong together: a rank waits for one that never reads.
     """
-    ranks = [_Rank(number, *make(number), events, late) for number, events in enumerate(records)]
+    ranks = [_Rank(number, *make(number), events, stale_rule) for number, events in enumerate(records)]
     while any(rank.events for rank in ranks):
         before = sum(len(rank.events) for rank in ranks)
         for rank in ranks:
@@ -109,7 +109,7 @@ def _take(
 ) -> bool:
     event = rank.events[0]
     if event.execution is not None:
-        return _settle(rank, event.execution, ranks)
+        return _receive(rank, event.execution, ranks)
     if event.kind == "read":
         rank.model.read(rank.read)
         rank.offered[rank.next_version()] = [each.clone() for each in rank.read]
@@ -121,6 +121,8 @@ def _take(
             after_step(rank.number, rank.steps - 1, rank.module)
     elif event == BRING:
         rank.model.bring_in()
+    elif event == WRITE:
+        pass  # what is read until its step is as before
     elif event == FORWARD:
         rank.model.bring_in()
         loss(rank.module, rank.number, rank.passes).backward()
@@ -159,7 +161,7 @@ class _Arrivals:
             self.events[member].append(Event("read"))
             contributed = self.arrived[member]
             execution = Execution(version, members, contributed, contributed == version)
-            self.events[member].append(Event("settle", execution))
+            self.events[member].append(Event("receive", execution))
             self.next[member] = version + 1
         if self._activate == "all" and not self.synchronises(version):
             for other in range(self.size):
@@ -197,7 +199,7 @@ def record(
     while queue:
         now, rank = heapq.heappop(queue)
         version = arrivals.arrived[rank] + 1
-        arrivals.events[rank] += [BRING, Event("step")]
+        arrivals.events[rank] += [BRING, WRITE, Event("step")]
         arrivals.arrived[rank] = version
         waiting[rank] = version
         # An arrival may be what others wait for.

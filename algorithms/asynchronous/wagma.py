@@ -13,7 +13,7 @@ import torch
 
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
 from bagua_kernels.algorithms.asynchronous.order import Order, file_of, load
-from bagua_kernels.algorithms.asynchronous.published_model import Late, PublishedModel
+from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel, StaleRule
 from bagua_kernels.algorithms.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
@@ -27,7 +27,7 @@ class Wagma(CourierAlgorithm):
     """Ranks average with changing groups that any member starts, and with all ranks at times (WAGMA-SGD, Li et al., 2020).
 
     1. Take a step of the optimizer. The model is that of version t.
-    2. Tell the group of version t, unless another member has. Ranks that are late take part with their last model.
+    2. Start version t for its group, unless another member has. Ranks that are late take part with their last model.
     3. Before the next pass: wait until version t is through. If it had this rank's model of version t, take the mean.
     4. If not, add mean - contributed, for each version since: the sum of all models stays the same.
     5. At the end of each period, all ranks average, and wait for each other.
@@ -43,7 +43,7 @@ class Wagma(CourierAlgorithm):
         group: int | None = None,
         period: int | None = 10,
         groups: Groups | None = None,
-        late: Late = "conservative",
+        stale_rule: StaleRule = "conservative",
         activate: Literal["group", "all"] = "group",
         seed: int = 0,
         record: str | Path | None = None,
@@ -58,8 +58,8 @@ class Wagma(CourierAlgorithm):
             group: ranks of a group; by default the power of two that is nearest to the root of their number.
             period: versions of which the last one averages all ranks; None for never.
             groups: who averages with whom. By default a `Butterfly` where all numbers are powers of two, `Shuffled` elsewhere.
-            late: what a late rank makes of the mean: "conservative" as in step 4, or "paper", x = (S mean + x) / (S + 1).
-            activate: whom the first rank tells: its group, or all ranks as in the paper.
+            stale_rule: what a late rank makes of the mean: "conservative" as in step 4, or "paper", x = (S mean + x) / (S + 1).
+            activate: who is told of a version by its first rank: its group, or all ranks as in the paper.
             seed: of `Shuffled`.
             record: a folder for the order of what happened on each rank, from which `simulate.replay` recomputes all models.
             replay: the folder of a recorded run of as many ranks, whose order this run follows.
@@ -71,12 +71,12 @@ class Wagma(CourierAlgorithm):
         """
         if period is not None and period < 1:
             raise ValueError(f"period must be at least 1, or None, got {period=}")
-        if late not in ("conservative", "paper"):
-            raise ValueError(f"late must be 'conservative' or 'paper', got {late!r}")
+        if stale_rule not in ("conservative", "paper"):
+            raise ValueError(f"stale_rule must be 'conservative' or 'paper', got {stale_rule!r}")
         if activate not in ("group", "all"):
             raise ValueError(f"activate must be 'group' or 'all', got {activate!r}")
         self.group, self.period, self.groups, self.seed = group, period, groups, seed
-        self.late, self.activate = late, activate
+        self.stale_rule, self.activate = stale_rule, activate
         self.record, self.replay = record, replay
         self._staleness: Counter[int] = Counter()
         self._fresh = self._version = 0

@@ -1,7 +1,7 @@
 """Training steps on emulated hosts: against DistributedDataParallel and its communication hooks, for each rate of the links.
 
 python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--methods decentralized]
-                         [--only steps,engine,overlap,delays,local,asynchronous] [--trace FILE]
+                         [--only steps,engine,overlap,delays,local,asynchronous,activation] [--trace FILE]
                          [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
@@ -12,7 +12,8 @@ their own, and so does that of codecs.
 
 `engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides. `delays` is about
 links that are fast but long, and a small model: there it counts how many messages wait for one another. `local` is about
-algorithms with local steps on lines of 1 to 100 Mbit/s, `asynchronous` about averages beside training.
+algorithms with local steps on lines of 1 to 100 Mbit/s. `asynchronous` is about averages beside training,
+and `activation` about how soon late ranks take part in these.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bench.netlab import lab as netlab
 from bench.network.measure import limit
 from bench.network.parts import run_parts
 from bench.network.rank import interval
-from bench.training import asynchronous, groups, local_steps, report
+from bench.training import activation, asynchronous, groups, local_steps, report
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
@@ -192,6 +193,12 @@ def beside(options: argparse.Namespace) -> list[dict[str, Any]]:
     return asynchronous.described(run(_HOSTS, "asynchronous", settings), "tr")
 
 
+def started(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """How soon late ranks take part in averages that others have started."""
+    settings = {"model": "tr", "steps": options.steps or activation.STEPS}
+    return activation.described(run(_HOSTS, "activation", settings), "tr")
+
+
 PARTS = {
     "steps": (steps, report.show_steps),
     "engine": (engine, report.show_engine),
@@ -199,6 +206,7 @@ PARTS = {
     "delays": (delays, report.show_delays),
     "local": (local, local_steps.show),
     "asynchronous": (beside, asynchronous.show),
+    "activation": (started, activation.show),
 }
 
 

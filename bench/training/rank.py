@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bagua_kernels import comm
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
-from bench.training import asynchronous, local_steps
+from bench.training import activation, asynchronous, local_steps
 from bench.training.rivals import Rival, Silent
 
 Times = dict[str, list[float]]
@@ -249,6 +249,7 @@ PARTS = {
     "overlap": overlap,
     "local": local_steps.on_rank,
     "asynchronous": asynchronous.on_rank,
+    "activation": activation.on_rank,
 }
 
 

@@ -46,6 +46,7 @@ LOCAL: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
 ASYNCHRONOUS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "async 8 bits": (algorithms.AsyncModelAverage, {"interval": 32, "codec": "minmax_uint8"}),
     "async float32": (algorithms.AsyncModelAverage, {"interval_ms": 0.0}),
+    "wagma": (algorithms.Wagma, {}),
 }
 OURS |= {
     **{

@@ -189,4 +189,4 @@ class Courier:
 
 
 def _ignore(sender: int, contents: bytes) -> None:
-    """An answer: that it has come is all it says."""
+    """For answers, of which only the arrival counts."""

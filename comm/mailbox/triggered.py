@@ -48,9 +48,9 @@ class Publisher(Protocol):
     """A model that is read and changed beside its training."""
 
     def read(self, out: Sequence[torch.Tensor]) -> int:
-        """Copies the model and what is owed to it, never in the middle of a step, and says of which version it is."""
+        """Copies the model and what is owed to it, never in the middle of a step; returns the version of the model."""
 
-    def settle(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
         """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in."""
 
     def buffers(self) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ class TriggeredAverage:
     A version is a number from 0. For each, the ranks are divided into groups. All ranks execute all versions that concern them,
     each once and in order.
 
-    1. The first rank of a group whose model is that of version v tells the other members, along a binomial tree.
+    1. The first rank of a group whose model is that of version v sends letters to the others, along a binomial tree.
     2. Each of them executes the versions before v that it still owes, with their groups.
     3. Each reads its model, of whatever version, and the group has the mean.
     4. A member whose model was that of v when it was read takes the mean for its model. Another one is owed mean - read.
@@ -94,8 +94,8 @@ class TriggeredAverage:
             groups: the same on all ranks, see `Groups.check`.
             period: the number of versions of which the last one synchronises; None for never.
             model: of this rank.
-            activate: whom the first rank tells: its group, or all ranks as the paper does, which then execute the version in
-                their own groups.
+            activate: who gets letters of the first rank: its group, or all ranks as in the paper, which then execute the
+                version in their own groups.
             replaces: False if every rank is owed mean - read, as if it were late in each version.
             group_mean: takes the mean of one bucket; by default the function of this name.
             on_execution: called on the courier's thread after each version.
@@ -133,7 +133,7 @@ class TriggeredAverage:
         return self._arrived
 
     def arrive(self, version: int) -> None:
-        """Says that this rank's model is that of `version`; starts the version if nobody has."""
+        """Sets the version of this rank's model, and starts that version if no other rank has."""
         self._courier.check()
         with self._courier.changed:
             if version <= self._arrived:
@@ -144,7 +144,7 @@ class TriggeredAverage:
         self._courier.wake()
 
     def start(self) -> None:
-        """Starts the next version for whoever is in this rank's group, without a word about this rank's model; not at rest."""
+        """Starts the next version of this rank's group, whatever the version of its model; not at rest."""
         with self._courier.changed:
             # After this rank's REST nobody would expect another version of it.
             if not self._resting:
@@ -216,13 +216,13 @@ class TriggeredAverage:
             self._rested.setdefault(number, {})[sender] = last
 
     def _tell(self, version: int, root: int) -> None:
-        """Tells the ranks that come after this one in the binomial tree of a root."""
+        """Sends letters to the ranks that come after this one in the binomial tree of a root."""
         told = self._everyone if self._activate == "all" else self.members(version)
         for peer in children(told, root, self._mailbox.rank):
             self._courier.post(peer, _ACT, _ACT_BODY.pack(version, root))
 
     def _execute_next(self) -> bool:
-        """Executes the next version if somebody has asked for it or for a later one; returns False if there is none."""
+        """Executes the next version if a rank has started it or a later one; returns False if there is none."""
         version, me = self.next, self._mailbox.rank
         with self._courier.changed:
             rested = self._rested.get(self._rests, {})
@@ -258,7 +258,7 @@ class TriggeredAverage:
             number = 2 * (version * len(self._means) + index)
             self._group_mean(members, index, mean, number)
         execution = Execution(version, members, contributed, fresh)
-        self._model.settle(execution, self._read, self._means)
+        self._model.receive(execution, self._read, self._means)
         return execution
 
     def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
@@ -266,12 +266,12 @@ class TriggeredAverage:
 
 
 def children(members: Sequence[int], root: int, rank: int) -> list[int]:
-    """Returns whom a rank tells in the binomial tree over some ranks, counted from a root; for any number of ranks.
+    """Returns to whom a rank sends letters in the binomial tree over some ranks, from a root; for any number of ranks.
 
     Args:
         members: the ranks, each at its position.
         root: who began.
-        rank: who tells.
+        rank: who sends.
     """
     count = len(members)
     place = (members.index(rank) - members.index(root)) % count

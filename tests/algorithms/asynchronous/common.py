@@ -18,7 +18,7 @@ Make = Callable[..., Any]
 
 ALL: dict[str, Make] = {
     "wagma": partial(Wagma, period=3),
-    "wagma, paper": partial(Wagma, late="paper", period=4),
+    "wagma, paper": partial(Wagma, stale_rule="paper", period=4),
     "wagma, never": partial(Wagma, period=None, activate="all"),
     "average": partial(AsyncModelAverage, interval_ms=1),
     "average, codec": partial(AsyncModelAverage, interval_ms=0, codec="minmax_uint8:block=32"),

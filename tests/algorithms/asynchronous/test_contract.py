@@ -287,10 +287,11 @@ def test_an_exception_on_one_rank_ends_all(make: Make) -> None:
         except ZeroDivisionError:
             return "own"
         except RankLostError as error:
-            return f"lost {error.ranks}"
+            # Ranks that fail for its loss are named, too.
+            return "lost" if 1 in error.ranks else f"other ranks: {error.ranks}"
         return "nothing"
 
-    assert run_ranks(3, rank, timeout=5.0) == ["lost (1,)", "own", "lost (1,)"]
+    assert run_ranks(3, rank, timeout=5.0) == ["lost", "own", "lost"]
 
 
 @every
@@ -347,7 +348,7 @@ def test_options_that_make_no_sense() -> None:
 
         for kind, options, text in (
             (Wagma, {"period": 0}, "period must be at least 1"),
-            (Wagma, {"late": "never"}, "late must be"),
+            (Wagma, {"stale_rule": "never"}, "stale_rule must be"),
             (Wagma, {"activate": "nobody"}, "activate must be"),
             (AsyncModelAverage, {"interval": 0}, "interval at least 1"),
             (AsyncModelAverage, {"interval_ms": -1.0}, "at least 0"),

@@ -46,7 +46,7 @@ CASES = {
     "butterfly": (4, {"groups": Butterfly(4, 2), "period": 5}, False),
     "shuffled": (5, {"groups": Shuffled(5, 2), "period": None}, False),
     "unequal": (3, {"groups": Shuffled(3, 2), "period": 4}, True),
-    "paper": (4, {"groups": Whole(4), "late": "paper", "activate": "all", "period": 6}, False),
+    "paper": (4, {"groups": Whole(4), "stale_rule": "paper", "activate": "all", "period": 6}, False),
 }
 
 
@@ -55,7 +55,7 @@ def test_recorded_and_replayed(case: tuple[int, dict[str, Any], bool], tmp_path:
     size, options, unequal = case
     first = run_ranks(size, run, {**options, "record": tmp_path / "a"}, unequal, 1)
     records = [load(file_of(tmp_path / "a", rank)) for rank in range(size)]
-    modules = simulate.replay(records, make, loss, late=options.get("late", "conservative"))
+    modules = simulate.replay(records, make, loss, stale_rule=options.get("stale_rule", "conservative"))
     for module, expected in zip(modules, first, strict=True):
         assert torch.equal(flat(module), expected)
     # Other pauses, the same order.
@@ -67,7 +67,7 @@ def test_recorded_and_replayed(case: tuple[int, dict[str, Any], bool], tmp_path:
 def test_records_that_do_not_belong_together() -> None:
     groups = Whole(2)
     events = simulate.record(groups, None, [[1.0] * 3, [2.0] * 3])
-    lacking = [events[0], [event for event in events[1] if event.kind not in ("read", "settle")]]
+    lacking = [events[0], [event for event in events[1] if event.kind not in ("read", "receive")]]
     with pytest.raises(ValueError, match="do not belong together"):
         simulate.replay(lacking, make, loss)
 

@@ -49,16 +49,16 @@ class FreshAtTheEnd(TriggeredAverage):
     """Decides at the end whether this rank's model has been replaced."""
 
     def _contribute(self, version: int, members: tuple[int, ...]) -> Execution:
-        settle, model = self._model.settle, self._model
+        receive, model = self._model.receive, self._model
 
-        def late(execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
-            settle(replace(execution, fresh=execution.fresh or model.version == version), read, mean)  # type: ignore[attr-defined]
+        def altered(execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+            receive(replace(execution, fresh=execution.fresh or model.version == version), read, mean)  # type: ignore[attr-defined]
 
         try:
-            model.settle = late  # type: ignore[method-assign]
+            model.receive = altered  # type: ignore[method-assign]
             return super()._contribute(version, members)
         finally:
-            model.settle = settle  # type: ignore[method-assign]
+            model.receive = receive  # type: ignore[method-assign]
 
 
 def test_it_matters_when_freshness_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_over_sockets(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_the_courier_is_raised_where_it_is_waited_for() -> None:
     class Broken(triggered_runs.Model):
-        def settle(self, *_: Any) -> None:
+        def receive(self, *_: Any) -> None:
             raise ZeroDivisionError("broken")
 
     case = Case(1, 2, Whole(2), None, "group", [3, 3], [1.0, 1.0])

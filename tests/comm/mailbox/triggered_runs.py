@@ -49,7 +49,7 @@ class Model:
     def value(self) -> torch.Tensor:
         return ((self.x if self.replacement is None else self.replacement) + self.debt) % PRIME
 
-    def settle(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
         assert (mean[0] == mean[0][0]).all(), f"a torn read: {mean[0]}"
         with self._changed:
             if execution.fresh:
