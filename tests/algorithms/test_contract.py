@@ -381,7 +381,7 @@ def test_from_spec() -> None:
         algorithm = from_spec("bytegrad:block=64", Odd(), communicator=communicator)
         assert isinstance(algorithm, ByteGrad)
         assert algorithm.assignment.default.codecs[0].block == 64
-        with pytest.raises(ValueError, match=r"no algorithm 'nothing'.*known are allreduce, bytegrad"):
+        with pytest.raises(ValueError, match=r"no algorithm 'nothing'.*known are allreduce, async_decentralized"):
             from_spec("nothing", Odd(), communicator=communicator)
         with pytest.raises(ValueError, match="unexpected keyword argument 'blok'"):
             from_spec("bytegrad:blok=64", Odd(), communicator=communicator)
