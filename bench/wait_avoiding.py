@@ -107,11 +107,11 @@ def shards(by_label: bool, seed: int) -> list[torch.Tensor]:
     return list(order.chunk(RANKS))
 
 
-def seconds(seed: int, waits: bool) -> list[list[float]]:
-    """How long each rank's steps take; all alike where ranks wait for each other anyway."""
+def seconds(seed: int) -> list[list[float]]:
+    """How long each rank's steps take."""
     draws = random.Random(seed)
     late = [set(draws.sample(range(RANKS), LATE_RANKS)) for _ in range(STEPS)]
-    return [[1.0 + LATE * (not waits and rank in late[step]) for step in range(STEPS)] for rank in range(RANKS)]
+    return [[1.0 + LATE * (rank in late[step]) for step in range(STEPS)] for rank in range(RANKS)]
 
 
 def loss(scheme: Scheme, by_label: bool, seed: int) -> dict[str, float]:
@@ -129,7 +129,8 @@ def loss(scheme: Scheme, by_label: bool, seed: int) -> dict[str, float]:
         chosen = own[rank][torch.randint(len(own[rank]), (BATCH,), generator=generator)]
         return torch.nn.functional.cross_entropy(module(data().x[chosen]), data().y[chosen])
 
-    records = simulate.record(scheme.groups, scheme.period, seconds(seed, scheme.waits), activate=scheme.activate)
+    options = {"activate": scheme.activate, "waits": scheme.waits}
+    records = simulate.record(scheme.groups, scheme.period, seconds(seed), **options)  # type: ignore[arg-type]
     modules = simulate.replay(records, make, batch_loss, stale_rule=scheme.stale_rule)
     mean = copy.deepcopy(start)
     with torch.no_grad():

@@ -135,8 +135,9 @@ def _take(
 class _Arrivals:
     """Executes versions as ranks arrive, as if messages took no time."""
 
-    def __init__(self, groups: Groups, period: int | None, activate: Literal["group", "all"]) -> None:
+    def __init__(self, groups: Groups, period: int | None, activate: Literal["group", "all"], waits: bool) -> None:
         self.size = groups.size
+        self._waits = waits
         self._groups, self._period, self._activate = groups, period, activate
         self.next = [0] * self.size
         self.arrived = [-1] * self.size
@@ -147,12 +148,10 @@ class _Arrivals:
 
     def execute(self, version: int, rank: int) -> bool:
         """Executes a version for a rank's group; returns False if that waits for others' training."""
-        if self.synchronises(version):
-            if min(self.arrived) < version:
-                return False
-            members = tuple(range(self.size))
-        else:
-            members = self._groups.of(version, rank)
+        synchronises = self.synchronises(version)
+        members = tuple(range(self.size)) if synchronises else self._groups.of(version, rank)
+        if (synchronises or self._waits) and min(self.arrived[member] for member in members) < version:
+            return False
         for member in members:
             while self.next[member] < version:
                 if not self.execute(self.next[member], member):
@@ -177,6 +176,7 @@ def record(
     seconds: Sequence[Sequence[float]],
     *,
     activate: Literal["group", "all"] = "group",
+    waits: bool = False,
 ) -> list[list[Event]]:
     """Makes up the record of a run from the times that steps take, as if messages took no time.
 
@@ -185,11 +185,12 @@ def record(
         period: as for `Wagma`.
         seconds: for each rank those of each step; all have as many.
         activate: as for `Wagma`.
+        waits: True if all members of a group wait for each other's training, as synchronous algorithms do.
 
     Returns:
         The events of each rank, for `replay`.
     """
-    arrivals = _Arrivals(groups, period, activate)
+    arrivals = _Arrivals(groups, period, activate, waits)
     steps = len(seconds[0])
     queue = [(float(seconds[rank][0]), rank) for rank in range(groups.size)]
     for events in arrivals.events:
@@ -197,11 +198,13 @@ def record(
     heapq.heapify(queue)
     waiting: dict[int, int] = {}
     while queue:
-        now, rank = heapq.heappop(queue)
-        version = arrivals.arrived[rank] + 1
-        arrivals.events[rank] += [BRING, WRITE, Event("step")]
-        arrivals.arrived[rank] = version
-        waiting[rank] = version
+        now = queue[0][0]
+        # Who comes at the same time has come before anything is executed.
+        while queue and queue[0][0] == now:
+            _, rank = heapq.heappop(queue)
+            arrivals.events[rank] += [BRING, WRITE, Event("step")]
+            arrivals.arrived[rank] += 1
+            waiting[rank] = arrivals.arrived[rank]
         # An arrival may be what others wait for.
         for other, awaited in sorted(waiting.items()):
             if arrivals.next[other] <= awaited:

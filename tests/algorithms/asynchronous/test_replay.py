@@ -87,7 +87,7 @@ def test_synthetic_records_have_the_staleness_of_their_times() -> None:
     lines = [[event.execution for event in each if event.execution is not None] for each in events]
     assert [line.version for line in lines[0]] == list(range(8))
     assert all(line.fresh for line in lines[0])
-    assert [line.staleness for line in lines[1]] == [1, 2, 2, 0, 1, 2, 2, 0]
+    assert [line.staleness for line in lines[1]] == [1, 1, 2, 0, 1, 1, 2, 0]
 
 
 @pytest.mark.parametrize("activate", ["group", "all"])
@@ -102,3 +102,16 @@ def test_synthetic_records_can_be_replayed(activate: Any, size: int) -> None:
         assert sum(event.kind == "step" for event in events) == 12
     modules = simulate.replay(records, make, partial(loss))
     assert all(flat(module).isfinite().all() for module in modules)
+
+
+def test_groups_that_wait_have_no_stale_contribution() -> None:
+    seconds = [[1.0 + 0.5 * ((rank + step) % 3 == 0) for step in range(12)] for rank in range(5)]
+    records = simulate.record(Shuffled(5, 2), 4, seconds, waits=True)
+    lines = [event.execution for events in records for event in events if event.execution is not None]
+    assert len(lines) == 60
+    assert all(line.fresh for line in lines)
+
+
+def test_who_comes_at_the_same_time_is_not_late() -> None:
+    lines = [event.execution for events in simulate.record(Whole(3), None, [[1.0] * 4] * 3) for event in events]
+    assert all(line.fresh for line in lines if line is not None)
