@@ -94,7 +94,7 @@ def described(told: dict[str, Any], model: str) -> list[dict[str, Any]]:
     step = statistics.fmean(rank["seconds"] for rank in ranks)
     ordered = sorted(latencies)
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] if ordered else 0.0
-    row = {"model": model, "rate_mbit": RATE, "reads": len(ordered), "step_ms": 1e3 * step, "most_steps": MOST}
+    row = {"model": model, "rate_mbit": RATE, "seconds": {"wagma": step}, "reads": len(ordered), "most_steps": MOST}
     row |= {
         "median_ms": 1e3 * statistics.median(ordered) if ordered else 0.0,
         "p95_ms": 1e3 * p95,
@@ -109,7 +109,7 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     for column in ("model", "Mbit/s", "reads", "median ms", "p95 ms", "ms a step", "p95 in steps", "at most"):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = (f"{row[key]:.1f}" for key in ("median_ms", "p95_ms", "step_ms"))
+        numbers = (f"{each:.1f}" for each in (row["median_ms"], row["p95_ms"], 1e3 * row["seconds"]["wagma"]))
         table.add_row(
             *(row["model"], f"{row['rate_mbit']:g}", str(row["reads"]), *numbers),
             *(f"{row['p95_steps']:.3f}", f"{row['most_steps']:g}"),
