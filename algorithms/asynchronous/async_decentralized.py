@@ -55,7 +55,7 @@ class AsyncDecentralized(CourierAlgorithm):
 
         Raises:
             TypeError: as for `ModelAlgorithm`.
-            ValueError: topologies differ, or do not join all ranks; or as for `ModelAlgorithm`.
+            ValueError: topologies differ, or do not join all ranks; ranks are on GPUs; or as for `ModelAlgorithm`.
         """
         self.topology, self.seed = topology, seed
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
@@ -64,6 +64,11 @@ class AsyncDecentralized(CourierAlgorithm):
 
     def make_average(self, courier: Courier, model: PublishedModel) -> PairwiseAverage:
         """See `CourierAlgorithm.make_average`."""
+        if self._communicator.device.type != "cpu":
+            raise ValueError(
+                f"{type(self).__name__} needs messages that are matched by number, which NCCL does not have: take "
+                "AsyncModelAverage or Wagma on GPUs"
+            )
         topology = self.topology or Ring(self._communicator.size)
         topology.check(self._communicator)
         neighbours = topology.neighbours_out(self._communicator.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -115,6 +115,14 @@ class AsyncModelAverage(CourierAlgorithm):
         self._warm += 1
         if self.interval is not None and self._steps % self.interval == self.interval - 1 and self._is_running():
             self._triggered.start()
+
+    def numbers(self) -> dict[str, float]:
+        """See `ModelAlgorithm.numbers`."""
+        return {"warm": float(self._warm)}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `ModelAlgorithm.load_numbers`."""
+        self._warm = int(numbers.get("warm", self._warm))
 
     def pause(self) -> None:
         """Lets this rank start no more rounds; it takes part in those that others start."""

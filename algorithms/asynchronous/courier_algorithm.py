@@ -57,6 +57,9 @@ class CourierAlgorithm(ModelAlgorithm):
         """Returns the version of the model that a step leaves."""
         return self._steps
 
+    def resumed(self) -> None:
+        """Called after a rest, before training goes on."""
+
     def before_training(self) -> None:
         """Waits for what must be in the model before the next pass or step of training."""
 
@@ -97,6 +100,7 @@ class CourierAlgorithm(ModelAlgorithm):
         if self._points is not None:
             if self.average.rests:
                 self.average.resume()
+                self.resumed()
             self.model.begin_write()
 
     def at_step_end(self) -> None:
@@ -136,6 +140,7 @@ class CourierAlgorithm(ModelAlgorithm):
             # Others may have trained since the last rest, and need this rank until they have come here.
             if self.average.rests:
                 self.average.resume()
+                self.resumed()
             self.average.rest()
             self.model.bring_in()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
@@ -106,6 +105,10 @@ class Wagma(CourierAlgorithm):
         self._version = self._triggered.arrived + 1
         return self._version
 
+    def resumed(self) -> None:
+        """See `CourierAlgorithm.resumed`: versions go on from the last one of the ranks that have taken most steps."""
+        self._version = self.model.version = self._triggered.arrived
+
     def after_step(self) -> None:
         """See `CourierAlgorithm.after_step`: steps 1 and 2."""
         self._triggered.arrive(self._version)
@@ -127,16 +130,6 @@ class Wagma(CourierAlgorithm):
             fresh=self._fresh / versions if versions else None,
             staleness=dict(sorted(self._staleness.items())),
         )
-
-    def numbers(self) -> dict[str, float]:
-        """See `ModelAlgorithm.numbers`."""
-        return {"version": float(self._triggered.next)} if self._points is not None else {}
-
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        """See `ModelAlgorithm.load_numbers`."""
-        if "version" in numbers:
-            self._triggered.begin_at(int(numbers["version"]))
-            self._version = self._triggered.arrived
 
 
 def _groups(size: int, group: int, seed: int) -> Groups:

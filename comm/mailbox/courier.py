@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from bagua_kernels.comm.mailbox.mailbox import Mailbox, late_error, lost_error
 from bagua_kernels.errors import CommunicationError, follow_up
 
@@ -145,6 +147,12 @@ class Courier:
             self._thread.join(self.mailbox.timeout)
 
     def _run(self) -> None:
+        device = self.mailbox.device
+        # On a GPU exchanges must not hold up what training has queued.
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             while not self._ending:
                 lost = self.mailbox.lost()

@@ -151,15 +151,6 @@ class TriggeredAverage:
                 self._told = max(self._told, self.next)
         self._courier.wake()
 
-    def begin_at(self, version: int) -> None:
-        """Lets all ranks go on with a version when they resume; at rest, and the same on all."""
-        with self._courier.changed:
-            self.next, self._arrived = version, version - 1
-
-    def wait(self, version: int) -> None:
-        """Waits until a version is through on this rank."""
-        self._courier.wait_for(lambda: self.next > version)
-
     @property
     def idle(self) -> bool:
         """True if every version that this rank knows of is through here."""
