@@ -129,7 +129,7 @@ def loss(scheme: Scheme, by_label: bool, seed: int) -> dict[str, float]:
         chosen = own[rank][torch.randint(len(own[rank]), (BATCH,), generator=generator)]
         return torch.nn.functional.cross_entropy(module(data().x[chosen]), data().y[chosen])
 
-    options = {"activate": scheme.activate, "waits": scheme.waits}
+    options = {"activate": scheme.activate, "synchronous": scheme.waits}
     records = simulate.record(scheme.groups, scheme.period, seconds(seed), **options)  # type: ignore[arg-type]
     modules = simulate.replay(records, make, batch_loss, stale_rule=scheme.stale_rule)
     mean = copy.deepcopy(start)

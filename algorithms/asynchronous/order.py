@@ -18,7 +18,8 @@ class Event:
     Attributes:
         kind: "forward" and "bring": what was owed became part of the parameters, before a pass of training or elsewhere.
             "write": the optimizer began a step. "step": it has taken it. "read": the courier copied the model. "receive": a
-            version was executed, and its result is kept. "owe": a difference is owed.
+            version was executed, and its result is kept. "owe": a difference is owed. "rest" and "resume": training leaves the
+            model as it is in between.
         execution: of "receive".
     """
 

@@ -44,7 +44,7 @@ class PublishedModel:
         """
         self._flat, self._rule, self._order = flat, stale_rule, order
         self._changed, self._clock, self._timeout = mailbox.clock.condition(), mailbox.clock, mailbox.timeout
-        self._writing = self._owed = False
+        self._writing = self._resting = self._owed = False
         self._replacement: list[torch.Tensor] | None = None
         self._group_mean: tuple[list[torch.Tensor], int] | None = None
         # On a GPU: what was queued before a moment at which the other thread may go on.
@@ -90,7 +90,7 @@ class PublishedModel:
             self._changed.wait(left)
 
     @torch.no_grad()
-    def read(self, out: Sequence[torch.Tensor]) -> int:
+    def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
         """See `Publisher.read`."""
         with self._beside_training(Event("read")):
             sources = self._replacement or [bucket.flat for bucket in self._flat.buckets]
@@ -99,7 +99,13 @@ class PublishedModel:
                     copy.copy_(source + self._debt(bucket))
                 else:
                     copy.copy_(source)
-            return self.version
+            return self.version, self._resting
+
+    def rest(self, resting: bool) -> None:
+        """See `Publisher.rest`."""
+        with self._changed:
+            self._take_turn(Event("rest" if resting else "resume"))
+            self._resting = resting
 
     @torch.no_grad()
     def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:

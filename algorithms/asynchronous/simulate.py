@@ -121,8 +121,8 @@ def _take(
             after_step(rank.number, rank.steps - 1, rank.module)
     elif event == BRING:
         rank.model.bring_in()
-    elif event == WRITE:
-        pass  # what is read until its step is as before
+    elif event == WRITE or event.kind in ("rest", "resume"):
+        pass  # these stand between other events, and change nothing
     elif event == FORWARD:
         rank.model.bring_in()
         loss(rank.module, rank.number, rank.passes).backward()
@@ -135,9 +135,11 @@ def _take(
 class _Arrivals:
     """Executes versions as ranks arrive, as if messages took no time."""
 
-    def __init__(self, groups: Groups, period: int | None, activate: Literal["group", "all"], waits: bool) -> None:
+    def __init__(
+        self, groups: Groups, period: int | None, activate: Literal["group", "all"], synchronous: bool
+    ) -> None:
         self.size = groups.size
-        self._waits = waits
+        self._synchronous = synchronous
         self._groups, self._period, self._activate = groups, period, activate
         self.next = [0] * self.size
         self.arrived = [-1] * self.size
@@ -150,7 +152,7 @@ class _Arrivals:
         """Executes a version for a rank's group; returns False if that waits for others' training."""
         synchronises = self.synchronises(version)
         members = tuple(range(self.size)) if synchronises else self._groups.of(version, rank)
-        if (synchronises or self._waits) and min(self.arrived[member] for member in members) < version:
+        if (synchronises or self._synchronous) and min(self.arrived[member] for member in members) < version:
             return False
         for member in members:
             while self.next[member] < version:
@@ -176,7 +178,7 @@ def record(
     seconds: Sequence[Sequence[float]],
     *,
     activate: Literal["group", "all"] = "group",
-    waits: bool = False,
+    synchronous: bool = False,
 ) -> list[list[Event]]:
     """Makes up the record of a run from the times that steps take, as if messages took no time.
 
@@ -185,12 +187,12 @@ def record(
         period: as for `Wagma`.
         seconds: for each rank those of each step; all have as many.
         activate: as for `Wagma`.
-        waits: True if all members of a group wait for each other's training, as synchronous algorithms do.
+        synchronous: True if all members of a group wait for each other's training, as synchronous algorithms do.
 
     Returns:
         The events of each rank, for `replay`.
     """
-    arrivals = _Arrivals(groups, period, activate, waits)
+    arrivals = _Arrivals(groups, period, activate, synchronous)
     steps = len(seconds[0])
     queue = [(float(seconds[rank][0]), rank) for rank in range(groups.size)]
     for events in arrivals.events:

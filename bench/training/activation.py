@@ -34,10 +34,9 @@ def logged(rival: Rival) -> tuple[dict[int, float], dict[int, tuple[float, bool]
         arrived[version] = time.monotonic()
         arrive(version)
 
-    def timed_read(out: Any) -> int:
+    def timed_read(out: Any) -> Any:
         reads[average.next] = time.monotonic(), state["backward"]
-        version: int = read(out)
-        return version
+        return read(out)
 
     def marked_backward() -> None:
         state["backward"] = True

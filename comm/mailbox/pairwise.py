@@ -21,8 +21,8 @@ _NUMBER, _QUESTION = struct.Struct("<q"), struct.Struct("<qq")
 class Debtor(Protocol):
     """A model that is read and changed beside its training."""
 
-    def read(self, out: Sequence[torch.Tensor]) -> int:
-        """Copies the model and what is owed to it, never in the middle of a step; returns the version of the model."""
+    def read(self, out: Sequence[torch.Tensor]) -> object:
+        """Copies the model and what is owed to it, never in the middle of a step."""
 
     def owe(self, difference: Sequence[torch.Tensor]) -> None:
         """Keeps a difference that is to be added to the model; `read` counts it in."""

@@ -47,8 +47,15 @@ class Execution:
 class Publisher(Protocol):
     """A model that is read and changed beside its training."""
 
-    def read(self, out: Sequence[torch.Tensor]) -> int:
-        """Copies the model and what is owed to it, never in the middle of a step; returns the version of the model."""
+    def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
+        """Copies the model and what is owed to it, never in the middle of a step.
+
+        Returns:
+            The version of the model, and whether it was at rest.
+        """
+
+    def rest(self, resting: bool) -> None:
+        """Sets whether training leaves the model as it is; called on the training thread."""
 
     def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
         """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in."""
@@ -151,6 +158,10 @@ class TriggeredAverage:
                 self._told = max(self._told, self.next)
         self._courier.wake()
 
+    def wait(self, version: int) -> None:
+        """Waits until a version is through on this rank."""
+        self._courier.wait_for(lambda: self.next > version)
+
     @property
     def idle(self) -> bool:
         """True if every version that this rank knows of is through here."""
@@ -172,6 +183,7 @@ class TriggeredAverage:
         """
         courier = self._courier
         courier.check()
+        self._model.rest(True)
         with courier.changed:
             self._resting, number = True, self._rests
             last = max(self._arrived, self._told if not self._replaces else -1)
@@ -185,6 +197,7 @@ class TriggeredAverage:
 
     def resume(self) -> None:
         """Ends a rest, when the model is what others may read again."""
+        self._model.rest(False)
         with self._courier.changed:
             del self._rested[self._rests]
             self._rests += 1
@@ -239,9 +252,7 @@ class TriggeredAverage:
     def _contribute(self, version: int, members: tuple[int, ...]) -> Execution:
         if not self._means:
             self._read, self._means = self._model.buffers(), self._model.buffers()
-        with self._courier.changed:
-            resting = self._resting
-        contributed = self._model.read(self._read)
+        contributed, resting = self._model.read(self._read)
         # Decided when the model was read: if this rank arrives before the end, the mean lacks its last step.
         fresh = resting or (self._replaces and contributed == version)
         for index, (read, mean) in enumerate(zip(self._read, self._means, strict=True)):

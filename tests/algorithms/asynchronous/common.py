@@ -52,6 +52,12 @@ def made(
     return module, optimizer, make(module, optimizer, communicator=communicator)
 
 
+def quiet(model: Any) -> None:
+    """Lets no timer start rounds from now on, so that parameters stay as they are between collective calls."""
+    if hasattr(model, "pause"):
+        model.pause()
+
+
 def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     """Takes some steps."""
     for step in steps:

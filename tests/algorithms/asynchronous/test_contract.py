@@ -13,7 +13,7 @@ from torch import nn
 from bagua_kernels.algorithms import ByteGrad
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.errors import RankLostError
-from tests.algorithms.asynchronous.common import ALL, Make, flat, made, shuffled, train, trained
+from tests.algorithms.asynchronous.common import ALL, Make, flat, made, quiet, shuffled, train, trained
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.grids import only
 
@@ -62,10 +62,13 @@ def test_synchronize_gives_all_ranks_the_mean(make: Make, size: int) -> None:
         train(
             model, optimizer, communicator.rank, range(5 if "warmup_steps" in str(make) else 4 + 3 * communicator.rank)
         )
+        quiet(model)
         apart = model.consensus()
         before = trained(module)
         model.synchronize()
         after = trained(module)
+        if hasattr(model, "resume"):
+            model.resume()
         train(model, optimizer, communicator.rank, range(20, 26))
         model.synchronize()
         last = trained(module)
@@ -90,6 +93,7 @@ def test_averaged_lends_the_mean(make: Make) -> None:
         fill(module)
         _, optimizer, model = made(make, communicator, module)
         train(model, optimizer, communicator.rank, range(4))
+        quiet(model)
         assert model.consensus() >= 0
         before, buffer = trained(module), module[1].running_mean.clone()
         with model.averaged():

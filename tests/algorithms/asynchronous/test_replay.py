@@ -106,7 +106,7 @@ def test_synthetic_records_can_be_replayed(activate: Any, size: int) -> None:
 
 def test_groups_that_wait_have_no_stale_contribution() -> None:
     seconds = [[1.0 + 0.5 * ((rank + step) % 3 == 0) for step in range(12)] for rank in range(5)]
-    records = simulate.record(Shuffled(5, 2), 4, seconds, waits=True)
+    records = simulate.record(Shuffled(5, 2), 4, seconds, synchronous=True)
     lines = [event.execution for events in records for event in events if event.execution is not None]
     assert len(lines) == 60
     assert all(line.fresh for line in lines)

@@ -25,10 +25,10 @@ def test_random_schedules(first: int) -> None:
 class Overwritten(Model):
     """Takes the mean of what was read and what has come for its model, as other programs do."""
 
-    def read(self, out: Sequence[torch.Tensor]) -> int:
-        version = super().read(out)
+    def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
+        found = super().read(out)
         self.copy = out[0].clone()
-        return version
+        return found
 
     def owe(self, difference: Sequence[torch.Tensor]) -> None:
         self.x = (self.copy + difference[0]) % PRIME

@@ -34,17 +34,21 @@ class Model:
         self.debt = torch.zeros(ELEMENTS, dtype=torch.int64)
         self.replacement: torch.Tensor | None = None
         self.version = -1
-        self._writing = False
+        self._writing = self._resting = False
 
     def buffers(self) -> list[torch.Tensor]:
         return [torch.empty_like(self.x)]
 
-    def read(self, out: Sequence[torch.Tensor]) -> int:
+    def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
         with self._changed:
             while self._writing:
                 self._changed.wait(1.0)
             out[0].copy_(self.value())
-            return self.version
+            return self.version, self._resting
+
+    def rest(self, resting: bool) -> None:
+        with self._changed:
+            self._resting = resting
 
     def value(self) -> torch.Tensor:
         return ((self.x if self.replacement is None else self.replacement) + self.debt) % PRIME
