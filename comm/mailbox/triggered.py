@@ -15,7 +15,7 @@ from bagua_kernels.comm.mailbox.groups import Groups
 
 # Kinds of letters.
 _ACT, _REST = 0, 1
-_ACT_BODY, _REST_BODY = struct.Struct("<qq"), struct.Struct("<qq")
+_ACT_BODY, _REST_BODY = struct.Struct("<q"), struct.Struct("<qq")
 
 
 # Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of two exchanges).
@@ -70,7 +70,8 @@ class TriggeredAverage:
     A version is a number from 0. For each, the ranks are divided into groups. All ranks execute all versions that concern them,
     each once and in order.
 
-    1. The first rank of a group whose model is that of version v sends letters to the others, along a binomial tree.
+    1. The first rank of a group whose model is that of version v sends letters to the others, along a binomial tree. Each passes
+       them on once, before it takes part.
     2. Each of them executes the versions before v that it still owes, with their groups.
     3. Each reads its model, of whatever version, and the group has the mean.
     4. A member whose model was that of v when it was read takes the mean for its model. Another one is owed mean - read.
@@ -116,7 +117,7 @@ class TriggeredAverage:
         self._everyone = tuple(range(self._mailbox.size))
         self.next = 0
         self._arrived = self._told = -1
-        self._heard: set[int] = set()
+        self._passed_on: set[int] = set()
         self._resting = self._held = False
         self._rests = 0
         self._rested: dict[int, dict[int, int]] = {}
@@ -206,28 +207,29 @@ class TriggeredAverage:
         self._courier.wake()
 
     def _hear_act(self, sender: int, body: bytes) -> None:
-        version, root = _ACT_BODY.unpack(body)
+        (version,) = _ACT_BODY.unpack(body)
         with self._courier.changed:
             self._told = max(self._told, version)
-        # Once a version is through on this rank, all of its group know of it; but other groups may not.
-        if version >= self.next or self._activate == "all":
-            self._heard.add(version)
-            self._tell(version, root)
+        self._pass_on(version, sender)
 
     def _hear_rest(self, sender: int, body: bytes) -> None:
         number, last = _REST_BODY.unpack(body)
         with self._courier.changed:
             self._rested.setdefault(number, {})[sender] = last
 
-    def _tell(self, version: int, root: int) -> None:
-        """Sends letters to the ranks that come after this one in the binomial tree of a root."""
-        told = self._everyone if self._activate == "all" else self.members(version)
-        for peer in children(told, root, self._mailbox.rank):
-            self._courier.post(peer, _ACT, _ACT_BODY.pack(version, root))
+    def _pass_on(self, version: int, sender: int | None = None) -> None:
+        """Sends letters to the other neighbours in the tree of a version, once; what is through here was passed on before."""
+        if version < self.next or version in self._passed_on:
+            return
+        self._passed_on.add(version)
+        reached = self._everyone if self._activate == "all" else self.members(version)
+        for peer in neighbours(reached, self._mailbox.rank, version):
+            if peer != sender:
+                self._courier.post(peer, _ACT, _ACT_BODY.pack(version))
 
     def _execute_next(self) -> bool:
         """Executes the next version if a rank has started it or a later one; returns False if there is none."""
-        version, me = self.next, self._mailbox.rank
+        version = self.next
         with self._courier.changed:
             rested = self._rested.get(self._rests, {})
             target = max(self._arrived, self._told)
@@ -239,10 +241,10 @@ class TriggeredAverage:
             if self.synchronises(version) and self._arrived < version and not self._resting:
                 return False
         members = self.members(version)
-        if version not in self._heard:
-            self._tell(version, me)
+        # Before this rank waits for others, for some may hear of the version from no other rank.
+        self._pass_on(version)
         execution = self._contribute(version, members)
-        self._heard = {each for each in self._heard if each > version}
+        self._passed_on = {each for each in self._passed_on if each > version}
         if self._on_execution is not None:
             self._on_execution(execution)
         with self._courier.changed:
@@ -267,15 +269,20 @@ class TriggeredAverage:
         group_mean(self._mailbox, members, vector, number)
 
 
-def children(members: Sequence[int], root: int, rank: int) -> list[int]:
-    """Returns to whom a rank sends letters in the binomial tree over some ranks, from a root; for any number of ranks.
+def neighbours(members: Sequence[int], rank: int, version: int) -> list[int]:
+    """Returns the neighbours of a rank in a binomial tree over some ranks; for any number of ranks.
+
+    The tree of a version has one root, the same on all ranks, whichever rank begins. With a tree of its own for each rank that
+    begins, a rank that takes part already would have to pass on letters of others while it waits for ranks behind it.
 
     Args:
         members: the ranks, each at its position.
-        root: who began.
-        rank: who sends.
+        rank: one of them.
+        version: which decides the root.
     """
     count = len(members)
-    place = (members.index(rank) - members.index(root)) % count
-    steps = (1 << bit for bit in range(count.bit_length()))
-    return [members[(members.index(root) + place + step) % count] for step in steps if place < step < count - place]
+    root = version % count
+    place = (members.index(rank) - root) % count
+    found = [place - (1 << place.bit_length() - 1)] if place else []
+    found += [place + (1 << bit) for bit in range(count.bit_length()) if place < 1 << bit < count - place]
+    return [members[(root + each) % count] for each in found]

@@ -13,7 +13,7 @@ import torch
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.mailbox import triggered
 from bagua_kernels.comm.mailbox.groups import Shuffled, Whole
-from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage, children
+from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage, neighbours
 from tests.comm.backends.sockets.common import leaving_nothing
 from tests.comm.mailbox import triggered_runs
 from tests.comm.mailbox.common import over_sockets
@@ -74,40 +74,46 @@ def test_it_matters_when_freshness_is_decided(monkeypatch: pytest.MonkeyPatch) -
     assert lost
 
 
-def by_xor(members: Sequence[int], root: int, rank: int) -> list[int]:
+def by_xor(members: Sequence[int], rank: int, version: int) -> list[int]:
     """The tree of the paper, which is complete for powers of two only."""
-    own = members.index(rank) ^ members.index(root)
-    places = [members.index(rank) ^ (1 << bit) for bit in range(len(members).bit_length()) if own < 1 << bit]
-    return [members[place] for place in places if place < len(members)]
+    root, own = version % len(members), members.index(rank)
+    place = own ^ root
+    found = [place ^ (1 << place.bit_length() - 1)] if place else []
+    found += [place | 1 << bit for bit in range(len(members).bit_length()) if place < 1 << bit]
+    return [members[each ^ root] for each in found if each ^ root < len(members)]
 
 
-def told(count: int, root: int, tree: Any) -> list[int]:
-    """Who is told, with repetitions."""
-    members, found, following = [10 * place for place in range(count)], [], [10 * root]
+def told(count: int, version: int, tree: Any, first: int = 0) -> list[int]:
+    """Who is told, with repetitions, if each rank passes on once what it hears first."""
+    members, found = [10 * place for place in range(count)], []
+    following = [(10 * first, -1)]
     while following:
-        peers = tree(members, 10 * root, following.pop())
+        rank, sender = following.pop()
+        peers = [peer for peer in tree(members, rank, version) if peer != sender]
         found += peers
-        following += peers
+        following += [(peer, rank) for peer in peers]
     return sorted(found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 12, 31])
 def test_all_members_are_told_once(count: int) -> None:
-    for root in range(count):
-        assert told(count, root, children) == [10 * place for place in range(count) if place != root]
+    """Whoever begins."""
+    for version in range(count):
+        for first in range(count):
+            assert told(count, version, neighbours, first) == [10 * place for place in range(count) if place != first]
 
 
 def test_trees_by_xor_leave_ranks_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(8, 3, by_xor) == [10 * place for place in range(8) if place != 3]
-    assert told(6, 4, by_xor) == [0, 10, 50]
+    assert told(8, 3, by_xor, 3) == [10 * place for place in range(8) if place != 3]
+    assert told(6, 4, by_xor, 4) == [0, 10, 50]
     # Whoever is not told does not take part until its training arrives, and the others wait that long.
-    case = Case(1, 6, Whole(6), None, "group", [3] * 6, [50.0, 50.0, 50.0, 50.0, 1.0, 50.0], {}, 0.0)
+    case = Case(1, 6, Whole(6), None, "group", [5] * 6, [50.0, 50.0, 50.0, 50.0, 1.0, 50.0], {}, 0.0)
     schedule, results = scheduled(case)
     check(case, results)
-    patient = [line.fresh for line in results[4].executions]
-    assert patient == [True] * 3
+    assert [line.fresh for line in results[4].executions] == [True] * 5
+    assert schedule.now() < 5 * 55.0
     assert sum(line.fresh for line in results[2].executions) == 0
-    monkeypatch.setattr(triggered, "children", by_xor)
+    monkeypatch.setattr(triggered, "neighbours", by_xor)
     check(case, (changed := scheduled(case))[1])
     assert sum(line.fresh for line in changed[1][2].executions) > 0
 
