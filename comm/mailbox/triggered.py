@@ -272,8 +272,8 @@ class TriggeredAverage:
 def neighbours(members: Sequence[int], rank: int, version: int) -> list[int]:
     """Returns the neighbours of a rank in a binomial tree over some ranks; for any number of ranks.
 
-    The tree of a version has one root, the same on all ranks, whichever rank begins. With a tree of its own for each rank that
-    begins, a rank that takes part already would have to pass on letters of others while it waits for ranks behind it.
+    The tree of a version has one root, the same on all ranks, whichever rank begins. Trees from each rank that begins would not
+    do: a rank that takes part already reads no letters of the second one, and cannot pass them on.
 
     Args:
         members: the ranks, each at its position.

@@ -12,7 +12,6 @@ from torch import nn
 
 from bagua_kernels.algorithms import ByteGrad
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.errors import RankLostError
 from tests.algorithms.asynchronous.common import ALL, Make, flat, made, quiet, shuffled, train, trained
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.grids import only
@@ -274,72 +273,6 @@ def test_switching_to_gradients(name: str) -> None:
 
     everyone = run_ranks(3, rank)
     assert all(torch.equal(each, everyone[0]) for each in everyone)
-
-
-@every
-def test_an_exception_on_one_rank_ends_all(make: Make) -> None:
-    """Others raise at a step, or at the end, and name the rank."""
-
-    def rank(communicator: Communicator) -> str:
-        module, optimizer, model = made(make, communicator)
-        try:
-            with model:
-                for step in range(200):
-                    if communicator.rank == 1 and step == 5:
-                        raise ZeroDivisionError("of this rank")
-                    train(model, optimizer, communicator.rank, range(step, step + 1))
-        except ZeroDivisionError:
-            return "own"
-        except RankLostError as error:
-            # Ranks that fail for its loss are named, too.
-            return "lost" if 1 in error.ranks else f"other ranks: {error.ranks}"
-        return "nothing"
-
-    assert run_ranks(3, rank, timeout=5.0) == ["lost", "own", "lost"]
-
-
-@every
-def test_an_exception_within_a_step_is_no_deadlock(make: Make) -> None:
-    """The optimizer raises between its hooks, the program catches that, and goes on."""
-
-    class Raising(torch.optim.SGD):
-        raises = False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.raises:
-                self.raises = False
-                raise ZeroDivisionError("of the optimizer")
-            return super().step(closure)
-
-    def rank(communicator: Communicator) -> torch.Tensor:
-        module = Odd()
-        optimizer = Raising(module.parameters(), lr=0.05)
-        with make(module, optimizer, communicator=communicator) as model:
-            for step in range(12):
-                optimizer.raises = step >= 4 and communicator.rank == 1 and step % 4 == 0
-                try:
-                    train(model, optimizer, communicator.rank, range(step, step + 1))
-                except ZeroDivisionError:
-                    continue
-            model.synchronize()
-        return flat(module)
-
-    everyone = run_ranks(3, rank, timeout=10.0)
-    assert all(torch.equal(each, everyone[0]) for each in everyone)
-
-
-@several
-def test_ranks_that_train_longer_than_the_timeout(name: str) -> None:
-    """One rank ends at once, the others train ten times as long as the timeout."""
-
-    def rank(communicator: Communicator) -> None:
-        module, optimizer, model = made(ALL[name], communicator)
-        with model:
-            for step in range(3 if communicator.rank == 0 else 25):
-                train(model, optimizer, communicator.rank, range(step, step + 1))
-                time.sleep(0.0 if communicator.rank == 0 else 0.1)
-
-    run_ranks(3, rank, timeout=0.5)
 
 
 def test_options_that_make_no_sense() -> None:
