@@ -66,6 +66,11 @@ def threads_for(elements: int, pieces: int) -> int:
     return max(1, min(torch.get_num_threads(), most, pieces))
 
 
+def run_all(kernel: Callable[..., Any], arguments: tuple[Any, ...], pieces: int, elements: int) -> None:
+    """Calls a kernel over all pieces of its work, on as many threads as these elements are worth; see `run`."""
+    run(kernel, arguments, pieces, threads_for(elements, pieces))
+
+
 def run(kernel: Callable[..., Any], arguments: tuple[Any, ...], pieces: int, threads: int) -> None:
     """Calls a kernel over all pieces of its work.
 

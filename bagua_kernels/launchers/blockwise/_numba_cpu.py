@@ -11,7 +11,7 @@ import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, packing
-from bagua_kernels.jit._numba_cpu_threads import run, threads_for
+from bagua_kernels.jit._numba_cpu_threads import run_all
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
 from bagua_kernels.launchers.blockwise._numba_cpu_loops import TEMPLATES
@@ -85,7 +85,7 @@ def kernel(
 
 def over_blocks(compiled: Any, form: BlockForm, *arguments: Any) -> None:
     """Calls a kernel over all blocks."""
-    run(compiled, arguments, form.blocks, threads_for(form.n, form.blocks))
+    run_all(compiled, arguments, form.blocks, form.n)
 
 
 NO_COUNTS = np.empty(0, np.int32)

@@ -14,7 +14,7 @@ import torch
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, keep, wide_vectors
 from bagua_kernels.jit._numba_cpu_sharing import shared
-from bagua_kernels.jit._numba_cpu_threads import run, threads_for
+from bagua_kernels.jit._numba_cpu_threads import run_all
 from bagua_kernels.launchers.chunks import INFINITE, Record
 from bagua_kernels.launchers.chunks import _numba_cpu_search as search
 from bagua_kernels.rules import two_magnitudes
@@ -269,7 +269,7 @@ def encode(
     kernel = encode_kernel(x.dtype, residual is not None, start is not None)
     form = (record.k, record.kept_in_last(x.numel()), record.chunk, form_of(record))
     arguments = (array(x), *beside, np.float32(beta), *form, array(records))
-    run(kernel, arguments, len(records), threads_for(x.numel(), len(records)))
+    run_all(kernel, arguments, len(records), x.numel())
 
 
 def decode_sum(
@@ -278,4 +278,4 @@ def decode_sum(
     """See `bagua_kernels.launchers.chunks.decode_sum`."""
     form = (record.k, record.kept_in_last(out.numel()), record.chunk, form_of(record))
     arguments = (array(records), array(out), np.float32(scale), *form, array(flags))
-    run(decode_kernel(contributors), arguments, records.shape[1], threads_for(out.numel(), records.shape[1]))
+    run_all(decode_kernel(contributors), arguments, records.shape[1], out.numel())

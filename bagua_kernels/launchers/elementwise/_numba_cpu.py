@@ -10,7 +10,7 @@ import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
 from bagua_kernels.jit._numba_cpu_sharing import shared
-from bagua_kernels.jit._numba_cpu_threads import run, threads_for
+from bagua_kernels.jit._numba_cpu_threads import run_all
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule
@@ -52,6 +52,5 @@ def apply(rule: ElementwiseRule, arrays: tuple[torch.Tensor, ...], scalars: tupl
     """See `bagua_kernels.launchers.elementwise.apply`."""
     compiled = kernel(rule, len(scalars), tuple(a.dtype for a in arrays))
     real = np.float64 if arrays[0].dtype == torch.float64 else np.float32
-    pieces = -(-arrays[0].numel() // PIECE)
-    threads = threads_for(arrays[0].numel(), pieces)
-    run(compiled, (*map(array, arrays), *map(real, scalars)), pieces, threads)
+    n = arrays[0].numel()
+    run_all(compiled, (*map(array, arrays), *map(real, scalars)), -(-n // PIECE), n)

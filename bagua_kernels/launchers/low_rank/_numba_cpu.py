@@ -14,8 +14,7 @@ import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
 from bagua_kernels.jit._numba_cpu_sharing import shared
-from bagua_kernels.jit._numba_cpu_threads import run as run
-from bagua_kernels.jit._numba_cpu_threads import threads_for as threads_for
+from bagua_kernels.jit._numba_cpu_threads import run_all as run_all
 from bagua_kernels.launchers.low_rank import RANK
 from bagua_kernels.launchers.low_rank._numba_cpu_orthonormal import orthonormalize as orthonormalize
 from bagua_kernels.launchers.low_rank._numba_cpu_places import any_rank, parts

@@ -113,9 +113,9 @@ class Passes:
         return Work(table, places, small, self.by_stack(chosen, small))
 
     def _launch(self, kernel: Any, arguments: tuple[Any, ...], places: Any) -> None:
-        lengths, pieces, backend = self._lengths[places], len(arguments[1]), OP.backend(_CPU)
+        lengths = self._lengths[places]
         elements = int((lengths[:, ROWS] * lengths[:, COLUMNS]).sum())
-        backend.run(kernel, arguments, pieces, backend.threads_for(elements, pieces))
+        OP.backend(_CPU).run_all(kernel, arguments, len(arguments[1]), elements)
 
     def rows_of(self, chosen: Sequence[int]) -> Any:
         """The rows of the table that stacks have."""

@@ -16,7 +16,7 @@ import torch
 from bagua_kernels.jit._numba_cpu import LOAD, array, compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import MASK_BITS, borrowed, lowest_bit, prefetch, reaching, wide_vectors
 from bagua_kernels.jit._numba_cpu_sharing import shared
-from bagua_kernels.jit._numba_cpu_threads import run, threads_for
+from bagua_kernels.jit._numba_cpu_threads import run_all
 from bagua_kernels.launchers.select import CHUNK, ROUNDS
 from bagua_kernels.rules import selection
 
@@ -214,16 +214,15 @@ def kernel(name: str) -> Any:
 def collect(x: torch.Tensor, threshold: int, residual: torch.Tensor | None, expected: int) -> tuple[torch.Tensor, Any]:
     """The number of entries of each chunk, and what `write` needs."""
     chunks = -(-x.numel() // CHUNK)
-    threads = threads_for(x.numel(), chunks)
     counts = torch.empty(chunks, dtype=torch.int64)
     # A chunk with more entries than that is searched once more; memory for all of them would cost more than it saves.
     room = min(CHUNK, x.numel(), 2 * expected // chunks + 2 * MASK_BITS)
     scratch = np.empty((chunks, room), np.uint16), np.empty((chunks, room), np.float32)
     arguments = np.int32(threshold), *scratch, array(counts)
     if residual is None:
-        run(collect_kernel("collect", x.dtype), (array(x), *arguments), chunks, threads)
+        run_all(collect_kernel("collect", x.dtype), (array(x), *arguments), chunks, x.numel())
         return counts, (x, np.int32(threshold), array(counts), *scratch)
-    run(collect_kernel("collect_sum", x.dtype), (array(x), array(residual), *arguments), chunks, threads)
+    run_all(collect_kernel("collect_sum", x.dtype), (array(x), array(residual), *arguments), chunks, x.numel())
     return counts, (residual, np.int32(threshold), array(counts), *scratch)
 
 
@@ -237,7 +236,7 @@ def write(state: Any, starts: torch.Tensor, offsets: torch.Tensor, values: torch
     x, threshold, counts, *scratch = state
     to = array(offsets.view(torch.uint16)), array(values)
     arguments = (array(x), threshold, counts, array(starts), *scratch, *to)
-    run(collect_kernel("write", x.dtype), arguments, len(counts), threads_for(x.numel(), len(counts)))
+    run_all(collect_kernel("write", x.dtype), arguments, len(counts), x.numel())
 
 
 def place(
@@ -246,7 +245,7 @@ def place(
     """See `bagua_kernels.launchers.select.place`."""
     unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
     arguments = (*unsigned, array(values), array(out), array(flags))
-    run(kernel("place"), arguments, ends.numel(), threads_for(out.numel(), ends.numel()))
+    run_all(kernel("place"), arguments, ends.numel(), out.numel())
 
 
 def place_sum(
@@ -260,10 +259,10 @@ def place_sum(
     """See `bagua_kernels.launchers.select.place_sum`."""
     unsigned = array(ends.view(torch.uint32)), array(offsets.view(torch.uint16))
     arguments = (*unsigned, array(values), array(out), np.float32(scale), array(flags))
-    run(kernel("sum"), arguments, ends.shape[1], threads_for(out.numel(), ends.shape[1]))
+    run_all(kernel("sum"), arguments, ends.shape[1], out.numel())
 
 
 def permute(positions: torch.Tensor, keys: torch.Tensor, n: int, bits: int) -> None:
     """See `bagua_kernels.launchers.select.permuted`."""
     arguments = (array(positions), array(keys.view(torch.uint32)), n, bits)
-    run(kernel("permute"), arguments, positions.numel(), threads_for(positions.numel(), positions.numel()))
+    run_all(kernel("permute"), arguments, positions.numel(), positions.numel())
