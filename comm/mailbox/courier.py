@@ -77,11 +77,6 @@ class Courier:
         """Lets the courier look whether there is work."""
         self.mailbox.wake()
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the courier, if that was an error."""
-        return self._failure
-
     def expect(self, rank: int, since: float, name: str) -> None:
         """Raises if a rank that owes this one something, and whose exchange nobody waits for, is lost or late.
 

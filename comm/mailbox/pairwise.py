@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.rests import Rests
 from bagua_kernels.comm.work import Work
 from bagua_kernels.compression import Codec
 
 # Kinds of letters.
-_ASK, _DONE, _REST = 16, 17, 18
+_ASK, _DONE = 16, 17
 _NUMBER, _QUESTION = struct.Struct("<q"), struct.Struct("<qq")
 
 
@@ -108,6 +110,17 @@ class Encoded:
         return differences
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A question that is out: whom, since when, and its exchanges with what is sent and what is received."""
+
+    peer: int
+    began: float
+    works: list[Work]
+    sent: list[torch.Tensor]
+    theirs: list[torch.Tensor]
+
+
 class PairwiseAverage:
     """Ranks ask neighbours in turn, and both move half way to the other's model (AD-PSGD, Lian et al., ICML 2018).
 
@@ -143,17 +156,16 @@ class PairwiseAverage:
         self._courier, self._mailbox, self._neighbours = courier, courier.mailbox, tuple(neighbours)
         self._model, self._wire = model, wire or Plain()
         self._draws = random.Random(f"{seed} {courier.mailbox.rank}")
-        self._asked = self._resting = self._told = self._held = False
-        self._count = self._rests = 0
-        self._question: tuple[list[Work], list[torch.Tensor], list[torch.Tensor]] | None = None
-        self._asked_whom, self._asked_when = -1, 0.0
+        self._rests = Rests(courier)
+        self._asked = False
+        self._count = 0
+        self._question: _Question | None = None
         self._read: list[torch.Tensor] = []
-        self._rested: dict[int, set[int]] = {}
         self._later: list[tuple[int, int, int]] = []
         self.exchanges = 0
         courier.on(_ASK, lambda sender, body: self._later.append((sender, *_QUESTION.unpack(body))))
         courier.on(_DONE, self._hear_done)
-        courier.on(_REST, self._hear_rest)
+        courier.work(self._rest)
         courier.work(self._answer)
         courier.work(self._ask)
 
@@ -167,7 +179,7 @@ class PairwiseAverage:
     @property
     def rests(self) -> bool:
         """True from `rest` to `resume`."""
-        return self._resting
+        return self._rests.resting
 
     def rest(self) -> None:
         """Answers others, until all ranks rest; nobody asks afterwards until `resume`.
@@ -175,42 +187,33 @@ class PairwiseAverage:
         Raises:
             RankLostError: a rank is lost that did not rest.
         """
-        self._courier.check()
-        with self._courier.changed:
-            self._resting, number = True, self._rests
-        everyone = set(range(self._mailbox.size))
-        self._courier.wake()
-        self._courier.wait_for(
-            lambda: self._held, lambda: everyone - self._rested.get(number, set()) - {self._mailbox.rank}
-        )
+        self._rests.begin()
+        self._rests.wait()
 
     def resume(self) -> None:
         """Ends a rest, when the model is what others may read again."""
         with self._courier.changed:
-            self._rested.pop(self._rests, None)
-            self._rests += 1
-            self._resting = self._told = self._held = self._asked = False
+            self._rests.resume()
+            self._asked = False
         self._courier.wake()
+
+    def _rest(self) -> bool:
+        """Sends word of a rest after the answer to this rank's last question, when nothing else is left to be done."""
+        with self._courier.changed:
+            tells = self._rests.resting and self._question is None and not self._rests.has_told()
+        if tells:
+            self._rests.tell(0)
+        with self._courier.changed:
+            self._rests.held = self._rests.everyone() is not None
+        return False
 
     def _ask(self) -> bool:
         if self._question is not None:
-            self._courier.expect(self._asked_whom, self._asked_when, "an average of two ranks")
+            self._courier.expect(self._question.peer, self._question.began, "an average of two ranks")
         with self._courier.changed:
-            if self._resting and self._question is None:
-                rested = self._rested.setdefault(self._rests, set())
-                first, self._told = not self._told, True
-                rested.add(self._mailbox.rank)
-                self._held = len(rested) == self._mailbox.size
-                asks = False
-            else:
-                first, asks = False, self._asked and self._question is None and bool(self._neighbours)
-                self._asked = False if asks else self._asked
-        if first:
-            for peer in range(self._mailbox.size):
-                if peer != self._mailbox.rank:
-                    self._courier.post(peer, _REST, _NUMBER.pack(self._rests))
-        if not asks:
-            return False
+            if not self._asked or self._question is not None or self._rests.resting or not self._neighbours:
+                return False
+            self._asked = False
         peer = self._draws.choice(self._neighbours)
         read = self._model.buffers()
         self._model.read(read)
@@ -223,14 +226,14 @@ class PairwiseAverage:
             self._mailbox.exchange({peer: other}, {peer: own}, number * len(sent) + index)
             for index, (own, other) in enumerate(zip(sent, theirs, strict=True))
         ]
-        self._question, self._asked_whom, self._asked_when = (works, sent, theirs), peer, self._mailbox.clock.now()
-        self._courier.post(peer, _ASK, _QUESTION.pack(number, self._rests))
+        self._question = _Question(peer, self._mailbox.clock.now(), works, sent, theirs)
+        self._courier.post(peer, _ASK, _QUESTION.pack(number, self._rests.number))
         return True
 
     def _answer(self) -> bool:
         """Answers a question. One of a rank that has resumed waits until this one has, whose model may be another until then."""
         with self._courier.changed:
-            found = next((each for each in self._later if each[2] <= self._rests), None)
+            found = next((each for each in self._later if each[2] <= self._rests.number), None)
         if found is None:
             return False
         self._later.remove(found)
@@ -247,14 +250,8 @@ class PairwiseAverage:
 
     def _hear_done(self, sender: int, body: bytes) -> None:
         assert self._question is not None
-        works, sent, theirs = self._question
-        for work in works:
+        for work in self._question.works:
             work.wait()
-        self._model.owe(self._wire.decode(sender, True, sent, theirs))
+        self._model.owe(self._wire.decode(sender, True, self._question.sent, self._question.theirs))
         self._question = None
         self.exchanges += 1
-
-    def _hear_rest(self, sender: int, body: bytes) -> None:
-        (number,) = _NUMBER.unpack(body)
-        with self._courier.changed:
-            self._rested.setdefault(number, set()).add(sender)

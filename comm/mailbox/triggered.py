@@ -12,11 +12,10 @@ import torch
 from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.group_mean import group_mean
 from bagua_kernels.comm.mailbox.groups import Groups
+from bagua_kernels.comm.mailbox.rests import Rests
 
-# Kinds of letters.
-_ACT, _REST = 0, 1
-_ACT_BODY, _REST_BODY = struct.Struct("<q"), struct.Struct("<qq")
-
+_ACT = 0  # kind of letters
+_ACT_BODY = struct.Struct("<q")
 
 # Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of two exchanges).
 GroupMean = Callable[[Sequence[int], int, torch.Tensor, int], None]
@@ -118,13 +117,10 @@ class TriggeredAverage:
         self.next = 0
         self._arrived = self._told = -1
         self._passed_on: set[int] = set()
-        self._resting = self._held = False
-        self._rests = 0
-        self._rested: dict[int, dict[int, int]] = {}
+        self._rests = Rests(courier)
         self._read: list[torch.Tensor] = []
         self._means: list[torch.Tensor] = []
         courier.on(_ACT, self._hear_act)
-        courier.on(_REST, self._hear_rest)
         courier.work(self._execute_next)
 
     def synchronises(self, version: int) -> bool:
@@ -155,7 +151,7 @@ class TriggeredAverage:
         """Starts the next version of this rank's group, whatever the version of its model; not at rest."""
         with self._courier.changed:
             # After this rank's REST nobody would expect another version of it.
-            if not self._resting:
+            if not self._rests.resting:
                 self._told = max(self._told, self.next)
         self._courier.wake()
 
@@ -172,7 +168,7 @@ class TriggeredAverage:
     @property
     def rests(self) -> bool:
         """True from `rest` to `resume`."""
-        return self._resting
+        return self._rests.resting
 
     def rest(self) -> int:
         """Takes part in whatever others start, until all ranks rest; returns the last version, which is then through everywhere.
@@ -182,27 +178,20 @@ class TriggeredAverage:
         Raises:
             RankLostError: a rank is lost that did not rest.
         """
-        courier = self._courier
-        courier.check()
+        self._courier.check()
         self._model.rest(True)
-        with courier.changed:
-            self._resting, number = True, self._rests
+        self._rests.begin()
+        with self._courier.changed:
             last = max(self._arrived, self._told if not self._replaces else -1)
-            self._rested.setdefault(number, {})[self._mailbox.rank] = last
-        for peer in self._everyone:
-            if peer != self._mailbox.rank:
-                courier.post(peer, _REST, _REST_BODY.pack(number, last))
-        courier.wake()
-        courier.wait_for(lambda: self._held, lambda: set(self._everyone) - set(self._rested[number]))
+        self._rests.tell(last)
+        self._rests.wait()
         return self.next - 1
 
     def resume(self) -> None:
         """Ends a rest, when the model is what others may read again."""
         self._model.rest(False)
         with self._courier.changed:
-            del self._rested[self._rests]
-            self._rests += 1
-            self._resting = self._held = False
+            self._rests.resume()
             self._arrived = max(self._arrived, self.next - 1)
         self._courier.wake()
 
@@ -211,11 +200,6 @@ class TriggeredAverage:
         with self._courier.changed:
             self._told = max(self._told, version)
         self._pass_on(version, sender)
-
-    def _hear_rest(self, sender: int, body: bytes) -> None:
-        number, last = _REST_BODY.unpack(body)
-        with self._courier.changed:
-            self._rested.setdefault(number, {})[sender] = last
 
     def _pass_on(self, version: int, sender: int | None = None) -> None:
         """Sends letters to the other neighbours in the tree of a version, once; what is through here was passed on before."""
@@ -229,16 +213,13 @@ class TriggeredAverage:
 
     def _execute_next(self) -> bool:
         """Executes the next version if a rank has started it or a later one; returns False if there is none."""
-        version = self.next
+        version, rests = self.next, self._rests
         with self._courier.changed:
-            rested = self._rested.get(self._rests, {})
             target = max(self._arrived, self._told)
-            if self._resting and len(rested) == len(self._everyone):
-                target = max(rested.values())
-                self._held = self.next > target
-            if self._held or version > target:
-                return False
-            if self.synchronises(version) and self._arrived < version and not self._resting:
+            if (lasts := rests.everyone()) is not None:
+                target = max(lasts)
+                rests.held = version > target
+            if version > target or (self.synchronises(version) and self._arrived < version and not rests.resting):
                 return False
         members = self.members(version)
         # Before this rank waits for others, for some may hear of the version from no other rank.
