@@ -14,9 +14,9 @@ from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
 from bagua_kernels.algorithms.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.comm import ReduceOp
+from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
 from bagua_kernels.comm.mailbox.courier import Courier
-from bagua_kernels.comm.mailbox.group_mean import EncodedMean
 from bagua_kernels.comm.mailbox.groups import Whole
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 from bagua_kernels.compression.codec import Codec, from_spec
@@ -103,12 +103,12 @@ class AsyncModelAverage(CourierAlgorithm):
         super().at_step_begin()
         if self._warm < self.warmup_steps and self._points is not None:
             with self._failing(), torch.no_grad():
+                gradients = []
                 for parameter in self.flat.parameters.values():
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    mean = parameter.grad.contiguous()
-                    self._communicator.all_reduce(mean, ReduceOp.AVG).wait()
-                    parameter.grad.copy_(mean)
+                    gradients.append(parameter.grad)
+                average(gradients, self._communicator)
 
     def after_step(self) -> None:
         """See `CourierAlgorithm.after_step`."""
@@ -153,7 +153,7 @@ class AsyncModelAverage(CourierAlgorithm):
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`."""
-        return math.hypot(*(float(each.norm()) for mean in self._encoded for each in (mean.worker, mean.owner)))
+        return math.hypot(*(norm for mean in self._encoded for norm in mean.residual_norms()))
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
-from bagua_kernels.comm.mailbox.group_mean import EncodedMean, group_mean
+from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
+from bagua_kernels.comm.mailbox.group_mean import group_mean
 from bagua_kernels.compression import from_spec
 from tests.grids import grid
 
