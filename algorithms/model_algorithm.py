@@ -237,6 +237,15 @@ class ModelAlgorithm(Algorithm):
         self._failure = error
         self.mailbox.leave(f"an exchange failed: {error}")
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Ends all exchanges if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def _check_failure(self) -> None:
         if self._failure is not None:
             text = f"this {type(self).__name__} cannot go on since an exchange failed: {self._failure}"

@@ -78,7 +78,7 @@ def on_rank(kind: str, slow: bool, late: bool) -> None:
     log: list[tuple[int, list[int], float, float]] = []
     if kind == "wagma":
         timed(model.average, log)
-    waits, done, rounds = [], 0, 0
+    waits, done = [], 0
     comm.world().barrier().wait()
     began = time.monotonic()
     # As long as the slowest rank that trains alone at its own pace would take; synchronous ones take all steps.
@@ -97,8 +97,8 @@ def on_rank(kind: str, slow: bool, late: bool) -> None:
             model.wait()
             waits.append((step, at, time.monotonic() - at))
     ended = time.monotonic()
-    rounds = model.stats().rounds
-    found = {"began": began, "ended": ended, "steps": done, "rounds": rounds, "waits": waits, "log": log}
+    found = {"began": began, "ended": ended, "steps": done, "waits": waits, "log": log}
+    found["rounds"] = model.stats().rounds
     if kind == "wagma":
         found["fresh"] = model.stats().fresh
     model.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +38,7 @@ class CourierAlgorithm(ModelAlgorithm):
     """
 
     stale_rule: StaleRule = "conservative"
+    _wait_seconds = 0.0
 
     def order(self) -> Order | None:
         """Returns what records, or replays, the order of what this rank's threads do."""
@@ -76,7 +75,6 @@ class CourierAlgorithm(ModelAlgorithm):
 
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
-        self._wait_seconds = 0.0
         self._order = self.order()
         self.model = PublishedModel(self.flat, mailbox, self.stale_rule, self._order)
         self.courier = Courier(mailbox, f"{self.name} courier")
@@ -98,9 +96,7 @@ class CourierAlgorithm(ModelAlgorithm):
         self._check_untrained()
         self.wait()
         if self._points is not None:
-            if self.average.rests:
-                self.average.resume()
-                self.resumed()
+            self._resume()
             self.model.begin_write()
 
     def at_step_end(self) -> None:
@@ -135,12 +131,15 @@ class CourierAlgorithm(ModelAlgorithm):
             self._rest()
         return several
 
+    def _resume(self) -> None:
+        if self.average.rests:
+            self.average.resume()
+            self.resumed()
+
     def _rest(self) -> None:
         with self._failing():
             # Others may have trained since the last rest, and need this rank until they have come here.
-            if self.average.rests:
-                self.average.resume()
-                self.resumed()
+            self._resume()
             self.average.rest()
             self.model.bring_in()
 
@@ -159,16 +158,8 @@ class CourierAlgorithm(ModelAlgorithm):
             if self._order is not None:
                 self._order.save()
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def _counters(self) -> EngineCounters:
-        return EngineCounters(self._steps, getattr(self, "_wait_seconds", 0.0), 0.0)
+        return EngineCounters(self._steps, self._wait_seconds, 0.0)
 
     @torch.no_grad()
     def _load(self, states: list[Any]) -> None:

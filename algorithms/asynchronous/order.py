@@ -41,7 +41,7 @@ class Order:
         self.events: list[Event] = []
 
     def is_next(self, event: Event) -> bool:
-        """Returns True if the record goes on with this event, or there is none.
+        """Returns True if the replayed record goes on with this event, or no record is replayed.
 
         Raises:
             CommunicationError: the record has ended, so that this run is another one.

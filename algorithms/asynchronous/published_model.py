@@ -54,7 +54,7 @@ class PublishedModel:
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns memory for a copy of each bucket, in the parameters' dtype."""
-        return [torch.zeros_like(bucket.flat) for bucket in self._flat.buckets]
+        return [torch.empty_like(bucket.flat) for bucket in self._flat.buckets]
 
     @contextlib.contextmanager
     def _beside_training(self, event: Event) -> Iterator[None]:

@@ -47,6 +47,7 @@ class _Rank:
         self.read = self.model.buffers()
         self.offered: dict[int, list[torch.Tensor]] = {}
         self.passes = self.steps = 0
+        self.received = -1
 
     def next_version(self) -> int:
         """The version for which the model is read now."""
@@ -56,16 +57,17 @@ class _Rank:
 @torch.no_grad()
 def _receive(rank: _Rank, execution: Execution, ranks: Sequence[_Rank]) -> bool:
     """Executes a version on a rank if all members have read their models; returns False if one has not."""
-    rows = [ranks[member].offered.get(execution.version) for member in execution.members]
-    if any(each is None for each in rows):
+    version, members = execution.version, [ranks[member] for member in execution.members]
+    if any(version not in member.offered for member in members):
         return False
     means = rank.model.buffers()
     for index, mean in enumerate(means):
-        if len(rows) == 1:
-            mean.copy_(rows[0][index])  # type: ignore[index]
-        else:
-            mean_of_rows(torch.stack([each[index] for each in rows if each is not None]), mean)
-    rank.model.receive(execution, rank.offered[execution.version], means)
+        mean_of_rows(torch.stack([member.offered[version][index] for member in members]), mean)
+    rank.model.receive(execution, rank.offered[version], means)
+    rank.received = version
+    if all(member.received >= version for member in members):
+        for member in members:
+            del member.offered[version]
     return True
 
 
@@ -164,11 +166,10 @@ class _Arrivals:
             execution = Execution(version, members, contributed, contributed == version)
             self.events[member].append(Event("receive", execution))
             self.next[member] = version + 1
-        if self._activate == "all" and not self.synchronises(version):
+        if self._activate == "all" and not synchronises:
             for other in range(self.size):
-                if self.next[other] <= version:
-                    while self.next[other] <= version and self.execute(self.next[other], other):
-                        pass
+                while self.next[other] <= version and self.execute(self.next[other], other):
+                    pass
         return True
 
 

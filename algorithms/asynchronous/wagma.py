@@ -92,7 +92,7 @@ class Wagma(CourierAlgorithm):
     def make_average(self, courier: Courier, model: PublishedModel) -> TriggeredAverage:
         """See `CourierAlgorithm.make_average`."""
         size = self._communicator.size
-        groups = self.groups or _groups(size, self.group or min(size, 1 << round(math.log2(size) / 2) or 1), self.seed)
+        groups = self.groups or _groups(size, max(2, self.group or 1 << round(math.log2(size) / 2)), self.seed)
         groups.check(self._communicator)
         self._version = -1
         self._triggered = TriggeredAverage(
@@ -133,6 +133,5 @@ class Wagma(CourierAlgorithm):
 
 
 def _groups(size: int, group: int, seed: int) -> Groups:
-    group = max(2, group)
     powers = all(not number & (number - 1) for number in (size, group))
     return Butterfly(size, group) if powers else Shuffled(size, group, seed)

@@ -183,16 +183,12 @@ class RoundAlgorithm(ModelAlgorithm):
             tell(self.mailbox, TAKES_PART, self._steps)
         self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
         self.rounds_begun += 1
-        try:
-            with torch.no_grad():
-                for bucket in self.buckets_of(turn):
-                    steps = self.exchange(bucket, self._turn)
-                    run = partial(_rest, next(steps, None), steps)
-                    label = f"bagua_kernels {self.name}, bucket {bucket.index}"
-                    self._tasks.append((bucket, self._runtime.start(bucket.index, run, label, self.several)))
-        except BaseException as error:
-            self._fail(error)
-            raise
+        with self._failing(), torch.no_grad():
+            for bucket in self.buckets_of(turn):
+                steps = self.exchange(bucket, self._turn)
+                run = partial(_rest, next(steps, None), steps)
+                label = f"bagua_kernels {self.name}, bucket {bucket.index}"
+                self._tasks.append((bucket, self._runtime.start(bucket.index, run, label, self.several)))
 
     def wait(self) -> None:
         """See `ModelAlgorithm.wait`."""
@@ -201,20 +197,16 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_failure()
         tasks, self._tasks = self._tasks, []
         self._under_way = False
-        try:
+        with self._failing(), torch.no_grad():
             self.flat.check()
-            with torch.no_grad():
-                for bucket, task in tasks:
-                    begin = time.perf_counter()
-                    # Each exchange is bounded by the mailbox's timeout.
-                    task.done.wait()
-                    self._wait_seconds += time.perf_counter() - begin
-                    task.check()
-                    # The buckets that follow are on their way meanwhile.
-                    self.merge(bucket, self._turn)
-        except BaseException as error:
-            self._fail(error)
-            raise
+            for bucket, task in tasks:
+                begin = time.perf_counter()
+                # Each exchange is bounded by the mailbox's timeout.
+                task.done.wait()
+                self._wait_seconds += time.perf_counter() - begin
+                task.check()
+                # The buckets that follow are on their way meanwhile.
+                self.merge(bucket, self._turn)
         self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
 
     @contextlib.contextmanager
