@@ -150,6 +150,14 @@ def rank(communicator: Communicator, case: Case, sleep: Sleep, pause: Callable[[
     courier = Courier(open_mailbox(communicator))
     model = make(courier, draws.randrange(PRIME), pause)
     executions: list[Execution] = []
+    own, synchronised = [int(model.x[0])], {}
+
+    def executed(execution: Execution) -> None:
+        executions.append(execution)
+        if average.synchronises(execution.version):
+            # On the courier's thread: by the time that this rank trains on, others may have started the next version.
+            synchronised[execution.version] = model.value()
+
     average = TriggeredAverage(
         courier,
         case.groups,
@@ -157,9 +165,8 @@ def rank(communicator: Communicator, case: Case, sleep: Sleep, pause: Callable[[
         model,
         activate=case.activate,  # type: ignore[arg-type]
         group_mean=lambda members, _, x, number: group_mean(courier.mailbox, members, x, number, mean=exact_mean),
-        on_execution=executions.append,
+        on_execution=executed,
     )
-    own, synchronised = [int(model.x[0])], {}
     courier.start()
     for version in range(case.steps[me]):
         sleep(case.pace[me] * draws.uniform(0.9, 1.1) + case.asleep.get((me, version), 0.0))
@@ -170,8 +177,6 @@ def rank(communicator: Communicator, case: Case, sleep: Sleep, pause: Callable[[
         average.arrive(version)
         average.wait(version)
         model.bring_in()
-        if average.synchronises(version):
-            synchronised[version] = model.x.clone()
     last = average.rest()
     model.bring_in()
     communicator.barrier().wait()
@@ -193,10 +198,8 @@ def check(case: Case, results: list[Result]) -> None:
         for me, line in enumerate(lines):
             assert me in line.members
             assert all(lines[peer].members == line.members for peer in line.members)
-    for version in results[0].synchronised:
-        found = [result.synchronised[version] for result in results if version in result.synchronised]
-        # All that are not at rest have the same model.
-        assert all(torch.equal(each, found[0]) for each in found)
+    for version, value in results[0].synchronised.items():
+        assert all(torch.equal(result.synchronised[version], value) for result in results)
     if case.period is not None and len({*case.steps}) == 1:
         assert max(line.staleness for result in results for line in result.executions) <= case.period - 1
 
