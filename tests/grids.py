@@ -19,7 +19,12 @@ Axis = Mapping[str, Any] | Iterable[Any]
 
 
 def grid(
-    *, where: Callable[..., bool] | None = None, cover: int = 2, indirect: Sequence[str] = (), **axes: Axis
+    *,
+    where: Callable[..., bool] | None = None,
+    cover: int = 2,
+    most: int | None = None,
+    indirect: Sequence[str] = (),
+    **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrizes a test by a product of axes.
 
@@ -31,6 +36,7 @@ def grid(
         where: returns True for a combination that can be tested, which it gets by name; by default each can.
         cover: the number of axes of which every combination of values is in the sample. With 1, each value is in it, which
             is enough where axes have nothing to do with each other.
+        most: with `--all`, as `cover` of another sample, in place of the full product; where an item takes seconds.
         indirect: the parameters that are passed to the fixture of their name, as for `pytest.mark.parametrize`.
         axes: the values of each parameter; a mapping gives their names in test ids, too. An axis called `a__b` sets the
             parameters `a` and `b` by tuples: `grid(a__b=[(1, 2), (3, 4)], c=[5, 6])`. Items with a value that has the mark `slow`
@@ -43,6 +49,7 @@ def grid(
         if where is None or where(**_arguments(axes, named, row))
     ]
     default = set(covering([row for row in rows if not _left_out(named, row)], cover))
+    everything = set(rows) if most is None else default.union(covering(rows, most))
     cases = [
         pytest.param(
             *_arguments(axes, named, row).values(),
@@ -50,7 +57,7 @@ def grid(
             marks=_marks(named, row, row in default),
         )
         for row in rows
-        if EVERYTHING or row in default
+        if row in (everything if EVERYTHING else default)
     ]
     return pytest.mark.parametrize(_parameters(axes), cases, indirect=indirect)
 

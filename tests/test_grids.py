@@ -73,6 +73,9 @@ def test_default_and_full_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert everything.args[0] == ["a", "b", "c", "d", "e"]
     assert items(everything) == full
     assert everything.args[1][0].id == "x-0-first-False"
+    limited = items(grid(where=where, most=3, **AXES))
+    assert set(sample) <= set(limited) < set(full)
+    assert combinations(limited, 3) == combinations(full, 3)
     # What the default run leaves out is marked, so that another run can do the rest.
     assert [case.values for case in everything.args[1] if not case.marks] == sample
 

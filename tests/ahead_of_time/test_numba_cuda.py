@@ -204,7 +204,7 @@ def multitensor_ptx(variant: Variant, sm: int, device: SimpleNamespace) -> str:
     return compiled(multitensor.kernel(variant), (*tables, *columns), sm, device)
 
 
-@grid(residual__start=SOURCES, dtype__sm=TARGETS, cover=1)
+@grid(residual__start=SOURCES, dtype__sm=TARGETS, cover=1, most=1)
 def test_encoding_of_chunks(residual: bool, start: bool, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
     kernel = chunks.kernel("encode", WHOLE, dtype, residual, start)
     floats, counts = (types.float32[::1],) * 2, (types.int64,) * 2

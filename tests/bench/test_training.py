@@ -116,9 +116,10 @@ def test_steps_on_links_with_a_delay() -> None:
     assert all(0.001 < seconds < 60 for seconds in found["seconds"].values())
     size = measure._GRADIENT_BYTES["small"]
     costs = {name: cost["bytes"] / size for name, cost in found["costs"].items()}
-    assert 1 < costs["decentralized"] < 1.3
-    # A quarter and the scales. What a rank's last messages leave after the count may be lacking.
-    assert 0.2 < costs["lowprec 8"] < 0.4
+    # What a rank's last messages leave after the count may be lacking.
+    assert 0.6 < costs["decentralized"] < 1.3
+    # A quarter and the scales.
+    assert 0.12 < costs["lowprec 8"] < 0.4
     assert all(found["costs"][name]["exchange"] > 0 for name in NEIGHBOURS)
     text = io.StringIO()
     report.show_delays(Console(file=text, width=150), [found])

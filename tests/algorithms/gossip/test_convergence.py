@@ -122,7 +122,7 @@ def reached(way: Way, deal: Deal, steps: int, seed: int) -> Reached:
 
 
 lengths = pytest.mark.parametrize(
-    ("steps", "seed"), [(130, 0), *(pytest.param(400, seed, marks=pytest.mark.slow) for seed in (1, 2))]
+    ("steps", "seed"), [(130, 0), pytest.param(400, 1, marks=pytest.mark.slow)]
 )
 
 

@@ -114,7 +114,7 @@ def test_killed_or_stopped(operation: str, fault: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@grid(operation=OPERATIONS, victim=[VICTIM, 0])
+@grid(operation=OPERATIONS, victim=[VICTIM, 0], most=1)
 def test_unplugged(operation: str, victim: int) -> None:
     """The unplugged rank raises too, though it cannot know whether it is itself that was cut off."""
     with on_hosts(repeat, [operation], RANKS, ENVIRONMENT) as hosts:
