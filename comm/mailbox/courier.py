@@ -44,8 +44,11 @@ class Courier:
         self.changed = mailbox.clock.condition()
         self._handlers: dict[int, Handler] = {_PING: lambda sender, _: self.post(sender, _PONG, b""), _PONG: _ignore}
         self._heard: dict[int, float] = {}
+        self._owing: dict[int, float] = {}
+        self._asked = 0.0
         self._works: list[Callable[[], bool]] = []
         self._timers: list[_Timer] = []
+        self._moment = math.inf
         self._ending = False
         self._lost: Mapping[int, str] = {}
         self._failure: BaseException | None = None
@@ -61,9 +64,12 @@ class Courier:
 
     def every(self, seconds: float, function: Callable[[], None]) -> None:
         """Calls a function at times that lie so far apart; those that are missed are left out."""
-        with self.changed:
-            self._timers.append(_Timer(seconds, function, self.mailbox.clock.now() + seconds))
+        self._timers.append(_Timer(seconds, function, self.mailbox.clock.now() + seconds))
         self.wake()
+
+    def look_at(self, moment: float) -> None:
+        """Lets the courier look whether there is work at a moment by the mailbox's clock, once; on the courier's thread."""
+        self._moment = min(self._moment, moment)
 
     def post(self, dst: int, kind: int, contents: bytes) -> None:
         """Sends a letter of a kind."""
@@ -89,6 +95,30 @@ class Courier:
             raise lost_error(name, [rank], self._lost)
         if self.mailbox.clock.now() - since > self.mailbox.timeout:
             raise late_error(name, self.mailbox.timeout, [rank], self._lost)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """The ranks that are lost, with the reasons, of which all that they had sent is handled."""
+        return self._lost
+
+    def silent(self, ranks: Collection[int]) -> list[int]:
+        """Returns those of some ranks that have answered nothing for the timeout; asks all of them, now and then.
+
+        On the courier's thread.
+
+        Args:
+            ranks: which owe this one something now; the time of each counts from the first call that names it.
+        """
+        now, timeout = self.mailbox.clock.now(), self.mailbox.timeout
+        self._owing = {rank: self._owing.get(rank, now) for rank in ranks}
+        if ranks and now >= self._asked + timeout / _LOOKS:
+            self._asked = now
+            for rank in ranks:
+                self.post(rank, _PING, b"")
+        return [rank for rank, since in self._owing.items() if self._is_silent(rank, since, now)]
+
+    def _is_silent(self, rank: int, since: float, now: float) -> bool:
+        return now - max(since, self._heard.get(rank, 0.0)) > self.mailbox.timeout + _PATIENCE
 
     def check(self) -> None:
         """Raises what ended the courier, as an error of this thread.
@@ -126,7 +156,7 @@ class Courier:
                 now = clock.now()
                 if needed is not None and now >= asked:
                     for rank in needed():
-                        if now - max(began, self._heard.get(rank, 0.0)) > timeout + _PATIENCE:
+                        if self._is_silent(rank, began, now):
                             raise late_error("a wait for other ranks", timeout, [rank], self._lost)
                         self.post(rank, _PING, b"")
                     asked = now + timeout / _LOOKS
@@ -150,12 +180,13 @@ class Courier:
     def _serve(self) -> None:
         try:
             while not self._ending:
-                lost = self.mailbox.lost()
                 letter = self.mailbox.take(self._until_timer())
-                if letter is None:
-                    # All that these had sent is handled.
-                    self._lost = lost
-                else:
+                if letter is None and (lost := self.mailbox.lost()) != self._lost:
+                    letter = self.mailbox.take(0.0)
+                    if letter is None:
+                        # All that these had sent is handled.
+                        self._lost = lost
+                if letter is not None:
                     sender, contents = letter
                     self._heard[sender] = self.mailbox.clock.now()
                     self._handlers[contents[0]](sender, contents[1:])
@@ -173,14 +204,12 @@ class Courier:
 
     def _until_timer(self) -> float:
         now = self.mailbox.clock.now()
-        with self.changed:
-            due = min((timer.due for timer in self._timers), default=math.inf)
+        due = min((timer.due for timer in list(self._timers)), default=math.inf)
+        due, self._moment = min(due, self._moment), math.inf
         return min(max(0.0, due - now), self.mailbox.timeout / _LOOKS)
 
     def _call_timers(self) -> None:
-        with self.changed:
-            timers = list(self._timers)
-        for timer in timers:
+        for timer in list(self._timers):
             now = self.mailbox.clock.now()
             if now >= timer.due:
                 timer.function()
