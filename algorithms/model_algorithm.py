@@ -18,7 +18,7 @@ from bagua_kernels.algorithms.rounds.points import Points, misfit
 from bagua_kernels.algorithms.rounds.states import averaged_states, load_states, module_state, put_module_state
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Mailbox, open_mailbox
+from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, open_mailbox
 from bagua_kernels.errors import follow_up
 
 BUCKET_BYTES = 10 << 20
@@ -145,6 +145,10 @@ class ModelAlgorithm(Algorithm):
         """Returns the vector whose mean over all ranks is that of the bucket's parameters."""
         return bucket.flat
 
+    def mean_of_ranks(self, vector: torch.Tensor) -> None:
+        """Replaces a vector of floating point by its mean over all ranks; collective."""
+        self._communicator.all_reduce(vector, ReduceOp.AVG).wait()
+
     def disagreement(self) -> float:
         """Returns the root mean square difference between a parameter here and at a neighbour, when they last met."""
         return 0.0
@@ -165,7 +169,7 @@ class ModelAlgorithm(Algorithm):
         Optimizer states stay local, unless `average_states` is True.
         """
         if self._in_place("synchronize()"):
-            put_means(self.module, self.flat, self.mean_source, self._communicator)
+            put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks)
             if self.average_states:
                 self._optimizer.load_state_dict(averaged_states(self._optimizer.state_dict(), self._communicator))
             self.restart()
@@ -179,7 +183,7 @@ class ModelAlgorithm(Algorithm):
         several = self._in_place("averaged()")
         with restored(self.module, self.flat):
             if several:
-                put_means(self.module, self.flat, self.mean_source, self._communicator)
+                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks)
             yield
 
     @torch.no_grad()

@@ -30,6 +30,10 @@ class DiLoCo(OuterLoop):
     the whole model at once.
 
     With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
+
+    With `momentum_every` N, step 3 is start -= outer_lr d / N. After each N-th, m = outer_momentum m + (the sum of the last N
+    d) / N; start -= outer_lr outer_momentum m. This delayed Nesterov bears the stale pseudo-gradients of a `quorum`
+    (Liu et al., 2024, algorithm 3).
     """
 
     name = "diloco"
@@ -43,6 +47,7 @@ class DiLoCo(OuterLoop):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         fragments: int = 1,
+        momentum_every: int = 1,
         **options: Unpack[OuterOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -54,6 +59,7 @@ class DiLoCo(OuterLoop):
             outer_lr: of step 3. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
             outer_momentum: of step 3, at least 0 and below 1.
             fragments: a divisor of `interval`; `delay` is less than `interval` / `fragments`.
+            momentum_every: outer steps of which the last one uses the momentum.
             **options: as for `OuterLoop`.
 
         Raises:
@@ -63,7 +69,10 @@ class DiLoCo(OuterLoop):
         check_outer(outer_lr, outer_momentum)
         if fragments < 1 or interval % fragments:
             raise ValueError(f"fragments must divide interval, got {fragments=} and {interval=}")
+        if momentum_every < 1:
+            raise ValueError(f"momentum_every must be at least 1, got {momentum_every=}")
         self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
+        self.momentum_every = momentum_every
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._fragment = fragments_of(names, fragments)
         super().__init__(module, optimizer, interval=interval // fragments, **options)
@@ -84,4 +93,12 @@ class DiLoCo(OuterLoop):
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""
         momentum = self.flat.kept(bucket, "outer_momentum")
+        if (every := self.momentum_every) > 1:
+            gathered = self.flat.kept(bucket, "gathered").add_(mean)
+            start.sub_(mean, alpha=self.outer_lr / every)
+            if (turn // self.fragments + 1) % every == 0:
+                momentum.mul_(self.outer_momentum).add_(gathered, alpha=1 / every)
+                start.sub_(momentum, alpha=self.outer_lr * self.outer_momentum)
+                gathered.zero_()
+            return
         elementwise.apply(NESTEROV, [start, momentum, mean], [self.outer_lr, self.outer_momentum])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -13,9 +13,12 @@ from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchan
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.vectors import Named, mean_of
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
-from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
+from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.local_steps.kind import Kind, kind_of
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
-from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Schedule, Scheduled
+from bagua_kernels.algorithms.local_steps.quorum_merges import only_codec
+from bagua_kernels.algorithms.local_steps.quorum_rounds import QuorumRounds
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.launchers import elementwise
@@ -30,6 +33,8 @@ class LoopOptions(TypedDict, total=False):
     blend: float | None
     sync_state: tuple[int, int] | None
     by_speed: bool
+    quorum: int | None
+    grace: float
     communicator: Communicator | None
     bucket_bytes: int
     average_states: bool
@@ -51,19 +56,7 @@ class OuterOptions(DenseOptions, total=False):
     error_feedback: bool | None
 
 
-class Kind(NamedTuple):
-    """What the parameters of a bucket have in common.
-
-    Attributes:
-        part: see `OuterLoop.part`.
-        schedule: of the codecs that encode their pseudo-gradients; None if none does.
-    """
-
-    part: int
-    schedule: Schedule | None
-
-
-class OuterLoop(LocalRounds):
+class OuterLoop(QuorumRounds):
     """Base of the algorithms that take many steps alone, and then one together (DiLoCo, Douillard et al., 2023).
 
     All ranks have the same outer parameters, `start`, in float32. After each `interval` optimizer's steps:
@@ -80,9 +73,20 @@ class OuterLoop(LocalRounds):
     With `by_speed` a rank of half the speed takes half as many steps, and has half the weight in step 2: nobody waits for it.
     `RoundSampler` deals the data accordingly.
 
+    With `quorum` a rank waits for no more ranks than that, whatever the others do or whether they are lost (Decoupled DiLoCo,
+    2026). In place of step 2:
+
+    - Ranks post their pseudo-gradients to all others, with the weight samples^2 / steps.
+    - As soon as `quorum` ranks have, and `grace` seconds later at most, all ranks take the mean of what has been posted. What is
+      posted later counts in the next mean.
+    - A rank waits until there is a mean since its last round. If it is late there may be several: it takes an outer step by each.
+    - Collective calls wait for all ranks that are left, which meanwhile train on. There a rank that has few steps is waited for.
+
     Attributes:
         delay: optimizer's steps from the beginning of an exchange to the use of its result.
         blend: the share of x in step 4; None for the sum.
+        quorum: ranks whose pseudo-gradients are enough for a step; None for all.
+        grace: seconds for which a quorum waits for further ranks.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class OuterLoop(LocalRounds):
         sync_state: tuple[int, int] | None = None,
         penalty: Penalty | None = None,
         by_speed: bool = False,
+        quorum: int | None = None,
+        grace: float = 0.0,
         communicator: Communicator | None = None,
         bucket_bytes: int = 10 << 20,
         average_states: bool = False,
@@ -125,6 +131,8 @@ class OuterLoop(LocalRounds):
                 stands for each third and each sixth exchange of all parameters. None: they stay local.
             penalty: for pseudo-gradients with large norms; None for none.
             by_speed: True if ranks take steps in proportion to their speeds, of which `interval` is the mean then.
+            quorum: ranks whose pseudo-gradients are enough for an outer step; None for all.
+            grace: seconds for which a quorum waits for further ranks.
             communicator: as for `Algorithm`.
             bucket_bytes: as for `ModelAlgorithm`.
             average_states: as for `ModelAlgorithm`.
@@ -150,6 +158,8 @@ class OuterLoop(LocalRounds):
             sync_state=sync_state,
             penalty=penalty,
             by_speed=by_speed,
+            quorum=quorum,
+            grace=grace,
             interval=interval,
             communicator=communicator,
             bucket_bytes=bucket_bytes,
@@ -195,9 +205,13 @@ class OuterLoop(LocalRounds):
             )
             self._differences.append(difference)
             self._exchanges.append(self.exchange_for(difference, self.rounds))
+        self.open_quorum(mailbox, self._exchanges)
 
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
-        """Returns what replaces a bucket of pseudo-gradients by their mean over all ranks."""
+        """Returns what replaces a bucket of pseudo-gradients by their mean; a `GatheredMean` for a quorum."""
+        if self.quorum is not None:
+            codec, feedback = only_codec(difference.kind), self.feedback
+            return GatheredMean(difference, communicator, codec, feedback.workers, feedback.seed)
         if difference.kind is None:
             return Mean(difference, communicator)
         return CompressedExchange(difference, communicator, self._policy, self.feedback)
@@ -217,7 +231,10 @@ class OuterLoop(LocalRounds):
         self.take_difference(bucket, difference)
         if self._rebases:
             self._sent(bucket).copy_(bucket.flat)
-        return self.weighed(difference, self._exchanges[bucket.index].run(turn))
+        if self.quorum is None:
+            return self.weighed(difference, self._exchanges[bucket.index].run(turn))
+        self.post(bucket, turn)
+        return iter(())
 
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """Takes a bucket's pseudo-gradient, on the training thread.
@@ -231,8 +248,9 @@ class OuterLoop(LocalRounds):
 
     def merge(self, bucket: Bucket, turn: int) -> None:
         """See `RoundAlgorithm.merge`."""
-        start, difference = self.start(bucket), self._differences[bucket.index]
-        self.outer_step(bucket, start, difference.flat, turn)
+        start, own = self.start(bucket), (turn, self._differences[bucket.index].flat)
+        for number, mean in [own] if self.quorum is None else self.merged(bucket):
+            self.outer_step(bucket, start, mean, number)
         if self.blend:
             elementwise.apply(BLENDED, [bucket.flat, start], [self.blend])
         elif self._rebases:
@@ -264,9 +282,4 @@ class OuterLoop(LocalRounds):
         self.flat.load(mean)
         for exchange in self._exchanges:
             exchange.load(residuals)
-
-
-def kind_of(bucket: Bucket) -> Kind:
-    """Returns what the parameters of a bucket have in common."""
-    assert isinstance(bucket.kind, Kind)
-    return bucket.kind
+        self.load_quorum(states[0]["numbers"])

@@ -31,6 +31,8 @@ class SlowMo(OuterLoop):
     """
 
     name = "slow_mo"
+    # Ranks agree on a learning rate in each round.
+    takes_quorum = False
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Literal, Unpack
 import torch
 
 from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.local_steps.gathered_mean import SparseMean
 from bagua_kernels.algorithms.local_steps.outer_loop import Kind, LoopOptions, OuterLoop
 from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.algorithms.registry import register
@@ -111,13 +111,13 @@ class SparseLoCo(OuterLoop):
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         """See `OuterLoop.exchange_for`."""
         if difference.kind == self.assignment.default:
-            return GatheredMean(difference, communicator, self.codec, self.reduce == "contributors")
+            return SparseMean(difference, communicator, self.codec, self.reduce == "contributors")
         return super().exchange_for(difference, communicator)
 
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """See `OuterLoop.take_difference`; one pass makes the payload and the residual."""
         exchange = self._exchanges[bucket.index]
-        if isinstance(exchange, GatheredMean) and self._communicator.size > 1:
+        if isinstance(exchange, SparseMean) and self._communicator.size > 1:
             self.codec.encode_outer(
                 self.start(bucket), bucket.flat, self._residual(bucket), self.beta, out=exchange.payload
             )
@@ -130,7 +130,7 @@ class SparseLoCo(OuterLoop):
 
     def residual_norm(self) -> float:
         """See `Algorithm.residual_norm`: of sparse and of dense parameters."""
-        sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], GatheredMean))
+        sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], SparseMean))
         return math.hypot(super().residual_norm(), *(float(self._residual(bucket).norm()) for bucket in sparse))
 
     def _residual(self, bucket: Bucket) -> torch.Tensor:

@@ -9,30 +9,31 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.algorithms.wrapping.replicas import average_by
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 
 Source = Callable[[Bucket], torch.Tensor]
+Mean = Callable[[torch.Tensor], None]  # replaces a vector by its mean over ranks
 
 
 @torch.no_grad()
-def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, communicator: Communicator) -> None:
-    """Writes means over all ranks into parameters, and into buffers of floating point; collective.
+def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mean: Mean) -> None:
+    """Writes means over ranks into parameters, and into buffers of floating point; collective.
 
     Args:
         module: with the buffers, which get no new version for autograd.
         flat: its parameters.
         source: returns the vector of a bucket whose mean is taken, in float32 at least.
-        communicator: of all ranks.
+        mean: of one vector; collective.
     """
     flat.check()
     for bucket in flat.buckets:
         vector = source(bucket)
-        mean = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
-        communicator.all_reduce(mean, ReduceOp.AVG).wait()
-        bucket.flat.copy_(mean)
-    average(_floating_buffers(module), communicator, write=_write)
+        wide = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
+        mean(wide)
+        bucket.flat.copy_(wide)
+    average_by(mean, _floating_buffers(module), write=_write)
 
 
 @contextlib.contextmanager

@@ -147,10 +147,22 @@ def synchronize(
 def average(tensors: Sequence[torch.Tensor], communicator: Communicator, write: Write = torch.Tensor.copy_) -> None:
     """Replaces tensors of floating point by their means over all ranks, and others by rank 0's; many in one message."""
     synchronize([t for t in tensors if not t.is_floating_point()], communicator, write=write)
-    for dtype in sorted({t.dtype for t in tensors if t.is_floating_point()}, key=str):
+    average_by(
+        lambda vector: communicator.all_reduce(vector, ReduceOp.AVG).wait(),
+        [t for t in tensors if t.is_floating_point()],
+        write=write,
+    )
+
+
+@torch.no_grad()
+def average_by(
+    mean: Callable[[torch.Tensor], None], tensors: Sequence[torch.Tensor], write: Write = torch.Tensor.copy_
+) -> None:
+    """Replaces tensors of floating point by what a function makes of one vector of all those of a dtype."""
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
         parts = [t for t in tensors if t.dtype == dtype]
         together = torch.cat([t.detach().reshape(-1) for t in parts])
-        communicator.all_reduce(together, ReduceOp.AVG).wait()
+        mean(together)
         for tensor, mean in zip(parts, together.split([t.numel() for t in parts]), strict=True):
             write(tensor, mean.view(tensor.shape))
 
