@@ -157,6 +157,9 @@ class QuorumRounds(LocalRounds):
         """See `Algorithm.close`; with a quorum, waits until all ranks that are left have come here."""
         if self._merges is not None and not self._closed and self._failure is None:
             self._in_place("close()")
+            if len(self._left) < self._communicator.size:
+                for each in self._communicators():
+                    each.abort("other ranks were lost")  # which do not come to a farewell
         super().close()
 
     def _stop(self) -> None:

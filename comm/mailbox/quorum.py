@@ -22,6 +22,7 @@ _KEY = struct.Struct("<iq")  # rank, number
 _PLACE = struct.Struct("<q")
 _HEAD = struct.Struct("<qBi")  # place in the log, what it is, part or rank
 _MOST_BUCKETS = 1 << 20
+_LOOK = 0.25  # seconds after which a rank that waits looks whether others are lost
 
 Key = tuple[int, int]  # of a post: its rank, and its number among those of the rank
 
@@ -245,6 +246,9 @@ class Quorum:
                 self._commit(_What.LEAVE_OUT, rank, [])
             else:
                 self._leave_out({rank})
+        if self._posts or self._me in self._resting:
+            # No letter tells of a loss, which may be what this rank waits for.
+            self._courier.look_at(self._mailbox.clock.now() + _LOOK)
         return False
 
     def _leave_out(self, ranks: Collection[int]) -> None:

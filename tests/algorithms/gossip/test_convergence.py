@@ -121,9 +121,7 @@ def reached(way: Way, deal: Deal, steps: int, seed: int) -> Reached:
     return everyone[0]
 
 
-lengths = pytest.mark.parametrize(
-    ("steps", "seed"), [(130, 0), pytest.param(400, 1, marks=pytest.mark.slow)]
-)
+lengths = pytest.mark.parametrize(("steps", "seed"), [(130, 0), pytest.param(400, 1, marks=pytest.mark.slow)])
 
 
 @pytest.mark.slow

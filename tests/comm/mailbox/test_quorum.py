@@ -16,10 +16,10 @@ import torch
 from bagua_kernels.comm import Communicator, Schedule, open_mailbox, run_ranks
 from bagua_kernels.comm.mailbox import quorum as quorum_module
 from bagua_kernels.comm.mailbox.courier import Courier
-from bagua_kernels.comm.mailbox.quorum import Post, Quorum
+from bagua_kernels.comm.mailbox.quorum import Quorum
 from bagua_kernels.errors import CommunicationError
-from tests.comm.mailbox.common import over_sockets
 from tests.comm.backends.sockets.common import leaving_nothing
+from tests.comm.mailbox.common import over_sockets
 
 Line = tuple[int, tuple[tuple[int, int], ...]]  # part, and the posts of a merge
 
