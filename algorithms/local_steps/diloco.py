@@ -8,7 +8,8 @@ from typing import Unpack
 import torch
 
 from bagua_kernels.algorithms.local_steps.fragments import fragments_of
-from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions, kind_of
+from bagua_kernels.algorithms.local_steps.kind import kind_of
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_nesterov import check_outer
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket

@@ -210,7 +210,7 @@ class OuterLoop(QuorumRounds):
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         """Returns what replaces a bucket of pseudo-gradients by their mean; a `GatheredMean` for a quorum."""
         if self.quorum is not None:
-            codec, feedback = only_codec(difference.kind), self.feedback
+            codec, feedback = only_codec(kind_of(self.flat.buckets[difference.index]).schedule), self.feedback
             return GatheredMean(difference, communicator, codec, feedback.workers, feedback.seed)
         if difference.kind is None:
             return Mean(difference, communicator)

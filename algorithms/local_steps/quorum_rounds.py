@@ -80,6 +80,10 @@ class QuorumRounds(LocalRounds):
             return
         if self.quorum > mailbox.size:
             raise ValueError(f"quorum must be at most the number of ranks, {mailbox.size}, got {self.quorum}")
+        if mailbox.device.type != "cpu":
+            raise ValueError(
+                f"a quorum needs messages that are matched by number, which NCCL does not have: leave out {self.quorum=}"
+            )
         gathered = [exchange for exchange in exchanges if isinstance(exchange, GatheredMean)]
         parts = [kind_of(bucket).part for bucket in self.flat.buckets]
         self._merges = QuorumMerges(mailbox, self.quorum, self.grace, gathered, parts)

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions, kind_of
+from bagua_kernels.algorithms.local_steps.kind import kind_of
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp, Work

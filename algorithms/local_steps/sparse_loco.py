@@ -9,7 +9,8 @@ import torch
 
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.local_steps.gathered_mean import SparseMean
-from bagua_kernels.algorithms.local_steps.outer_loop import Kind, LoopOptions, OuterLoop
+from bagua_kernels.algorithms.local_steps.kind import Kind
+from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
 from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket

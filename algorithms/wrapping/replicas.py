@@ -163,8 +163,8 @@ def average_by(
         parts = [t for t in tensors if t.dtype == dtype]
         together = torch.cat([t.detach().reshape(-1) for t in parts])
         mean(together)
-        for tensor, mean in zip(parts, together.split([t.numel() for t in parts]), strict=True):
-            write(tensor, mean.view(tensor.shape))
+        for tensor, part in zip(parts, together.split([t.numel() for t in parts]), strict=True):
+            write(tensor, part.view(tensor.shape))
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class Quorum:
     """Merges the posts of ranks as soon as enough of them have one, in one order (after Decoupled DiLoCo, 2026).
 
     1. A rank sends its post to all others, and goes on.
-    2. Each rank tells the leader what it has received. The leader is the lowest rank that is not lost.
+    2. Each rank sends word to the leader of what it has received. The leader is the lowest rank that is not lost.
     3. Posts that all have are complete. When `count` ranks have complete posts, the leader waits for those of the others, for
        `grace` seconds at most. It does not wait for ranks at rest, see `rest`.
     4. It then sends the list of these posts, with a number. Each rank sends a list on once. All merge the same posts.
@@ -132,13 +132,14 @@ class Quorum:
         self._courier.check()
         _synchronize(self._mailbox.device)
         mine = Post(self._me, next(self._own), part, weight, list(payloads), self._mailbox.clock.now())
+        with self._courier.changed:
+            # First, for others may merge it as soon as they have it.
+            self._posts[self._me, mine.number] = mine
         for peer in self._others():
             for index, payload in enumerate(mine.payloads):
                 # Those who receive it wait for it, so that nothing has to be waited for here.
                 self._mailbox.exchange({}, {peer: payload}, mine.number * _MOST_BUCKETS + index)
             self._courier.post(peer, _POST, _POST_BODY.pack(mine.number, part, weight))
-        with self._courier.changed:
-            self._posts[self._me, mine.number] = mine
         self._courier.wake()
 
     def wait(self, part: int, merges: int) -> None:
@@ -176,13 +177,16 @@ class Quorum:
         self._courier.wake()
         while True:
             self._courier.wait_for(partial(self._has_moved, dict(self._merges)))
-            ended = self._ended
+            ended = self._end_of_rest()
             look()
             if ended is not None:
                 return ended
 
     def _has_moved(self, merges: Mapping[int, int]) -> bool:
         return self._ended is not None or self._merges != merges
+
+    def _end_of_rest(self) -> list[int] | None:
+        return self._ended
 
     def _others(self) -> list[int]:
         return sorted(self.members - {self._me})
@@ -191,7 +195,7 @@ class Quorum:
         self._coming.append((sender, *_POST_BODY.unpack(body)))
 
     def _receive(self) -> bool:
-        """Receives the next post's payloads, and tells the leader."""
+        """Receives the next post's payloads, and sends word of that to the leader."""
         if not self._coming:
             return False
         rank, number, part, weight = self._coming.pop(0)
@@ -247,7 +251,7 @@ class Quorum:
             else:
                 self._leave_out({rank})
         if self._posts or self._me in self._resting:
-            # No letter tells of a loss, which may be what this rank waits for.
+            # A loss brings no letter, and may be what this rank waits for.
             self._courier.look_at(self._mailbox.clock.now() + _LOOK)
         return False
 
@@ -296,7 +300,7 @@ class Quorum:
         return self.members <= self._told
 
     def _hear_ask(self, sender: int, body: bytes) -> None:
-        """Tells a new leader what this rank has. Entries of the last leader were sent on before, and arrive before."""
+        """Answers a new leader with what this rank has. Entries of the last leader were sent on before, and arrive before."""
         if gone := {rank for rank in self.members if rank < sender}:
             self._leave_out(gone)
         with self._courier.changed:

@@ -18,7 +18,7 @@ from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum_merges import QuorumMerges
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Schedule, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from bagua_kernels.errors import RankLostError
 from tests.algorithms.gossip.common import Quadratic, Task, falling, flat
@@ -309,3 +309,26 @@ def test_what_does_not_fit_is_refused(kind: Any, options: dict[str, Any], text: 
             kind(module, torch.optim.SGD(module.parameters(), lr=0.1), communicator=communicator, **options)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_virtual_clock_repeats_whole_trainings(seed: int) -> None:
+    def trained_once() -> list[list[torch.Tensor]]:
+        schedule = Schedule(seed, latency=lambda draws: draws.uniform(0, 2))
+
+        def rank(communicator: Communicator) -> list[torch.Tensor]:
+            module, optimizer, model = made(communicator, quorum=2, grace=0.5, fragments=2)
+            for number in range(4 + 3 * communicator.rank):
+                step(model, optimizer, 10 * number + communicator.rank)
+                schedule.sleep(1.0 + communicator.rank % 2)
+            model.synchronize()
+            model.close()
+            return everything(module)
+
+        return run_ranks(4, rank, timeout=1000.0, schedule=schedule)
+
+    first, again = trained_once(), trained_once()
+    assert all(
+        torch.equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert all(torch.equal(a, b) for one in first for a, b in zip(one, first[0], strict=True))
