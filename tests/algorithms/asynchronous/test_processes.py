@@ -52,7 +52,7 @@ def parameters(outputs: list[Any]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_a_recorded_run_is_recomputed_and_repeated(size: int, tmp_path: Path) -> None:
     first = parameters(run_processes(recorded, size, args=(str(tmp_path / "a"), None), timeout=100))
     records = [load(file_of(tmp_path / "a", rank)) for rank in range(size)]

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TypeVar
 
 import pytest
@@ -21,6 +22,16 @@ T = TypeVar("T")
 HEADER = struct.Struct("<QQIQQQ")
 FRAME = struct.Struct("<BI")
 LETTER, LEAVE, PING, PONG = range(4)
+
+
+def schedules(count: int) -> pytest.MarkDecorator:
+    """Parametrizes a test by `seeds` of random schedules: twelve by default, in pieces of up to fifty with `--all`."""
+    bounds = [0, 12, *range(50, count + 1, 50)]
+    pieces = [range(*ends) for ends in pairwise(bounds)]
+    return pytest.mark.parametrize(
+        "seeds",
+        [pytest.param(each, id=str(each.start), marks=pytest.mark.slow if each.start else ()) for each in pieces],
+    )
 
 
 def over_sockets(communicator: Communicator) -> SocketMailbox:

@@ -11,14 +11,14 @@ import torch
 from bagua_kernels.comm import run_ranks
 from tests.comm.backends.sockets.common import leaving_nothing
 from tests.comm.mailbox import pairwise_runs
-from tests.comm.mailbox.common import over_sockets
+from tests.comm.mailbox.common import over_sockets, schedules
 from tests.comm.mailbox.pairwise_runs import check, rank, scheduled
 from tests.comm.mailbox.triggered_runs import PRIME, Model
 
 
-@pytest.mark.parametrize("first", [pytest.param(k, marks=pytest.mark.slow if k else ()) for k in range(0, 1000, 50)])
-def test_random_schedules(first: int) -> None:
-    for seed in range(first, first + 50):
+@schedules(1000)
+def test_random_schedules(seeds: range) -> None:
+    for seed in seeds:
         check(scheduled(seed)[1])
 
 

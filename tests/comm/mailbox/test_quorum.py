@@ -19,7 +19,7 @@ from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.quorum import Quorum
 from bagua_kernels.errors import CommunicationError
 from tests.comm.backends.sockets.common import leaving_nothing
-from tests.comm.mailbox.common import over_sockets
+from tests.comm.mailbox.common import over_sockets, schedules
 
 Line = tuple[int, tuple[tuple[int, int], ...]]  # part, and the posts of a merge
 
@@ -167,20 +167,16 @@ def scheduled(case: Case) -> None:
     check(case, run_ranks(case.size, rank, case, schedule.sleep, timeout=200.0, schedule=schedule))
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=pytest.mark.slow if first else ()) for first in range(0, 400, 40)]
-)
-def test_random_schedules(first: int) -> None:
-    for seed in range(first, first + 40):
+@schedules(400)
+def test_random_schedules(seeds: range) -> None:
+    for seed in seeds:
         scheduled(Case.draw(seed))
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=pytest.mark.slow if first else ()) for first in range(0, 400, 40)]
-)
-def test_random_schedules_with_losses(first: int) -> None:
+@schedules(400)
+def test_random_schedules_with_losses(seeds: range) -> None:
     """Also of leaders, one after the other, and in the middle of an entry that some have got."""
-    for seed in range(first, first + 40):
+    for seed in seeds:
         scheduled(Case.draw(seed, losses=True))
 
 
