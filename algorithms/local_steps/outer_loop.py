@@ -73,8 +73,8 @@ class OuterLoop(QuorumRounds):
     With `by_speed` a rank of half the speed takes half as many steps, and has half the weight in step 2: nobody waits for it.
     `RoundSampler` deals the data accordingly.
 
-    With `quorum` a rank waits for no more ranks than that, whatever the others do or whether they are lost (Decoupled DiLoCo,
-    2026). In place of step 2:
+    With `quorum` a rank waits for the training of no more ranks than that, and goes on without those that are lost (Decoupled
+    DiLoCo, 2026). In place of step 2:
 
     - Ranks post their pseudo-gradients to all others, with the weight samples^2 / steps.
     - As soon as `quorum` ranks have, and `grace` seconds later at most, all ranks take the mean of what has been posted. What is

@@ -119,11 +119,14 @@ class QuorumMerges:
         return self._quorum.rest(look)
 
     def numbers(self) -> dict[str, float]:
-        """Returns what a checkpoint contains of it: the number of merges of each part that were used."""
-        return {f"merges {part}": float(self._earlier[part] + self._used[part]) for part in self._exchanges}
+        """Returns what a checkpoint contains of it: the number of posts, and of merges of each part that were used."""
+        merges = {f"merges {part}": float(self._earlier[part] + self._used[part]) for part in self._exchanges}
+        return {"posts": float(self._posts), **merges}
 
     def load(self, numbers: Mapping[str, float]) -> None:
         """Restores what `numbers` returned."""
+        # Seeds of what is encoded go on.
+        self._posts = int(numbers.get("posts", 0))
         for part in self._exchanges:
             self._earlier[part] = int(numbers.get(f"merges {part}", 0)) - self._used[part]
 

@@ -20,6 +20,7 @@ from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.group_mean import group_mean
+from bagua_kernels.errors import RankLostError
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import REBASED
 
@@ -58,7 +59,7 @@ class QuorumRounds(LocalRounds):
         self._merges: QuorumMerges | None = None
         self._merged: dict[int, list[Merged]] = {}
         self._left: Sequence[int] = ()
-        self._means = 0
+        self._means = self._posted_at = 0
         super().__init__(module, optimizer, sync_state=sync_state, penalty=penalty, by_speed=by_speed, **options)
 
     @abc.abstractmethod
@@ -104,8 +105,15 @@ class QuorumRounds(LocalRounds):
             yield each.number * self.fragments + kind_of(bucket).part, each.means[bucket.index]
 
     def _weight(self) -> float:
-        samples = self._samples or float(self.interval)
-        return samples * samples / self.interval if self.weighs else 1.0
+        steps = float(self._steps + 1 - self._posted_at)
+        self._posted_at = self._steps + 1
+        samples = self._samples or steps
+        return samples * samples / steps if self.weighs else 1.0
+
+    def _take_steps(self, steps: int) -> None:
+        """See `Algorithm._take_steps`."""
+        super()._take_steps(steps)
+        self._posted_at = next((step + 1 for step in range(steps - 1, -1, -1) if self.turn_at(step) is not None), 0)
 
     def wait(self) -> None:
         """See `ModelAlgorithm.wait`."""
@@ -137,6 +145,12 @@ class QuorumRounds(LocalRounds):
         if several and self._merges is not None:
             with self._failing():
                 self._left = self._merges.rest(self._catch_up)
+            gone = sorted({*range(self._communicator.size)} - {*self._left})
+            if gone and (call == "consensus()" or (call == "synchronize()" and self.average_states)):
+                raise RankLostError(
+                    f"{call} needs all ranks, of which {gone} are lost: leave out average_states=True, or take averaged()",
+                    gone,
+                )
         return several
 
     def mean_of_ranks(self, vector: torch.Tensor) -> None:
@@ -145,8 +159,8 @@ class QuorumRounds(LocalRounds):
             super().mean_of_ranks(vector)
             return
         # Communicators of all ranks have failed.
-        group_mean(self.mailbox, self._left, vector, _MEANS + 2 * self._means)
         self._means += 1
+        group_mean(self.mailbox, self._left, vector, _MEANS + 2 * self._means)
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

@@ -118,7 +118,7 @@ class SparseLoCo(OuterLoop):
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """See `OuterLoop.take_difference`; one pass makes the payload and the residual."""
         exchange = self._exchanges[bucket.index]
-        if isinstance(exchange, SparseMean) and self._communicator.size > 1:
+        if isinstance(exchange, SparseMean) and (self._communicator.size > 1 or self.quorum is not None):
             self.codec.encode_outer(
                 self.start(bucket), bucket.flat, self._residual(bucket), self.beta, out=exchange.payload
             )

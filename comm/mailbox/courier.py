@@ -186,10 +186,12 @@ class Courier:
                     if letter is None:
                         # All that these had sent is handled.
                         self._lost = lost
-                if letter is not None:
+                while letter is not None:
                     sender, contents = letter
                     self._heard[sender] = self.mailbox.clock.now()
                     self._handlers[contents[0]](sender, contents[1:])
+                    # All of them, before anything is said to be late.
+                    letter = self.mailbox.take(0.0)
                 self._call_timers()
                 for function in self._works:
                     while not self._ending and function():

@@ -13,15 +13,17 @@ import torch
 
 from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.mailbox import late_error, lost_error
+from bagua_kernels.comm.work import Work
 from bagua_kernels.errors import CommunicationError, RankLostError
 
 # Kinds of letters.
-_POST, _HELD, _REST, _ENTRY, _ASK, _TOLD = range(48, 54)
+_POST, _HELD, _REST, _ENTRY, _ASK, _TOLD, _GONE = range(48, 55)
 _POST_BODY = struct.Struct("<qid")  # number, part, weight
 _KEY = struct.Struct("<iq")  # rank, number
 _PLACE = struct.Struct("<q")
 _HEAD = struct.Struct("<qBi")  # place in the log, what it is, part or rank
 _MOST_BUCKETS = 1 << 20
+_POLL = 0.005  # seconds from one look at payloads under way to the next
 _LOOK = 0.25  # seconds after which a rank that waits looks whether others are lost
 
 Key = tuple[int, int]  # of a post: its rank, and its number among those of the rank
@@ -45,7 +47,6 @@ class Post:
         part: of the model.
         weight: in the mean.
         payloads: one for each bucket of the part.
-        since: when it was here.
     """
 
     rank: int
@@ -53,7 +54,6 @@ class Post:
     part: int
     weight: float
     payloads: list[torch.Tensor]
-    since: float
 
 
 class Quorum:
@@ -61,12 +61,12 @@ class Quorum:
 
     1. A rank sends its post to all others, and goes on.
     2. Each rank sends word to the leader of what it has received. The leader is the lowest rank that is not lost.
-    3. Posts that all have are complete. When `count` ranks have complete posts, the leader waits for those of the others, for
-       `grace` seconds at most. It does not wait for ranks at rest, see `rest`.
+    3. Posts that all have are complete: a slow line delays merges, slow training does not. When `count` ranks have complete
+       posts, the leader waits for those of the others, for `grace` seconds at most. Ranks at rest are not waited for, see `rest`.
     4. It then sends the list of these posts, with a number. Each rank sends a list on once. All merge the same posts.
     5. A post that completes later belongs to the next merge. One of a lost rank counts if all others have it.
-    6. A rank that answers nothing for the mailbox's timeout is left out from then on. If it is the leader, the next one asks all
-       others what they have before it decides anything.
+    6. A rank that is lost to another one, or answers nothing for the mailbox's timeout, is left out from then on. If it is the
+       leader, the next one asks all others what they have before it decides anything.
 
     Attributes:
         members: the ranks that are not lost or left out, as far as this one knows.
@@ -96,15 +96,19 @@ class Quorum:
         self.members = frozenset(range(self._mailbox.size))
         self._own = itertools.count()
         self._posts: dict[Key, Post] = {}
-        self._coming: list[tuple[int, int, int, float]] = []
+        self._arriving: dict[Key, tuple[Post, list[Work]]] = {}
         self._merges: dict[int, int] = {}
         self._log = 0  # entries so far
+        self._last = b""  # of them
+        self._changed_at = self._mailbox.clock.now()  # the members
         self._resting: frozenset[int] = frozenset()
         self._ended: list[int] | None = None  # the ranks that are left at the end of this rest
-        # What a leader knows: who has which posts, since when a part has had enough, and who has told a new leader what it has.
+        # What a leader knows: who has which posts, since when there are enough, and who has told a new leader what it has.
         self._holders: dict[Key, set[int]] = {}
-        self._enough: dict[int, float] = {}
+        self._enough: float | None = None
         self._told: set[int] | None = None
+        self._to_leave_out: set[int] = set()
+        self._reported: set[int] = set()  # to the leader, as lost
         for kind, handler in (
             (_POST, self._hear_post),
             (_HELD, self._hear_held),
@@ -112,6 +116,7 @@ class Quorum:
             (_ENTRY, self._hear_entry),
             (_ASK, self._hear_ask),
             (_TOLD, self._hear_told),
+            (_GONE, self._hear_gone),
         ):
             courier.on(kind, handler)
         for work in (self._look, self._receive, self._decide):
@@ -131,7 +136,7 @@ class Quorum:
         """
         self._courier.check()
         _synchronize(self._mailbox.device)
-        mine = Post(self._me, next(self._own), part, weight, list(payloads), self._mailbox.clock.now())
+        mine = Post(self._me, next(self._own), part, weight, list(payloads))
         with self._courier.changed:
             # First, for others may merge it as soon as they have it.
             self._posts[self._me, mine.number] = mine
@@ -147,11 +152,12 @@ class Quorum:
 
         Raises:
             RankLostError: fewer ranks are left than a merge needs.
-            CollectiveTimeoutError: too few ranks have posted within twice the mailbox's timeout.
+            CollectiveTimeoutError: too few ranks have posted within twice the mailbox's timeout, counted anew when one is left
+                out.
         """
         clock, limit = self._mailbox.clock, 2 * self._mailbox.timeout
-        deadline = clock.now() + limit
-        self._courier.wait_for(lambda: self.merges(part) > merges or clock.now() > deadline)
+        began = clock.now()
+        self._courier.wait_for(lambda: self.merges(part) > merges or clock.now() > max(began, self._changed_at) + limit)
         if self.merges(part) <= merges:
             with self._courier.changed:
                 posted = {post.rank for post in self._posts.values() if post.part == part}
@@ -192,32 +198,37 @@ class Quorum:
         return sorted(self.members - {self._me})
 
     def _hear_post(self, sender: int, body: bytes) -> None:
-        self._coming.append((sender, *_POST_BODY.unpack(body)))
-
-    def _receive(self) -> bool:
-        """Receives the next post's payloads, and sends word of that to the leader."""
-        if not self._coming:
-            return False
-        rank, number, part, weight = self._coming.pop(0)
-        if rank not in self.members:
-            return True
+        number, part, weight = _POST_BODY.unpack(body)
+        if sender not in self.members:
+            return
         payloads = self._buffers(part)
         works = [
-            self._mailbox.exchange({rank: payload}, {}, number * _MOST_BUCKETS + index)
+            self._mailbox.exchange({sender: payload}, {}, number * _MOST_BUCKETS + index)
             for index, payload in enumerate(payloads)
         ]
-        try:
-            for work in works:
-                work.wait()
-        except RankLostError:
-            # In the middle of its post. A merge names no post that a rank lacks.
-            return True
-        _synchronize(self._mailbox.device)
-        with self._courier.changed:
-            self._posts[rank, number] = Post(rank, number, part, weight, payloads, self._mailbox.clock.now())
-        if (leader := min(self.members)) != self._me:
-            self._courier.post(leader, _HELD, _KEY.pack(rank, number))
-        return True
+        self._arriving[sender, number] = Post(sender, number, part, weight, payloads), works
+
+    def _receive(self) -> bool:
+        """Takes payloads that have arrived, and sends word of them to the leader. Nothing waits for those of a slow line."""
+        behind: set[int] = set()
+        for key, (post, works) in list(self._arriving.items()):
+            if post.rank in behind or not all(work.is_completed() for work in works):
+                behind.add(post.rank)  # posts of a rank stay in their order
+                continue
+            del self._arriving[key]
+            try:
+                for work in works:
+                    work.wait()
+            except RankLostError:
+                continue  # In the middle of its post. A merge names no post that a rank lacks.
+            _synchronize(self._mailbox.device)
+            with self._courier.changed:
+                self._posts[key] = post
+            if (leader := min(self.members)) != self._me:
+                self._courier.post(leader, _HELD, _KEY.pack(*key))
+        if self._arriving:
+            self._courier.look_at(self._mailbox.clock.now() + _POLL)
+        return False
 
     def _hear_held(self, sender: int, body: bytes) -> None:
         for key in _KEY.iter_unpack(body):
@@ -232,25 +243,28 @@ class Quorum:
         return self.members - {self._me, post.rank} - self._holders.get((post.rank, post.number), set())
 
     def _look(self) -> bool:
-        """Leaves out ranks that are lost, or that owe something and do not answer."""
-        if lost := self.members & set(self._courier.lost):
-            self._leave_out(lost)
+        """Finds ranks that are lost, or that owe something and do not answer."""
         leader = min(self.members)
-        owing: set[int] = set()
+        owing = {rank for rank, _ in self._arriving}
         if self._me == leader:
-            owing = {rank for post in list(self._posts.values()) for rank in self._lacking(post)}
+            owing |= {rank for post in list(self._posts.values()) for rank in self._lacking(post)}
             if self._me in self._resting:
                 owing |= self.members - self._resting
             if self._told is not None:
                 owing |= self.members - self._told
         elif self._posts or self._me in self._resting:
-            owing = {leader}
-        for rank in self._courier.silent(owing - {self._me}):
-            if self._me == leader:
-                self._commit(_What.LEAVE_OUT, rank, [])
-            else:
-                self._leave_out({rank})
-        if self._posts or self._me in self._resting:
+            owing |= {leader}
+        gone = {*self._courier.silent(owing & self.members - {self._me}), *self._courier.lost} & self.members
+        if leader in gone:
+            self._leave_out({rank for rank in gone if rank < self._me})
+        elif self._me == leader:
+            self._to_leave_out |= gone
+        else:
+            # One of two ranks whose connection broke is left out by all; the leader decides which.
+            for rank in gone - self._reported:
+                self._courier.post(leader, _GONE, _PLACE.pack(rank))
+            self._reported |= gone
+        if self._posts or self._arriving or self._me in self._resting:
             # A loss brings no letter, and may be what this rank waits for.
             self._courier.look_at(self._mailbox.clock.now() + _LOOK)
         return False
@@ -260,6 +274,9 @@ class Quorum:
         with self._courier.changed:
             self.members -= set(ranks)
             self._resting -= set(ranks)
+            self._changed_at = self._mailbox.clock.now()
+        # A new leader has not heard of others.
+        self._reported = set()
         if len(self.members) < self._count:
             gone = set(range(self._mailbox.size)) - self.members
             reasons = {rank: self._courier.lost.get(rank, "it does not answer") for rank in gone}
@@ -269,22 +286,29 @@ class Quorum:
         """At the leader: makes the next entry of the log, if it is time for one."""
         if min(self.members) != self._me or not self._knows_all():
             return False
+        if self._to_leave_out:
+            rank = self._to_leave_out.pop()
+            if rank in self.members:
+                self._commit(_What.LEAVE_OUT, rank, [])
+            return True
         now, active = self._mailbox.clock.now(), self.members - self._resting
         posts = [self._posts[key] for key in sorted(self._posts)]
-        for part in sorted({post.part for post in posts}):
-            complete = [post for post in posts if post.part == part and not self._lacking(post)]
-            ranks = {post.rank for post in complete}
-            if len(ranks) < min(self._count, max(1, len(active))):
-                self._enough.pop(part, None)
-                continue
-            since = self._enough.setdefault(part, now)
-            if active <= ranks or now >= since + self._grace:
-                del self._enough[part]
-                self._commit(_What.MERGE, part, [(post.rank, post.number) for post in complete])
-                return True
-            self._courier.look_at(since + self._grace)
+        complete = [post for post in posts if not self._lacking(post)]
+        ranks = {post.rank for post in complete}
+        if not ranks or len(ranks) < min(self._count, len(active)):
+            self._enough = None
+        elif active <= ranks or now >= (self._enough or now) + self._grace:
+            self._enough = None
+            # Ranks may be in rounds of different parts. Each would wait for others if each part needed a quorum of its own.
+            for part in sorted({post.part for post in complete}):
+                self._commit(_What.MERGE, part, [(post.rank, post.number) for post in complete if post.part == part])
+            return True
+        else:
+            self._enough = self._enough or now
+            self._courier.look_at(self._enough + self._grace)
         # Letters of a rank that rests come after all of its posts.
-        if not active and not self._coming and not any(post.rank in self.members for post in posts):
+        arriving = any(rank in self.members for rank, _ in self._arriving)
+        if not active and not arriving and not any(post.rank in self.members for post in posts):
             self._commit(_What.END, 0, [(rank, 0) for rank in sorted(self.members)])
             return True
         return False
@@ -297,7 +321,8 @@ class Quorum:
             self._told = {self._me}
             for peer in self._others():
                 self._courier.post(peer, _ASK, b"")
-        return self.members <= self._told
+        # A rank that cannot answer is not waited for; its entry comes afterwards.
+        return self.members <= self._told | self._to_leave_out
 
     def _hear_ask(self, sender: int, body: bytes) -> None:
         """Answers a new leader with what this rank has. Entries of the last leader were sent on before, and arrive before."""
@@ -307,6 +332,13 @@ class Quorum:
             keys = sorted(self._posts)
         self._courier.post(sender, _HELD, b"".join(_KEY.pack(*key) for key in keys))
         self._courier.post(sender, _TOLD, b"")
+
+    def _hear_gone(self, sender: int, body: bytes) -> None:
+        (rank,) = _PLACE.unpack(body)
+        if sender not in self._to_leave_out and rank != self._me:
+            self._to_leave_out.add(rank)
+        elif rank == self._me:
+            self._to_leave_out.add(sender)
 
     def _hear_told(self, sender: int, body: bytes) -> None:
         assert self._told is not None
@@ -319,10 +351,14 @@ class Quorum:
     def _hear_entry(self, sender: int, body: bytes) -> None:
         """Takes an entry, once, and sends it on: the leader may be lost before it has sent it to all."""
         place, what, about = _HEAD.unpack(body[: _HEAD.size])
-        if place < self._log or sender not in self.members:
+        if sender not in self.members:
+            return
+        if place < self._log:
+            if place == self._log - 1 and body != self._last:
+                raise CommunicationError("ranks have left each other out, and merged different posts")
             return
         assert place == self._log, f"entry {place} came before entry {self._log}"
-        self._log += 1
+        self._log, self._last = place + 1, body
         for peer in self._others():
             if peer != sender:
                 self._courier.post(peer, _ENTRY, body)
@@ -335,6 +371,8 @@ class Quorum:
             if about in self.members:
                 self._leave_out({about})
         else:
+            if (self._me, 0) not in keys:
+                raise CommunicationError("the other ranks have left this one out, which answered nothing")
             with self._courier.changed:
                 self._posts.clear()  # what is left are posts of lost ranks that some rank lacks
                 self._resting = frozenset()

@@ -49,7 +49,7 @@ def test_each_cell_trains(name: str, options: dict[str, Any]) -> None:
     def rank(communicator: Communicator) -> tuple[torch.Tensor, float, float]:
         module = nn.Linear(7, 13)
         fill(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
         kind = Algorithm.registered[name]
         model = kind(module, optimizer, communicator=communicator, **options)
         losses = []

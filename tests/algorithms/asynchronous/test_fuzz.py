@@ -111,7 +111,7 @@ def run(training: Training) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
         optimizer.register_step_pre_hook(lambda *_: before.append(value()))
         optimizer.register_step_post_hook(lambda *_: added.add_(value() - before.pop()))
         steps = training.steps[communicator.rank]
-        for half in (range(steps // 2), range(steps // 2, steps)):
+        for place, half in enumerate((range(steps // 2), range(steps // 2, steps))):
             for number in half:
                 x = torch.randn(3, module.width, dtype=training.dtype, generator=torch.Generator().manual_seed(number))
                 used = {layer for layer in range(len(module.layers)) if draws.random() < 0.7}
@@ -126,7 +126,7 @@ def run(training: Training) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
                     with torch.no_grad():
                         model(x, used)
                     model.train()
-            if half.start == 0:
+            if place == 0:
                 for call in training.middle:
                     collective(model, call)
         model.synchronize()
