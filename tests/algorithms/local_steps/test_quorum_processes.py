@@ -42,7 +42,7 @@ def train_on() -> None:
 
 
 @pytest.mark.slow
-@grid(victim=[0, 2], how=["SIGKILL", "SIGSTOP"])
+@grid(victim=[2, 0], how=["SIGKILL", "SIGSTOP"], cover=1, most=1)
 def test_a_lost_process_is_absent(victim: int, how: str) -> None:
     """The first leader, and another rank. What waits for one that is stopped ends within twice the timeout."""
     with Processes(train_on, RANKS) as processes:
