@@ -102,6 +102,11 @@ class Bucket:
         ]
         self.gaps = [memory[span.stop : end] for span, end in zip(self.spans, self._boundaries, strict=True)]
 
+    def clear_gaps(self, vector: torch.Tensor) -> None:
+        """Sets the elements of a vector like `flat` that belong to no tensor to zero; a codec leaves something in them."""
+        for span, end in zip(self.spans, self._boundaries, strict=True):
+            vector[span.stop : end].zero_()
+
     def sources(self) -> list[torch.Tensor]:
         """Where the elements of each tensor are: in its view, or lent."""
         return [self.lent.get(slot, view) for slot, view in enumerate(self.views)]

@@ -34,6 +34,11 @@ class Feedback:
     owners: bool | None = None
     seed: int = 0
 
+    def of_workers(self, codec: Codec) -> bool:
+        """Returns True if each rank keeps what its payloads of a codec lack."""
+        lossy = isinstance(codec.bias, Contractive) and codec.bias.delta < 1
+        return lossy if self.workers is None else self.workers
+
 
 class CompressedExchange(Exchange):
     """Averages a bucket with the codec that its policy chooses, and with error feedback.
@@ -104,8 +109,7 @@ class CompressedExchange(Exchange):
         if found is not None and found.codec == codec:
             return found
         vectors = self._vectors()
-        lossy = isinstance(codec.bias, Contractive) and codec.bias.delta < 1
-        workers = lossy if self.feedback.workers is None else self.feedback.workers
+        workers = self.feedback.of_workers(codec)
         self._all_reduce = made = all_reduce_for(
             codec,
             self.communicator,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from bagua_kernels.algorithms.engine.compressed_exchange import Feedback
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket
@@ -13,7 +14,7 @@ from bagua_kernels.comm import Communicator, Work
 from bagua_kernels.comm.compressed.layout import first_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.topology import weighted_sum
-from bagua_kernels.compression import ChunkedTopK, Codec, Contractive
+from bagua_kernels.compression import ChunkedTopK, Codec
 
 
 class GatheredMean(Exchange):
@@ -25,26 +26,22 @@ class GatheredMean(Exchange):
 
     one_collective = True
 
-    def __init__(
-        self, bucket: Bucket, communicator: Communicator, codec: Codec | None, feedback: bool | None, seed: int
-    ) -> None:
+    def __init__(self, bucket: Bucket, communicator: Communicator, codec: Codec | None, feedback: Feedback) -> None:
         """Begins without residuals.
 
         Args:
             bucket: as for `Exchange`.
             communicator: as for `Exchange`.
             codec: of the payloads.
-            feedback: True if this rank keeps what its payloads lack; by default if the codec is biased.
-            seed: of random numbers.
+            feedback: of this rank, with the seed of random numbers.
 
         Raises:
             ValueError: the codec allows no error feedback.
         """
         super().__init__(bucket, communicator)
-        self.codec, self._seed = codec, seed
+        self.codec, self._seed = codec, feedback.seed
         self._residual: Residuals | None = None
-        lossy = codec is not None and isinstance(codec.bias, Contractive) and codec.bias.delta < 1
-        if codec is not None and (lossy if feedback is None else feedback):
+        if codec is not None and feedback.of_workers(codec):
             self._residual = Residuals(codec, [(0, bucket.flat.numel())], bucket.flat.device)
 
     def empty(self) -> torch.Tensor:
@@ -116,7 +113,7 @@ class SparseMean(GatheredMean):
 
     def __init__(self, bucket: Bucket, communicator: Communicator, codec: ChunkedTopK, contributors: bool) -> None:
         """Begins without a payload."""
-        super().__init__(bucket, communicator, codec, False, 0)
+        super().__init__(bucket, communicator, codec, Feedback(workers=False))
         self._sparse, self.contributors = codec, contributors
         self.payload = self.empty()
 

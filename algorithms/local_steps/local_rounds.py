@@ -19,6 +19,14 @@ from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.work import FINISHED
 
 
+class LocalOptions(RoundOptions):
+    """Keyword arguments of `LocalRounds`."""
+
+    sync_state: tuple[int, int] | None
+    penalty: Penalty | None
+    by_speed: bool
+
+
 class LocalRounds(RoundAlgorithm):
     """Base of `OuterLoop`: rounds of many steps, maybe of different numbers of steps on different ranks.
 
@@ -128,8 +136,7 @@ class LocalRounds(RoundAlgorithm):
             yield from weighing.weigh(difference, samples, speed)
         if self._communicator.size > 1:
             yield from exchange
-            for gap in difference.gaps:
-                gap.zero_()  # codecs leave something in it
+            difference.clear_gaps(difference.flat)
         if weighing is not None:
             yield from weighing.clip(difference)
 

@@ -210,8 +210,8 @@ class OuterLoop(QuorumRounds):
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         """Returns what replaces a bucket of pseudo-gradients by their mean; a `GatheredMean` for a quorum."""
         if self.quorum is not None:
-            codec, feedback = only_codec(kind_of(self.flat.buckets[difference.index]).schedule), self.feedback
-            return GatheredMean(difference, communicator, codec, feedback.workers, feedback.seed)
+            codec = only_codec(kind_of(self.flat.buckets[difference.index]).schedule)
+            return GatheredMean(difference, communicator, codec, self.feedback)
         if difference.kind is None:
             return Mean(difference, communicator)
         return CompressedExchange(difference, communicator, self._policy, self.feedback)

@@ -139,8 +139,7 @@ class QuorumMerges:
         for place, exchange in enumerate(self._exchanges[part]):
             mean = means[exchange.bucket.index] = torch.empty_like(exchange.bucket.flat)
             exchange.combine([post.payloads[place] for post in posts], [post.weight for post in posts], mean)
-            for span, gap in zip(exchange.bucket.spans, exchange.bucket.gaps, strict=True):
-                mean[span.stop : span.stop + gap.numel()].zero_()  # codecs leave something in it
+            exchange.bucket.clear_gaps(mean)
         with self.courier.changed:
             queue = self._merged[part]
             queue.append(Merged(self._earlier[part] + self._used[part] + len(queue), means))

@@ -13,10 +13,8 @@ import torch
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
 from bagua_kernels.algorithms.local_steps.kind import kind_of
-from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
-from bagua_kernels.algorithms.local_steps.penalty import Penalty
+from bagua_kernels.algorithms.local_steps.local_rounds import LocalOptions, LocalRounds
 from bagua_kernels.algorithms.local_steps.quorum_merges import Merged, QuorumMerges, check_quorum
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.group_mean import group_mean
@@ -43,15 +41,16 @@ class QuorumRounds(LocalRounds):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        sync_state: tuple[int, int] | None,
-        penalty: Penalty | None,
-        by_speed: bool,
         quorum: int | None,
         grace: float,
-        **options: Unpack[RoundOptions],
+        **options: Unpack[LocalOptions],
     ) -> None:
         """Wraps a module; collective over all ranks; arguments as for `OuterLoop`."""
-        refused = {"by_speed": by_speed, "penalty": penalty is not None, "sync_state": sync_state is not None}
+        refused = {
+            "by_speed": options["by_speed"],
+            "penalty": options["penalty"] is not None,
+            "sync_state": options["sync_state"] is not None,
+        }
         check_quorum(quorum, grace, refused)
         if quorum is not None and not self.takes_quorum:
             raise ValueError(f"{type(self).__name__} needs all ranks in step, got {quorum=}: use DiLoCo instead")
@@ -60,7 +59,7 @@ class QuorumRounds(LocalRounds):
         self._merged: dict[int, list[Merged]] = {}
         self._left: Sequence[int] = ()
         self._means = self._posted_at = 0
-        super().__init__(module, optimizer, sync_state=sync_state, penalty=penalty, by_speed=by_speed, **options)
+        super().__init__(module, optimizer, **options)
 
     @abc.abstractmethod
     def start(self, bucket: Bucket) -> torch.Tensor:

@@ -20,7 +20,7 @@ from bagua_kernels.errors import CommunicationError, RankLostError
 _POST, _HELD, _REST, _ENTRY, _ASK, _TOLD, _GONE = range(48, 55)
 _POST_BODY = struct.Struct("<qid")  # number, part, weight
 _KEY = struct.Struct("<iq")  # rank, number
-_PLACE = struct.Struct("<q")
+_RANK = struct.Struct("<q")
 _HEAD = struct.Struct("<qBi")  # place in the log, what it is, part or rank
 _MOST_BUCKETS = 1 << 20
 _POLL = 0.005  # seconds from one look at payloads under way to the next
@@ -174,6 +174,15 @@ class Quorum:
         Returns:
             The ranks that are left, the same on all of them.
         """
+        self._begin_rest()
+        while True:
+            self._courier.wait_for(partial(self._has_moved, dict(self._merges)))
+            ended = self._ended
+            look()
+            if ended is not None:
+                return ended
+
+    def _begin_rest(self) -> None:
         self._courier.check()
         with self._courier.changed:
             self._ended = None
@@ -181,18 +190,9 @@ class Quorum:
         for peer in self._others():
             self._courier.post(peer, _REST, b"")
         self._courier.wake()
-        while True:
-            self._courier.wait_for(partial(self._has_moved, dict(self._merges)))
-            ended = self._end_of_rest()
-            look()
-            if ended is not None:
-                return ended
 
     def _has_moved(self, merges: Mapping[int, int]) -> bool:
         return self._ended is not None or self._merges != merges
-
-    def _end_of_rest(self) -> list[int] | None:
-        return self._ended
 
     def _others(self) -> list[int]:
         return sorted(self.members - {self._me})
@@ -262,7 +262,7 @@ class Quorum:
         else:
             # One of two ranks whose connection broke is left out by all; the leader decides which.
             for rank in gone - self._reported:
-                self._courier.post(leader, _GONE, _PLACE.pack(rank))
+                self._courier.post(leader, _GONE, _RANK.pack(rank))
             self._reported |= gone
         if self._posts or self._arriving or self._me in self._resting:
             # A loss brings no letter, and may be what this rank waits for.
@@ -334,11 +334,9 @@ class Quorum:
         self._courier.post(sender, _TOLD, b"")
 
     def _hear_gone(self, sender: int, body: bytes) -> None:
-        (rank,) = _PLACE.unpack(body)
-        if sender not in self._to_leave_out and rank != self._me:
+        (rank,) = _RANK.unpack(body)
+        if sender not in self._to_leave_out:
             self._to_leave_out.add(rank)
-        elif rank == self._me:
-            self._to_leave_out.add(sender)
 
     def _hear_told(self, sender: int, body: bytes) -> None:
         assert self._told is not None

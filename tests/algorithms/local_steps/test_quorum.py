@@ -51,7 +51,7 @@ class Gathered(DiLoCo):
 
     def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
         codec = None if difference.kind is None else difference.kind.codecs[0]  # type: ignore[attr-defined]
-        return GatheredMean(difference, communicator, codec, self.feedback.workers, self.feedback.seed)
+        return GatheredMean(difference, communicator, codec, self.feedback)
 
 
 @pytest.mark.parametrize("codec", ["absmax_int4", "minmax_uint8", "sign"])
