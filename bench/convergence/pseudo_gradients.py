@@ -1,7 +1,7 @@
-"""Saves the pseudo-gradients of one round, and shows how far codecs change them: `python -m bench.convergence.pseudo_gradients`.
+"""How far codecs change pseudo-gradients: `python -m bench.convergence.pseudo_gradients [--output …/pseudo_gradients.json]`.
 
 A row of a task with local steps is trained up to the end of a round, in the middle of the run by default. What each rank then
-has changed since the last round is its pseudo-gradient. `--output` is a file that `torch.load` reads.
+has changed since the last round is its pseudo-gradient. `--vectors` is a file for them, which `torch.load` reads.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -26,7 +27,15 @@ from bench.convergence.row import TEXT, Row
 from bench.convergence.rows import ROWS
 from bench.convergence.tasks import TASKS, Data, Task
 
-CODECS = ("absmax_int8", "absmax_int4", "minmax_uint2", "sign", "topk:ratio=0.0157", "chunked_topk:k=64,chunk=4096")
+CODECS = (
+    "absmax_int8",
+    "absmax_int4",
+    "two_magnitudes",
+    "minmax_uint2",
+    "sign",
+    "topk:ratio=0.0157",
+    "chunked_topk:k=64,chunk=4096",
+)
 LEAST = 4096  # elements of a parameter that codecs are tried on
 
 
@@ -82,27 +91,39 @@ def recorded(task: Task, row: Row, steps: int, number: int | None = None, seed: 
 
 def relative_error(spec: str, vectors: Sequence[torch.Tensor]) -> float:
     """Returns sum |C(v) - v|^2 / sum |v|^2 over vectors, each of which is encoded by itself."""
-    codec, errors, norms = from_spec(spec), 0.0, 0.0
+    codec, error, norm = from_spec(spec), 0.0, 0.0
     for seed, vector in enumerate(vectors):
         decoded = codec.decode(codec.encode(vector, seed=seed), torch.empty_like(vector))
-        errors += (decoded - vector).square().sum().item()
-        norms += vector.square().sum().item()
-    return errors / norms
+        error += (decoded - vector).square().sum().item()
+        norm += vector.square().sum().item()
+    return error / norm
 
 
-def table(found: Named, codecs: Sequence[str] = CODECS) -> Table:
-    """The error of each codec on all ranks' pseudo-gradients of large parameters, beside normal vectors of the same sizes."""
+def errors(found: Named, codecs: Sequence[str] = CODECS) -> list[dict[str, Any]]:
+    """Each codec's error on all ranks' pseudo-gradients of large parameters, and on normal vectors of the same sizes."""
     vectors = [one for stack in found.values() for one in stack if one.numel() >= LEAST]
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(vector.numel(), generator=generator) for vector in vectors]
+    return [
+        {
+            "codec": spec,
+            "bytes_per_element": from_spec(spec).payload_size(10**6) / 10**6,
+            "pseudo_gradients": relative_error(spec, vectors),
+            "normal": relative_error(spec, normal),
+        }
+        for spec in codecs
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What `errors` has found."""
     grid = Table(title="|C(v) - v|² / |v|²", title_justify="left")
     grid.add_column("codec")
     for heading in ("bytes per element", "pseudo-gradients", "normal vectors"):
         grid.add_column(heading, justify="right")
-    for spec in codecs:
-        size = from_spec(spec).payload_size(10**6) / 10**6
-        errors = [f"{relative_error(spec, some):.4f}" for some in (vectors, normal)]
-        grid.add_row(spec, f"{size:.3f}", *errors)
+    for row in rows:
+        found = [f"{row[name]:.4f}" for name in ("pseudo_gradients", "normal")]
+        grid.add_row(row["codec"], f"{row['bytes_per_element']:.3f}", *found)
     return grid
 
 
@@ -112,14 +133,22 @@ def main() -> None:
     parser.add_argument("--row", choices=labels, default=DILOCO)
     parser.add_argument("--steps", type=int, default=TASKS["text"].steps, help="of a whole run")
     parser.add_argument("--round", type=int, help="from 1; the one in the middle by default")
-    parser.add_argument("--output", type=Path, help="file for the pseudo-gradients of all ranks")
+    parser.add_argument("--vectors", type=Path, help="file for the pseudo-gradients of all ranks")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    row = next(row for row in ROWS if row.label == options.row and TEXT[0] in row.tasks)
-    found = recorded(TASKS["text"], row, options.steps, options.round)
+    task = TASKS["text"]
+    row = next(row for row in ROWS if row.label == options.row and task.name in row.tasks)
+    found = recorded(task, row, options.steps, options.round)
+    if options.vectors:
+        torch.save(found, options.vectors)
+    rows = errors(found)
+    speed.console().print(table(rows))
     if options.output:
-        torch.save(found, options.output)
-    speed.console().print(table(found))
+        elements = sum(one.numel() for one in found.values())
+        settings = {"row": row.label, "steps": options.steps, "round": options.round, "ranks": task.ranks}
+        settings |= {"elements": elements // task.ranks, "data": task.data().digest}
+        speed.write(options.output, {"machine": speed.machine(), **settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -249,6 +249,9 @@ def test_errors_of_codecs() -> None:
     vectors = [torch.tensor([1.0, 3.0]).repeat(4096)]
     assert pseudo_gradients.relative_error("sign", vectors) == pytest.approx(0.2, rel=1e-3)
     assert pseudo_gradients.relative_error("identity", vectors) == 0.0
+    rows = pseudo_gradients.errors({"p": torch.randn(2, 4096), "small": torch.zeros(2, 10)}, ["sign"])
+    assert rows[0]["bytes_per_element"] == pytest.approx(0.133, abs=0.02)
+    assert rows[0]["pseudo_gradients"] == pytest.approx(rows[0]["normal"], rel=0.1)
     text = io.StringIO()
-    Console(file=text, width=100).print(pseudo_gradients.table({"p": torch.randn(2, 4096)}, ["sign"]))
+    Console(file=text, width=100).print(pseudo_gradients.table(rows))
     assert "0.36" in text.getvalue()
