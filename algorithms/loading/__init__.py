@@ -1,0 +1,1 @@
+"""Samplers that give all ranks the same work in each step."""
