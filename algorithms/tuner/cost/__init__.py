@@ -1,0 +1,1 @@
+"""What a step of training costs with each algorithm: an alpha-beta model with overlap and processor time."""
