@@ -52,12 +52,14 @@ class GradientAlgorithm(Algorithm):
         scaler: that by which losses are scaled, if the exchanges' state follows it.
         alignment: elements to whose multiples tensors are aligned in a bucket.
         small_first: True if the first buckets are small, so that the wire is in use early.
+        has_hook: True if its exchanges are all that it does, so that a hook of `DistributedDataParallel` may run them.
     """
 
     policy: Policy = Policy()
     scaler: torch.amp.GradScaler | None = None
     alignment = 1
     small_first = True
+    has_hook = True
 
     def __init__(
         self,

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
-from bagua_kernels.comm.backends.local.world import LocalWorld
 from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.launch import Launch, gloo_on, loopback_of
@@ -99,8 +98,7 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         launch = Launch.read()
         if launch is None:
             place = wanted or _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            alone = LocalWorld(1, seconds, place)
-            _current = _World(LocalCommunicator(alone, alone.group("world", (0,)), 0), made_group=False)
+            _current = _World(LocalCommunicator.alone(seconds, place), made_group=False)
         else:
             _current = _World(_join(launch, seconds, wanted), made_group=True)
     atexit.register(_shutdown_at_exit)

@@ -62,6 +62,8 @@ class MomentumAllReduce(CompressedAllReduce):
         scaler: see the constructor.
     """
 
+    has_hook = False
+
     def __init__(
         self,
         module: torch.nn.Module,

@@ -13,9 +13,10 @@ import torch
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
 from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, fill
 from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.gradient_hook import gradient_hook
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
-from bagua_kernels.algorithms.engine.member import EngineCounters, Member
-from bagua_kernels.algorithms.engine.options import EngineOptions
+from bagua_kernels.algorithms.engine.member import EngineCounters, Member, Place
+from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
 from bagua_kernels.algorithms.engine.participation import Participation, frozen_elsewhere
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.rows import Rows
@@ -92,11 +93,8 @@ class Engine:
         self._bucket_options = options.buckets
         self._bucket_steps: list[BucketSteps] = []
         self.lay_out(None, {})
-        # The attributes of exchanges decide how they are laid out and connected.
+        # The attributes of exchanges decide how they are connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
-        if on_cpu and all(each.takes_memory for each in exchanges):
-            self._bucket_options = replace(options.buckets, alone=True)
-            self.lay_out(None, {})
         in_flight = min(options.in_flight or (2 if on_cpu else 1), len(self.buckets.all) + len(self._rows))
         # Two streams of bytes on one link hinder each other. Sparse gradients take several collectives, one after the other.
         shared = on_cpu and not self._rows and all(each.one_collective for each in exchanges)
@@ -115,22 +113,34 @@ class Engine:
         self._tasks: list[Task] = []
         engine = weakref.ref(self)
         self._hooks = [
-            member.parameter.register_post_accumulate_grad_hook(_hook(engine, position))
+            member.parameter.register_post_accumulate_grad_hook(gradient_hook(engine, position))
             for position, member in enumerate(self.members)
         ]
-        self._hooks += [p.register_post_accumulate_grad_hook(_hook(engine, None)) for p in self._sparse]
+        self._hooks += [p.register_post_accumulate_grad_hook(gradient_hook(engine, None)) for p in self._sparse]
 
     def lay_out(self, order: list[int] | None, state: Mapping[str, Named]) -> None:
         """Makes new buckets, in an order of positions if one is known, and exchanges that remember a state."""
         self.order_is_known = order is not None
         self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options)
         self.buckets.connect(lambda bucket: self._make_exchange(bucket, self.communicator_of(bucket)))
+        takes_memory = self._device.type == "cpu" and all(each.takes_memory for each in self.buckets.exchanges)
+        if takes_memory and not self._bucket_options.alone:
+            self._bucket_options = replace(self._bucket_options, alone=True)
+            self.lay_out(order, state)
+            return
         if self._options.steps is not None:
             self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
             for exchange, updates in zip(self.buckets.exchanges, self._bucket_steps, strict=True):
                 exchange.updates = updates
         if state:
             self.buckets.load(state)
+
+    def exchange_otherwise(self, place: Place, options: BucketOptions) -> None:
+        """Goes on with other exchanges, which `make_exchange` makes from now on; between backward passes, on all ranks."""
+        self.check_idle()
+        self.members[:] = [member.placed(place) for member in self.members]
+        self._bucket_options = options
+        self.lay_out(self.buckets.order if self.order_is_known else None, {})
 
     def communicator_of(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator on which a bucket is exchanged."""
@@ -385,12 +395,3 @@ class Engine:
             order = self.communicators[0].broadcast_object(own)
             if order != self.buckets.order:
                 self.lay_out(order, self.buckets.state())
-
-
-def _hook(engine: weakref.ref[Engine], position: int | None) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = engine()
-        if alive is not None:
-            alive.gradient_ready(position)
-
-    return hook

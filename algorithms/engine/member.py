@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
+
+# Of a parameter by its name: its kind, and whether it is exact.
+Place: TypeAlias = Callable[[str, torch.nn.Parameter], tuple[Hashable, bool]]
 
 
 @dataclass
@@ -40,3 +44,8 @@ class Member:
     kind: Hashable = None
     exact: bool = False
     sparse: bool = False
+
+    def placed(self, place: Place) -> Member:
+        """The same parameter in another place."""
+        kind, exact = place(self.name, self.parameter)
+        return replace(self, kind=kind, exact=exact)

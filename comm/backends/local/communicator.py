@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,6 +31,12 @@ class LocalCommunicator(Communicator):
         self._sequence = 0
         self._shared = itertools.count()
         self._messages: dict[tuple[int, int, int], int] = {}
+
+    @classmethod
+    def alone(cls, timeout: float = 20.0, device: torch.device | None = None) -> Self:
+        """Returns a communicator of one rank."""
+        world = LocalWorld(1, timeout, device)
+        return cls(world, world.group("world", (0,)), 0)
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`; holds for all ranks of the `LocalWorld`."""

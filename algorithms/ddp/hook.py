@@ -1,0 +1,321 @@
+"""A communication hook of `DistributedDataParallel` that has an algorithm's exchanges average gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua_kernels import comm
+from bagua_kernels.algorithms.algorithm import Algorithm, check_keys
+from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.algorithms.ddp.shares import BucketShares, Share
+from bagua_kernels.algorithms.engine.buckets import fill
+from bagua_kernels.algorithms.engine.interruption import Ending
+from bagua_kernels.algorithms.engine.runtime import Runtime, Task
+from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
+from bagua_kernels.comm import Communicator, Work
+from bagua_kernels.compression import from_spec
+from bagua_kernels.compression.codec import parse_spec
+
+_STATE = {"steps", "vectors", "decisions"}
+# Of the engine, which the hook does without.
+_UNUSED = ("bucket_bytes", "apply_in_backward", "broadcast_buffers", "average_buffers", "communicator")
+
+
+def hook(
+    spec: str,
+    module: torch.nn.Module | None = None,
+    *,
+    communicator: Communicator | None = None,
+    lanes: int | None = None,
+    **options: Any,
+) -> Hook:
+    """Makes a communication hook, to be registered: `model.register_comm_hook(None, ddp.hook("bytegrad", model))`.
+
+    Args:
+        spec: of an algorithm that averages gradients ("bytegrad:block=128"), or of a codec for `CompressedAllReduce`
+            ("absmax_int8:block=256").
+        module: the `DistributedDataParallel`, or the module in it: its parameters' names are those of patterns, and of the
+            hook's state. The ranks are those of its process group. Without it parameters have numbers.
+        communicator: the ranks, the same as DDP's; if None, those of the module's process group, or of `comm.init()`.
+        lanes: buckets that are exchanged at a time; by default 2 on CPUs, 1 on GPUs.
+        **options: further arguments of the algorithm.
+
+    Raises:
+        ValueError: the spec names neither, or an algorithm that does not average gradients, or an option is one of the engine.
+    """
+    name, parsed = parse_spec(spec)
+    arguments: dict[str, Any] = {**parsed, **options}
+    kind = Algorithm.registered.get(name)
+    if kind is None:
+        kind, arguments = CompressedAllReduce, {"codec": from_spec(spec), **options}
+    if not issubclass(kind, GradientAlgorithm) or not kind.has_hook:
+        raise ValueError(
+            f"{spec!r} is a {kind.__name__}, of which there is no hook, for it does more than average gradients: wrap the module "
+            "in it instead of DistributedDataParallel"
+        )
+    for unused in _UNUSED:
+        if unused in arguments:
+            raise ValueError(f"{unused} means nothing to a hook of DistributedDataParallel: leave it out")
+    if lanes is not None and lanes < 1:
+        raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
+    return Hook(spec, kind, arguments, module, communicator, lanes)
+
+
+class Hook:
+    """Averages DDP's buckets by an algorithm's exchanges.
+
+    1. Parameters of a bucket that are encoded alike form a bucket of this package. Its gradients are encoded where they lie
+       in DDP's, and no block of a quantizer spans two of them.
+    2. Exchanges run on threads of their own, in the order of DDP's buckets, which is the same on all ranks.
+    3. The mean is copied back, and DDP's future is complete.
+    4. At the end of backward an error is raised there, if there was one.
+
+    Ranks connect in the first backward pass. Copies and pickles of a hook, as DDP's own copies make them, have its options,
+    not its connections and its state.
+
+    Attributes:
+        communicators: one, or one for each bucket that is exchanged at a time; none before the first pass.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        kind: type[GradientAlgorithm],
+        arguments: Mapping[str, Any],
+        module: torch.nn.Module | None,
+        communicator: Communicator | None,
+        lanes: int | None,
+    ) -> None:
+        """Made by `hook`."""
+        self._spec, self._kind, self._arguments = spec, kind, dict(arguments)
+        self._module, self._communicator, self._lanes = module, communicator, lanes
+        # What DDP asks of a function.
+        self.__name__ = self.__qualname__ = f"bagua_kernels {spec}"
+        self._algorithm: GradientAlgorithm | None = None
+        self.communicators: list[Communicator] = []
+        self._layout: BucketShares | None = None
+        self._runtime: Runtime | None = None
+        self._tasks: list[Task] = []
+        self._error: BaseException | None = None
+        self._steps = 0
+        self._passes = 0
+        self._begun = 0.0
+        self._states: list[Mapping[str, Any]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies are made of: options."""
+        return Hook, (self._spec, self._kind, self._arguments, None, None, self._lanes)
+
+    # Without annotations: DDP compares them with classes, not with texts.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        """Starts the exchange of a bucket; called by DDP in the order of buckets."""
+        buffer = bucket.buffer()
+        algorithm = self._connect(buffer.device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] * buffer.is_cuda)
+        if self.communicators[0].size == 1:
+            future.set_result(buffer)
+            return future
+        index, parameters = bucket.index(), bucket.parameters()
+        inside = torch._C._current_graph_task_id() >= 0
+        if not index:
+            self._begin(inside)
+        assert self._layout is not None
+        communicator = self.communicators[index % len(self.communicators)]
+        if not self._layout.knows(index, parameters):
+            self._wait()
+            self._layout.lay_out(index, parameters, communicator)
+        parts, gradients = self._layout.parts(index), bucket.gradients()
+        if self._runtime is None:
+            self._runtime = self._start_threads(buffer.device, parts)
+        load = partial(_load, parts, gradients)
+        if buffer.is_cuda:
+            # On backward's stream, of which the allocator knows that it reads the gradients.
+            load()
+            load = partial(_load, (), gradients)
+        several = len(parts) > 1 or not parts[0].exchange.one_collective
+        run = partial(self._run, parts, gradients, load, self._steps, partial(future.set_result, buffer))
+        label = f"bagua_kernels {algorithm.name}, bucket {index}"
+        self._tasks.append(self._runtime.start(index, run, label, several))
+        if bucket.is_last() and not inside:
+            # A rank that has joined early mirrors the passes of the others, without a backward pass of its own.
+            self.end()
+        return future
+
+    def _connect(self, device: torch.device) -> GradientAlgorithm:
+        """Finds the other ranks and compares options with them, once; collective."""
+        if self._algorithm is None:
+            found = self._communicator
+            group = getattr(self._module, "process_group", None)
+            if found is None and group is not None and group is not dist.group.WORLD:
+                found = comm.TorchCommunicator(group, device=device)
+            elif found is None:
+                found = comm.world() if comm.is_initialized() else comm.init(device=device)
+            # Around nothing: it makes exchanges, and has no gradients of its own to average.
+            self._algorithm = self._kind(torch.nn.Module(), communicator=found, **self._arguments)
+            self.communicators = [found.duplicate()]
+            self._layout = BucketShares(self._algorithm, getattr(self._module, "module", self._module))
+            if self._states:
+                self._take(self._states)
+        return self._algorithm
+
+    def _start_threads(self, device: torch.device, parts: Sequence[Share]) -> Runtime:
+        on_cpu = device.type == "cpu"
+        in_flight = self._lanes or (2 if on_cpu else 1)
+        if in_flight > 1 and not (on_cpu and all(part.exchange.one_collective for part in parts)):
+            self.communicators += [self.communicators[0].duplicate() for _ in range(in_flight - 1)]
+        return Runtime(device, in_flight, len(self.communicators))
+
+    def _begin(self, inside: bool) -> None:
+        assert self._algorithm is not None
+        self._check()
+        self._passes += 1
+        self._begun = self._algorithm.policy.now(self.communicators[0].device)
+        if inside:
+            torch.autograd.Variable._execution_engine.queue_callback(Ending(self, self._passes))
+
+    def _run(
+        self,
+        parts: Sequence[Share],
+        gradients: Sequence[torch.Tensor],
+        load: Callable[[], None],
+        step: int,
+        finish: Callable[[], None],
+    ) -> Iterator[Work]:
+        """What a communication thread does with one of DDP's buckets. It always completes DDP's future."""
+        try:
+            if self._error is None:
+                load()
+                yield from self._exchanges(parts, gradients, step)
+        except Exception as error:
+            self._fail(error)
+        finish()
+
+    def _exchanges(self, parts: Sequence[Share], gradients: Sequence[torch.Tensor], step: int) -> Iterator[Work]:
+        scaler = None if self._algorithm is None else self._algorithm.scaler
+        for part in parts:
+            exchange = part.exchange
+            if scaler is not None:
+                exchange.scale_to(scaler.get_scale())
+            for work in exchange.run(step):
+                yield _Caught(work, self._fail)
+                if self._error is not None:
+                    return
+            exchange.bucket.lent.clear()
+            with torch.no_grad():
+                torch._foreach_copy_([gradients[position] for position in part.positions], exchange.bucket.views)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _wait(self) -> None:
+        for task in self._tasks:
+            # The exchange itself is bounded by its communicator's timeout.
+            task.done.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                f"an exchange of the hook {self._spec!r} failed, and ranks no longer agree: {self._error}; restart from a "
+                "checkpoint"
+            ) from self._error
+
+    def end(self) -> None:
+        """Ends a backward pass; called by PyTorch when all gradients have come."""
+        self._wait()
+        assert self._algorithm is not None
+        assert self._layout is not None
+        self._tasks, step = [], self._steps
+        self._steps += 1
+        for exchange in self._layout.exchanges:
+            exchange.end_step([])
+        now = self._algorithm.policy.now(self.communicators[0].device)
+        self._algorithm.policy.end_step(step, now - self._begun, self.communicators[0])
+
+    def interrupted(self, number: int) -> None:
+        """Called when a backward pass has ended in an exception."""
+        if number == self._passes and self._tasks:
+            self._fail(RuntimeError("backward ended in an exception while gradients were exchanged"))
+
+    @property
+    def steps(self) -> int:
+        """Backward passes whose gradients were averaged."""
+        return self._steps
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has put on the wire."""
+        return sum(each.bytes_sent for each in self.communicators)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on bit for bit; collective, between backward passes. Each rank saves its own.
+
+        Returns:
+            `steps`; in `vectors`, for each key of the exchanges' states, a tensor for each parameter's name; `decisions`.
+        """
+        if self._algorithm is None or self._layout is None:
+            return dict(self._states[0]) if self._states else {"steps": 0, "vectors": {}, "decisions": []}
+        self._check()
+        return {"steps": self._steps, "vectors": self._layout.state(), "decisions": self._algorithm.policy.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restores what `state_dict` returned.
+
+        Args:
+            state: this rank's; or, if the number of ranks has changed, those of all earlier ranks. Each rank then begins with
+                the mean of what they remembered.
+
+        Raises:
+            ValueError: a state has other keys, or a vector another shape.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_keys("a hook", states, _STATE)
+        self._states = states
+        self._steps = int(states[0]["steps"])
+        if self._layout is not None:
+            self._take(states)
+
+    def _take(self, states: Sequence[Mapping[str, Any]]) -> None:
+        assert self._algorithm is not None
+        assert self._layout is not None
+        self._algorithm.policy.load(states[0]["decisions"])
+        self._layout.load(mean_of([one["vectors"] for one in states]))
+
+    def close(self) -> None:
+        """Ends its threads and frees its connections; collective. DDP must not be trained with it any more."""
+        if self._runtime is not None:
+            self._runtime.close()
+        for each in self.communicators:
+            each.close()
+        if self._algorithm is not None:
+            self._algorithm.close()
+
+
+class _Caught(Work):
+    """A collective whose error is told to a hook instead of raised, so that its bucket comes to an end."""
+
+    def __init__(self, work: Work, fail: Callable[[BaseException], None]) -> None:
+        self._work, self._fail = work, fail
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._fail(error)
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._work.is_completed()
+
+
+def _load(parts: Sequence[Share], gradients: Sequence[torch.Tensor]) -> None:
+    for part in parts:
+        taken = [(slot, gradients[position], None) for slot, position in enumerate(part.positions)]
+        fill(part.exchange.bucket, list(taken), 1.0, part.exchange)
