@@ -3,6 +3,7 @@
 if __name__ != "bagua_kernels.algorithms":
     raise ImportError(f"import this package as bagua_kernels.algorithms, not as {__name__}")
 
+from bagua_kernels.algorithms import ddp as ddp
 from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
@@ -22,6 +23,13 @@ from bagua_kernels.algorithms.gossip.low_precision_decentralized import (
 from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
+from bagua_kernels.algorithms.loading.balanced_batches import (
+    LoadBalancingDistributedBatchSampler as LoadBalancingDistributedBatchSampler,
+)
+from bagua_kernels.algorithms.loading.balanced_sampler import (
+    LoadBalancingDistributedSampler as LoadBalancingDistributedSampler,
+)
+from bagua_kernels.algorithms.loading.costs import LengthCost as LengthCost
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo as DiLoCo
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD as LocalSGD
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo as MuLoCo
@@ -54,6 +62,7 @@ from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK
 from bagua_kernels.algorithms.stats import Stats as Stats
+from bagua_kernels.algorithms.tuner.auto_tune import AutoTune as AutoTune
 
 __all__ = [
     "D2",
@@ -62,6 +71,7 @@ __all__ = [
     "Algorithm",
     "AsyncDecentralized",
     "AsyncModelAverage",
+    "AutoTune",
     "ByteGrad",
     "Choco",
     "CompressedAllReduce",
@@ -74,6 +84,9 @@ __all__ = [
     "GradientAlgorithm",
     "GradientAllReduce",
     "Guard",
+    "LengthCost",
+    "LoadBalancingDistributedBatchSampler",
+    "LoadBalancingDistributedSampler",
     "LocalSGD",
     "LowPrecisionDecentralized",
     "ModelAlgorithm",
@@ -100,6 +113,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "Wagma",
+    "ddp",
     "from_spec",
     "names",
     "preset",

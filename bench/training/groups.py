@@ -13,6 +13,7 @@ RANKS = (1, 2, 4)
 GRADIENTS = [
     ["alone", "ddp", "ddp fp16", "allreduce", "allreduce in backward", *(f"bytegrad{way}" for way in WAYS)],
     ["ddp", "int8", "sign", "topk"],
+    ["ddp", "bytegrad", "hook bytegrad"],
     ["ddp", "ddp powersgd 1", "powersgd 1"],
     *(
         ["ddp", f"ddp powersgd {rank}", *(f"powersgd {rank}{sides}{way}" for way in WAYS)]
@@ -74,7 +75,7 @@ def bars(rate: float | None, rivals: list[str], delay: float | None = None) -> l
     if rate == 500.0:
         for way in WAYS:
             found += [(f"bytegrad{way}", "ddp", 0.35), (f"bytegrad{way}", "ddp fp16", 0.65)]
-        found += [("decentralized", "ddp", 0.75)]
+        found += [("decentralized", "ddp", 0.75), ("hook bytegrad", "ddp", 0.45), ("hook bytegrad", "bytegrad", 1.25)]
     for rank in (2, 4):
         found += [(f"powersgd {rank}{sides}{way}", f"ddp powersgd {rank}", 0.6) for sides in SIDES for way in WAYS]
     if rate is None:

@@ -38,7 +38,7 @@ from bench.netlab import lab as netlab
 from bench.network.measure import limit
 from bench.network.parts import run_parts
 from bench.network.rank import interval
-from bench.training import activation, asynchronous, groups, local_steps, report
+from bench.training import activation, asynchronous, choice, groups, local_steps, report
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
@@ -199,6 +199,18 @@ def started(options: argparse.Namespace) -> list[dict[str, Any]]:
     return activation.described(run(_HOSTS, "activation", settings), "tr")
 
 
+def chosen(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a tuner chooses, on links with and without a delay."""
+    rows = []
+    for model in options.models:
+        for delay, rates in ((None, list(choice.RATES)), (choice.DELAY, [choice.DELAYED_RATE])):
+            wanted = [rate for rate in rates if rate in options.rates]
+            if wanted:
+                told = run(_HOSTS, "choice", {"model": model, "rates": wanted}, delay=delay)
+                rows += choice.described(told, model, delay)
+    return rows
+
+
 PARTS = {
     "steps": (steps, report.show_steps),
     "engine": (engine, report.show_engine),
@@ -207,6 +219,7 @@ PARTS = {
     "local": (local, local_steps.show),
     "asynchronous": (beside, asynchronous.show),
     "activation": (started, activation.show),
+    "choice": (chosen, choice.show),
 }
 
 

@@ -11,20 +11,17 @@ import sys
 import time
 import warnings
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from bagua_kernels import comm
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
-from bench.training import activation, asynchronous, local_steps
+from bench.training import activation, asynchronous, choice, local_steps
 from bench.training.rivals import Rival, Silent
-
-Times = dict[str, list[float]]
+from bench.training.turns import Times, measure, tuned
 
 _SMALL_BUCKETS = 1 << 20
 # Rivals, how many times as long as backward their bytes take on the wire, and their options.
@@ -33,7 +30,6 @@ _OVERLAPS: list[tuple[list[str], float, dict[str, Any]]] = [
     (["bytegrad"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
     (["allreduce in backward"], 1.75, {}),
 ]
-_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps
 
 
@@ -52,75 +48,6 @@ class Links:
             if problem := self._connection.recv():
                 raise RuntimeError(f"the links could not be set to {rate} Mbit/s: {problem}")
         self._communicator.barrier().wait()
-
-
-def measure(
-    c: comm.Communicator, rivals: dict[str, Rival], rounds: int, counted: int, order: random.Random
-) -> tuple[Times, dict[str, dict[str, float]]]:
-    """Takes steps in blocks of one rival; the order of blocks in a round is random, the same everywhere.
-
-    A block begins with a step that is not counted. There is no barrier between its steps: as in training, messages of the last
-    step may still be under way, and ranks may be apart. A step lasts from the end of the previous step to its own end, both on
-    the last rank.
-
-    Returns:
-        For each rival the seconds of each step. Per step, as a mean over ranks: `cpu` seconds and `bytes` that left the host. For
-        our algorithms also the seconds of `exchange`, and `wait`, those in which training waited for them.
-    """
-    moments: Times = {name: [] for name in rivals}
-    costs = {name: dict.fromkeys(("cpu", "bytes", "exchange", "wait"), 0.0) for name in rivals}
-    for _ in range(rounds):
-        for name in order.sample(sorted(rivals), len(rivals)):
-            rival, cost = rivals[name], costs[name]
-            before = _engine(rival)
-            together(c)
-            rival.step()
-            moments[name].append(time.monotonic())
-            before |= _host()
-            for _ in range(counted):
-                rival.step()
-                moments[name].append(time.monotonic())
-            after = _host()
-            # Neither messages nor a rank that is through may be in the way of others' steps.
-            rival.conclude()
-            c.barrier().wait()
-            after |= _engine(rival)
-            for what, value in after.items():
-                # Statistics sum up residuals, so they are not asked for between steps.
-                steps = counted if what in ("cpu", "bytes") else counted + 1
-                cost[what] += (value - before[what]) / steps
-    everyone = c.all_gather_object((moments, costs))
-    taken = {}
-    for name in rivals:
-        last = np.array([theirs[name] for theirs, _ in everyone]).max(axis=0).reshape(rounds, counted + 1)
-        taken[name] = np.diff(last).ravel().tolist()
-    means = {
-        name: {what: sum(theirs[name][what] for _, theirs in everyone) / (rounds * c.size) for what in costs[name]}
-        for name in rivals
-    }
-    return taken, means
-
-
-def _host() -> dict[str, float]:
-    return {"cpu": time.process_time(), "bytes": float(_SENT.read_text())}
-
-
-def _engine(rival: Rival) -> dict[str, float]:
-    if rival.algorithm is None:
-        return {}
-    # This sums up residuals, so it is not called between steps.
-    stats = rival.algorithm.stats()
-    return {"exchange": stats.exchange_seconds, "wait": stats.wait_seconds}
-
-
-def tuned(c: comm.Communicator, budget: float, known: str | None) -> Tuning | None:
-    if c.size == 1 or not isinstance(c, comm.StripedCommunicator):
-        return None
-    if known is None:
-        return comm.tune(budget=budget)
-    tuning = Tuning.from_json(known)
-    c.retune(tuning)
-    return tuning
 
 
 def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +177,7 @@ PARTS = {
     "local": local_steps.on_rank,
     "asynchronous": asynchronous.on_rank,
     "activation": activation.on_rank,
+    "choice": choice.on_rank,
 }
 
 

@@ -15,6 +15,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Tuning
 from bench.training.models import batch, model
 
+HOOK = "hook "  # of DDP, with the spec of ours behind it
 _WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "allreduce": (algorithms.GradientAllReduce, {}),
@@ -65,6 +66,8 @@ OURS |= {
     **NEIGHBOURS,
     **LOCAL,
     **ASYNCHRONOUS,
+    "auto": (algorithms.AutoTune, {}),
+    "int4": (algorithms.CompressedAllReduce, {"codec": "absmax_int4"}),
 }
 
 
@@ -129,7 +132,7 @@ class Rival:
         """Builds it; collective.
 
         Args:
-            name: "alone", "ddp", "ddp" and a hook, or one of `OURS`.
+            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`.
             of: the model's name.
             keep: True if gradients are zeroed instead of dropped before a step.
             wrapper: the algorithm, instead of the one of that name.
@@ -139,6 +142,7 @@ class Rival:
         module = model(of)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
         self.algorithm: algorithms.Algorithm | None = None
+        self.hook: algorithms.ddp.Hook | None = None
         self.module = module
         if wrapper is not None:
             self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
@@ -147,6 +151,10 @@ class Rival:
             if arguments.get("apply_in_backward"):
                 self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
             self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)
+        elif name.startswith(HOOK):
+            self.module = wrapped = DistributedDataParallel(module)
+            self.hook = algorithms.ddp.hook(name.removeprefix(HOOK), wrapped)
+            wrapped.register_comm_hook(None, self.hook)
         elif name.startswith("ddp"):
             self.module = ddp(module, name.removeprefix("ddp").strip())
         self.x, self.y = batch(of, comm.rank())
@@ -181,11 +189,15 @@ class Rival:
 
     def follow(self, tuning: Tuning | None) -> None:
         """Has the algorithm's own communicators, which were made before, follow a tuning."""
-        if self.algorithm is not None and isinstance(self.algorithm._communicator, comm.StripedCommunicator):
-            for each in self.algorithm._communicators():
-                assert isinstance(each, comm.StripedCommunicator)
+        found = [] if self.hook is None else self.hook.communicators
+        if self.algorithm is not None:
+            found = self.algorithm._communicators()
+        for each in found:
+            if isinstance(each, comm.StripedCommunicator):
                 each.retune(tuning or Tuning())
 
     def close(self) -> None:
         if self.algorithm is not None:
             self.algorithm.close()
+        if self.hook is not None:
+            self.hook.close()

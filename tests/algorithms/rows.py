@@ -13,6 +13,7 @@ from bagua_kernels.algorithms import (
     DGC,
     QSGD,
     Algorithm,
+    AutoTune,
     ByteGrad,
     CompressedAllReduce,
     DoubleSqueeze,
@@ -92,6 +93,8 @@ FACTORS = 2e-5
 
 WITHOUT_MEMORY = {
     "allreduce": Row(GradientAllReduce, oracle.Algorithm, {}, PLAIN),
+    # Exact means, until it has measured.
+    "auto": Row(AutoTune, oracle.Algorithm, {}, PLAIN),
     "bytegrad": Row(ByteGrad, compressed(minmax(), feedback=False), {"block": 64}),
     "bytegrad_stochastic": Row(ByteGrad, compressed(minmax(stochastic=True)), {"block": 64, "stochastic": True}),
     "qsgd": Row(QSGD, compressed(qsgd(4), seed=5), {"block": 32, "seed": 5}),

@@ -12,6 +12,7 @@ from bagua_kernels.algorithms import (
     DGC,
     QSGD,
     Algorithm,
+    AutoTune,
     ByteGrad,
     CompressedAllReduce,
     DoubleSqueeze,
@@ -58,13 +59,14 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "powersgd_in_turn": lambda *args, **kw: PowerSGD(*args, alternate=True, min_compression=0.5, **kw),
     "qadam": QAdam,
     "onebit_adam": OneBitAdam,
+    "auto": AutoTune,
 }
 # Largest error of a mean gradient after one step, relative to the largest gradient of its parameter. Where all but a few bits
 # or elements are remembered for later, it says no more than that nothing grew; test_simulation.py has the values.
 LOSSY = 2.2
 ERROR = {
-    # These follow their own optimizer, which is not the one here, so that they stay in their exact phase.
-    **dict.fromkeys(("allreduce", "qadam", "onebit_adam"), 1e-6),
+    # Adams follow their own optimizer, which is not the one here, so that they stay exact, as `auto` is at first.
+    **dict.fromkeys(("allreduce", "auto", "qadam", "onebit_adam"), 1e-6),
     "bytegrad": 2.5 / 255,
     "bytegrad_stochastic": 4.5 / 255,
     "compressed": 2.5 / 255,
@@ -300,6 +302,7 @@ def payload(spec: str) -> Callable[[int], float]:
 
 PAYLOAD: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 4 * n,
+    "auto": lambda n: 4 * n,
     "bytegrad": payload("minmax_uint8"),
     "bytegrad_stochastic": payload("minmax_uint8:stochastic=true,block=64"),
     "compressed": payload("minmax_uint8"),

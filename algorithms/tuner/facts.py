@@ -1,0 +1,112 @@
+"""What a tuner measures in the first steps, the same on all ranks afterwards."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bagua_kernels.algorithms.tuner.cost.facts import Job, Machine, Network
+from bagua_kernels.comm import Communicator
+from bagua_kernels.compression import from_spec
+
+_ELEMENTS = 1 << 18  # that a codec is timed on
+_REPEATS = 3
+_PASSES = 3  # over a matrix by thin factors
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Measurements of the slowest rank, in seconds unless told otherwise.
+
+    Attributes:
+        step: of a step with plain means.
+        waited: of it, for communication.
+        exchange: that communication threads were busy in a step.
+        sent: bytes of a step.
+        latency: of a message, one way.
+        codecs: of an element that a codec encodes and decodes, by its name.
+        pass_over: of an element that is read and written once.
+    """
+
+    step: float
+    waited: float
+    exchange: float
+    sent: float
+    latency: float
+    codecs: Mapping[str, float]
+    pass_over: float
+
+    def problem(self, matrices: Sequence[tuple[int, int]], elements: int, ranks: int) -> tuple[Job, Machine, Network]:
+        """What the cost model is asked."""
+        alone = max(self.step - self.waited, 1e-9)
+        # A plain step lasts as long as the exchanges and what happens before the first and after the last.
+        exposed = min(1.0, max(0.1, (self.step - self.exchange) / alone))
+        machine = Machine(exposed, 0.0, dict(self.codecs), _PASSES * self.pass_over)
+        network = Network(ranks, 8 * self.sent / max(self.exchange, 1e-9), self.latency)
+        return Job(alone, tuple(matrices), elements), machine, network
+
+    def with_bandwidth(self, factor: float) -> Facts:
+        """The facts after bytes have become slower by a factor."""
+        busy = self.exchange * factor
+        hidden = max(0.0, self.exchange - self.waited)
+        waited = max(0.0, busy - hidden)
+        values = {**asdict(self), "exchange": busy, "waited": waited, "step": self.step - self.waited + waited}
+        return Facts(**values)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def latency(communicator: Communicator) -> float:
+    """Seconds of a message one way: half of the shortest of some sums of one number; collective."""
+    one, taken = torch.zeros(1, device=communicator.device), []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        communicator.all_reduce(one).wait()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:]) / 2
+
+
+def codec_seconds(specs: Iterable[str], device: torch.device) -> dict[str, float]:
+    """Seconds of an element that each codec encodes and decodes here, by the codec's name."""
+    x = torch.randn(_ELEMENTS, device=device, generator=torch.Generator(device).manual_seed(0))
+    out, found = torch.empty_like(x), {}
+    for spec in specs:
+        codec = from_spec(spec)
+        found[spec.split(":")[0]] = _seconds(lambda codec=codec: codec.decode(codec.encode(x, seed=0), out), device)
+    return found
+
+
+def pass_seconds(device: torch.device) -> float:
+    """Seconds of an element that is read and written."""
+    x = torch.randn(4 * _ELEMENTS, device=device)
+    out = torch.empty_like(x)
+    return _seconds(lambda: out.copy_(x), device) / 4
+
+
+def _seconds(run: Any, device: torch.device) -> float:
+    taken = []
+    # The first one compiles.
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:]) / _ELEMENTS
+
+
+def slowest(everyone: Sequence[Facts]) -> Facts:
+    """One set of facts of all ranks': the greatest of each."""
+    greatest: dict[str, Any] = {
+        name: max(getattr(one, name) for one in everyone)
+        for name in ("step", "waited", "exchange", "sent", "latency", "pass_over")
+    }
+    codecs = {name: max(one.codecs[name] for one in everyone) for name in everyone[0].codecs}
+    return Facts(codecs=codecs, **greatest)

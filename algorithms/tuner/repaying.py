@@ -1,0 +1,88 @@
+"""Pays what one exchange has left behind with the first gradients of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from bagua_kernels.algorithms.engine.exchange import Exchange, Updates
+from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.comm import Work
+
+# Of exchanges' states: what their payloads have lacked. The rest speeds up or steadies the same exchange only.
+_OWED = ("worker", "owner", "residual")
+
+
+def owed_by(state: Mapping[str, Named]) -> dict[str, torch.Tensor]:
+    """Adds up what payloads have lacked so far, by parameter.
+
+    Owners' residuals are equal on all ranks here, so that the mean of all ranks' sums is the mean of what is owed.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key in _OWED:
+        for name, vector in state.get(key, {}).items():
+            flat = vector.reshape(-1)
+            found[name] = found[name] + flat if name in found else flat.clone()
+    return found
+
+
+class Repaying(Exchange):
+    """Another exchange, whose first gradients are increased by what is owed."""
+
+    def __init__(self, inner: Exchange, owed: Named) -> None:
+        """Takes what is owed to the parameters of the exchange's bucket."""
+        super().__init__(inner.bucket, inner.communicator)
+        self.inner = inner
+        self._owed = {name: owed[name] for name in inner.bucket.names if name in owed}
+        self.one_collective, self.delivers, self.takes_memory = inner.one_collective, inner.delivers, inner.takes_memory
+        # What is owed to a parameter that no rank has used is its gradient.
+        self.has_memory = True
+
+    @property
+    def reads_in_place(self) -> bool:  # type: ignore[override]
+        """True once everything is paid, if the exchange does."""
+        return self.inner.reads_in_place and not self._owed
+
+    @property
+    def updates(self) -> Updates | None:
+        """The inner exchange's."""
+        return self.inner.updates if hasattr(self, "inner") else None
+
+    @updates.setter
+    def updates(self, updates: Updates | None) -> None:
+        if hasattr(self, "inner"):
+            self.inner.updates = updates
+
+    def run(self, step: int) -> Iterator[Work]:
+        """See `Exchange.run`."""
+        bucket = self.bucket
+        for name, view in zip(bucket.names, bucket.views, strict=True):
+            if name in self._owed:
+                view.add_(self._owed[name].view(view.shape).to(view.dtype), alpha=self.inner.loss_scale)
+        self._owed = {}
+        yield from self.inner.run(step)
+
+    def state(self) -> dict[str, Named]:
+        """See `Exchange.state`; what is still owed counts as a worker's residual."""
+        found = {key: dict(named) for key, named in self.inner.state().items()}
+        if self._owed:
+            found.setdefault("worker", {}).update(self._owed)
+        return dict(found)
+
+    def load(self, state: Mapping[str, Named]) -> None:
+        """See `Exchange.load`."""
+        self._owed = {}
+        self.inner.load(state)
+
+    def scale_to(self, loss_scale: float) -> None:
+        """See `Exchange.scale_to`."""
+        self.inner.scale_to(loss_scale)
+
+    def end_step(self, unused: Sequence[int]) -> None:
+        """See `Exchange.end_step`."""
+        self.inner.end_step(unused)
+
+    def residual_norm(self) -> float:
+        """See `Exchange.residual_norm`."""
+        return self.inner.residual_norm()

@@ -1,0 +1,149 @@
+"""Which candidate is tried when, and what follows from the times of steps; all ranks give it the same numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+BLOCK = 4  # steps of a turn; the first one hands residuals over and is not counted
+TURNS = 2  # of each candidate that is tried
+TRIES = 3
+_WORTH = 1.5  # predicted times of the best within which a candidate is tried
+_WARM, _MEASURED = 3, 5  # steps with plain means
+WINDOW = 25  # steps whose median is compared with that after the choice
+_WINDOWS = 2  # that have to be off, one after the other
+_DRIFT = 1.5
+
+State = Literal["measuring", "trying", "chosen"]
+
+
+@dataclass
+class Search:
+    """The states of a choice: measuring, trying, chosen, and back to trying where the network has changed.
+
+    Attributes:
+        state: what it is at.
+        current: label of what averages gradients now.
+        predicted: seconds of a step, by label; empty until measured.
+        tried: seconds of counted steps, by label, of the trial under way or the last one.
+        reason: why the choice was made.
+        slower: by which factor bytes have become slower than when they were measured; 1 at first.
+    """
+
+    plain: str
+    state: State = "measuring"
+    current: str = ""
+    predicted: dict[str, float] = field(default_factory=dict)
+    tried: dict[str, list[float]] = field(default_factory=dict)
+    reason: str = ""
+    slower: float = 1.0
+    _steps: int = 0
+    _order: list[str] = field(default_factory=list)
+    _paces: list[float] = field(default_factory=list)
+    _usual: float = 0.0
+    _off: int = 0
+
+    def __post_init__(self) -> None:
+        """Begins with the plain mean."""
+        self.current = self.current or self.plain
+
+    @property
+    def counts(self) -> bool:
+        """True if the step under way is measured with plain means."""
+        return self.state == "measuring" and self._steps >= _WARM
+
+    @property
+    def measured(self) -> bool:
+        """True if the facts are to be put together now."""
+        return self.state == "measuring" and self._steps == _WARM + _MEASURED
+
+    def note(self) -> None:
+        """Counts a step with plain means."""
+        self._steps += 1
+
+    def begin(self, predicted: Mapping[str, float]) -> None:
+        """Begins to try the best of the predicted, in turns.
+
+        Args:
+            predicted: seconds of a step, by label, of all candidates in an order that is the same on all ranks.
+        """
+        self.predicted = dict(predicted)
+        ranked = sorted(predicted, key=lambda label: predicted[label])
+        chosen = [label for label in ranked[:TRIES] if predicted[label] <= _WORTH * predicted[ranked[0]]]
+        if self.plain not in chosen and predicted[self.plain] <= _WORTH * predicted[ranked[0]]:
+            chosen.append(self.plain)
+        self.state, self._steps, self.tried = "trying", 0, {label: [] for label in chosen}
+        self._order = chosen * TURNS
+        if len(chosen) == 1:
+            self._choose(f"predicted to be {_WORTH:g} times as fast as all others")
+            return
+        self.current = self._order[0]
+
+    def took(self, seconds: float) -> None:
+        """Takes what a step of a trial took on the slowest rank, and goes on to what is next."""
+        turn, place = divmod(self._steps, BLOCK)
+        if place:
+            self.tried[self._order[turn]].append(seconds)
+        self._steps += 1
+        turn = self._steps // BLOCK
+        if turn == len(self._order):
+            self._choose("the fastest of those that were tried")
+        else:
+            self.current = self._order[turn]
+
+    def _choose(self, reason: str) -> None:
+        medians = {label: statistics.median(times) for label, times in self.tried.items() if times}
+        self.current = min(medians, key=lambda label: medians[label]) if medians else next(iter(self.tried))
+        self.state, self.reason = "chosen", reason
+        self._paces, self._usual, self._off = [], 0.0, 0
+
+    @property
+    def asks(self) -> bool:
+        """True if this rank's pace is to be told to the others now."""
+        return len(self._paces) == WINDOW
+
+    def pace(self, seconds_per_byte: float) -> None:
+        """Takes how long the bytes of a step took, after the choice."""
+        self._paces.append(seconds_per_byte)
+
+    @property
+    def window(self) -> float:
+        """The median pace of this rank in the last window."""
+        return statistics.median(self._paces)
+
+    def drifted(self, pace: float) -> bool:
+        """Takes all ranks' pace of a window; returns True if the choice is to be made again.
+
+        Args:
+            pace: the greatest of all ranks' `window`.
+        """
+        self._paces = []
+        if not self._usual:
+            self._usual = pace
+            return False
+        off = max(pace / self._usual, self._usual / pace) > _DRIFT if pace and self._usual else False
+        self._off = self._off + 1 if off else 0
+        if self._off < _WINDOWS:
+            return False
+        self.slower *= pace / self._usual
+        return True
+
+    def save(self) -> list[Any]:
+        """Plain values, the same on all ranks."""
+        return [self.state, self.current, self.predicted, self.tried, self.reason, self.slower]
+
+    def load(self, saved: Sequence[Any]) -> None:
+        """Goes on with a choice; a trial that was under way begins anew."""
+        self.state, self.current, self.predicted, self.tried, self.reason, self.slower = (
+            saved[0],
+            saved[1],
+            dict(saved[2]),
+            {label: list(times) for label, times in saved[3].items()},
+            saved[4],
+            saved[5],
+        )
+        self._steps, self._paces, self._usual, self._off = 0, [], 0.0, 0
+        if self.state == "trying":
+            self.begin(self.predicted)

@@ -1,0 +1,96 @@
+"""The adviser's command."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bagua_kernels.algorithms.advise import command
+from bagua_kernels.algorithms.advise.models import MODELS
+from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
+from bagua_kernels.algorithms.tuner.cost.methods import methods
+
+NETWORK = ("--ranks", "64", "--bandwidth", "10Gbps", "--latency", "1ms")
+
+
+def test_a_table_of_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model", "resnet50", *NETWORK]) == 0
+    text = capsys.readouterr().out
+    assert all(method.name in text for method in methods())
+    assert "64 nodes of 1, 10 Gbit/s, 1 ms" in text
+    assert "25,502,912 parameters" in text
+
+
+def test_only_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--model", "vgg16", *NETWORK, "--exactness", "exact"])
+    text = capsys.readouterr().out
+    assert "GradientAllReduce" in text
+    assert "ByteGrad" not in text
+    command.main(["--model", "vgg16", *NETWORK, "--exactness", "synchronous"])
+    text = capsys.readouterr().out
+    assert "ByteGrad" in text
+    assert "Decentralized" not in text
+
+
+def test_a_profile_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "machine.json"
+    machine = Machine(0.5, 1e-9, {"": 1e-9}, 2e-9)
+    machine.save(path)
+    assert Machine.load(path) == machine
+    assert command.main(["--elements", "1000", "--step", "20ms", *NETWORK, "--profile", str(path)]) == 0
+    assert f"machineof{path}" in "".join(capsys.readouterr().out.split())
+    path.write_text('{"nothing": 1}')
+    with pytest.raises(ValueError, match="no profile of a machine"):
+        Machine.load(path)
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra of the examples")
+    path = tmp_path / "plot.png"
+    assert command.main(["--model", "bert_large", *NETWORK, "--per-node", "8", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 10_000
+
+
+def test_curves_reach_thousands_of_ranks() -> None:
+    job = Job(0.1, MODELS["gpt2"]().matrices)
+    ranks, times = command.curves(job, GPU, Network(64, 1e10, 1e-3, 8), methods())
+    assert ranks[0] == 8
+    assert ranks[-1] == 4096
+    assert len(times) == len(methods())
+    assert all(math.isfinite(one) for values in times for one in values)
+
+
+def test_models_have_their_published_sizes() -> None:
+    """In millions, without biases and norms."""
+    sizes = {name: sum(m * n for m, n in make().matrices) / 1e6 for name, make in MODELS.items()}
+    expected = {"vgg16": 138.3, "resnet50": 25.5, "bert_large": 333.8, "bert_base": 108.8, "gpt2": 124.3}
+    assert sizes == pytest.approx(expected, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("10Gbps", 1e10), ("100 Mbit/s", 1e8), ("1e9", 1e9), ("2.5G", 2.5e9), ("1kbit", 1e3)]
+)
+def test_bandwidths(text: str, bits: float) -> None:
+    assert command.bits_per_second(text) == bits
+
+
+@pytest.mark.parametrize(("text", "found"), [("1ms", 1e-3), ("50us", 5e-5), ("0.2", 0.2), ("2s", 2.0)])
+def test_times(text: str, found: float) -> None:
+    assert command.seconds(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--ranks", "4"],
+        [*NETWORK],
+        ["--elements", "3", *NETWORK],
+        ["--model", "vgg16", "--ranks", "4", "--bandwidth", "fast"],
+        ["--model", "vgg16", "--ranks", "4", "--bandwidth", "1G", "--latency", "soon"],
+    ],
+)
+def test_what_is_missing(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(arguments)

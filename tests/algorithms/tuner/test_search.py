@@ -1,0 +1,133 @@
+"""The choice as a machine of states, driven by numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from bagua_kernels.algorithms.tuner.search import BLOCK, TRIES, TURNS, WINDOW, Search
+
+PREDICTED = {"plain": 1.0, "a": 0.5, "b": 0.6, "c": 0.7, "d": 0.72, "e": 0.9}
+
+
+def measured() -> Search:
+    search = Search("plain")
+    counted = 0
+    while not search.measured:
+        counted += search.counts
+        search.note()
+    assert counted == 5
+    return search
+
+
+def tried(search: Search, seconds: Callable[[str], float]) -> list[str]:
+    """Goes through a trial; returns what averaged gradients in each step."""
+    seen = []
+    while search.state == "trying":
+        seen.append(search.current)
+        search.took(seconds(search.current))
+    return seen
+
+
+def test_the_best_predicted_take_turns_and_the_fastest_goes_on() -> None:
+    search = measured()
+    search.begin(PREDICTED)
+    times = {"a": 0.9, "b": 0.3, "c": 0.8}
+    seen = tried(search, times.__getitem__)
+    assert seen == (["a"] * BLOCK + ["b"] * BLOCK + ["c"] * BLOCK) * TURNS
+    assert (search.state, search.current) == ("chosen", "b")
+    assert {label: len(one) for label, one in search.tried.items()} == dict.fromkeys("abc", TURNS * (BLOCK - 1))
+    assert 8 + len(seen) <= 40
+
+
+def test_the_first_step_of_a_turn_is_not_counted() -> None:
+    search = measured()
+    search.begin(PREDICTED)
+    steps = iter(range(1000))
+    tried(search, lambda label: 100.0 if next(steps) % BLOCK == 0 else PREDICTED[label])
+    assert search.current == "a"
+    assert 100.0 not in search.tried["b"]
+
+
+def test_exact_means_are_tried_where_they_are_near() -> None:
+    search = measured()
+    search.begin({**PREDICTED, "plain": 0.74})
+    assert list(search.tried) == ["a", "b", "c", "plain"]
+    tried(search, {"a": 0.9, "b": 0.8, "c": 0.8, "plain": 0.7}.__getitem__)
+    assert search.current == "plain"
+    assert 8 + 4 * TURNS * BLOCK <= 60
+
+
+def test_what_is_predicted_to_be_slow_is_not_tried() -> None:
+    search = measured()
+    search.begin({"plain": 1.0, "a": 0.1, "b": 0.2})
+    assert (search.state, search.current) == ("chosen", "a")
+    assert "1.5 times as fast" in search.reason
+
+
+def chosen() -> Search:
+    search = measured()
+    search.begin(PREDICTED)
+    tried(search, PREDICTED.__getitem__)
+    return search
+
+
+def windows(search: Search, paces: list[float]) -> list[bool]:
+    found = []
+    for pace in paces:
+        for _ in range(WINDOW):
+            assert not search.asks
+            search.pace(pace)
+        assert search.asks
+        found.append(search.drifted(search.window))
+    return found
+
+
+def test_a_lasting_change_opens_the_choice_again() -> None:
+    search = chosen()
+    assert windows(search, [1.0, 1.2, 0.9, 10.0]) == [False] * 4
+    assert windows(search, [1.0, 10.0]) == [False] * 2  # one window alone is none
+    assert windows(search, [10.0]) == [True]
+    assert search.slower == pytest.approx(10.0)
+    search.begin(PREDICTED)
+    tried(search, PREDICTED.__getitem__)
+    assert windows(search, [10.0, 10.0]) == [False, False]
+    # Faster counts, too.
+    assert windows(search, [1.0, 1.0]) == [False, True]
+    assert search.slower == pytest.approx(1.0)
+
+
+def test_within_a_hundred_steps() -> None:
+    """Links change just after a window has begun."""
+    search = chosen()
+    windows(search, [1.0])
+    search.pace(1.0)
+    steps = 0
+    while True:
+        search.pace(10.0)
+        steps += 1
+        if search.asks and search.drifted(search.window):
+            break
+    assert steps <= 100
+
+
+def test_saved_and_loaded() -> None:
+    for search in (measured(), chosen()):
+        other = Search("plain")
+        other.load(json.loads(json.dumps(search.save())))
+        assert other.save() == search.save()
+    search = measured()
+    search.begin(PREDICTED)
+    search.took(1.0)
+    other = Search("plain")
+    other.load(search.save())
+    # A trial begins anew.
+    assert other.state == "trying"
+    assert other.current == "a"
+    assert other.tried == {"a": [], "b": [], "c": []}
+
+
+def test_numbers_of_tries() -> None:
+    assert TRIES == 3
