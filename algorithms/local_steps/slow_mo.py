@@ -86,7 +86,9 @@ class SlowMo(OuterLoop):
         """See `RoundAlgorithm.exchange`."""
         number = kind_of(bucket).part
         # Before a scheduler sets that of the next step.
-        rate = torch.full((1,), float(self._optimizer.param_groups[number]["lr"]), dtype=torch.float64)
+        # A rank that is through takes no more steps, and has its last one's.
+        own = 0.0 if self.is_through else float(self._optimizer.param_groups[number]["lr"])
+        rate = torch.full((1,), own, dtype=torch.float64)
         rate = rate.to(bucket.flat.device)
         yield from super().exchange(bucket, turn)
         if self._communicator.size > 1:

@@ -46,6 +46,7 @@ class RoundAlgorithm(ModelAlgorithm):
         delay: with "forward", the number of optimizer's steps that come before results are put in place.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
         rounds_begun: the number of rounds that have begun since the module was wrapped.
+        is_through: True while this rank takes part in others' rounds at the end of `join`, without steps of its own.
     """
 
     due: ClassVar[Literal["forward", "step", "round"]] = "forward"
@@ -82,6 +83,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self.rounds_begun = 0
         self._until = 0  # the number of steps with which what is under way is due
         self._joining = False
+        self.is_through = False
         self._wait_seconds = self._exchange_seconds = 0.0
         self.mixer: Mixer | None = None
         super().__init__(module, optimizer, **options)
@@ -229,9 +231,10 @@ class RoundAlgorithm(ModelAlgorithm):
         self._joining = True
         try:
             yield
+            self.is_through = True
             self._finish_join()
         finally:
-            self._joining = False
+            self._joining = self.is_through = False
 
     def _finish_join(self) -> None:
         # A round that began and has no step yet belongs to the step that is left out here.

@@ -52,6 +52,11 @@ def test_threads() -> None:
     assert {seed: problems for seed in seeds if (problems := compared(draw(seed)))} == {}
 
 
+def test_ranks_that_are_through_have_no_learning_rate() -> None:
+    """SlowMo, whose momentum follows the learning rate, while a scheduler goes on where ranks still train."""
+    assert compared(draw(5120)) == []
+
+
 @pytest.mark.slow
 def test_many_by_threads() -> None:
     """More: `python -m tests.algorithms.local_steps.fuzz --threads 2000`."""
