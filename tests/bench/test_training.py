@@ -11,13 +11,13 @@ from rich.console import Console
 from bench.netlab.lab import available
 from bench.training import groups, measure, report
 from bench.training.models import MODELS, batch, model
-from bench.training.rivals import NEIGHBOURS, OURS
+from bench.training.rivals import HOOK, NEIGHBOURS, OURS
 
 
 def test_every_rival_of_a_group_can_be_made() -> None:
     for names in (*groups.GRADIENTS, *groups.TRIED, *groups.DECENTRALIZED, groups.DELAYED):
         assert "ddp" in names
-        assert all(name == "alone" or name.startswith("ddp") or name in OURS for name in names)
+        assert all(name == "alone" or name.startswith(("ddp", HOOK)) or name in OURS for name in names)
     # Each algorithm of neighbours in one group, beside all-reduce.
     assert sorted(name for names in groups.DECENTRALIZED for name in groups.own(names)) == sorted(NEIGHBOURS)
     assert all("allreduce" in names for names in groups.DECENTRALIZED)

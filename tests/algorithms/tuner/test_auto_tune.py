@@ -11,7 +11,7 @@ from bagua_kernels.algorithms import AutoTune
 from bagua_kernels.algorithms.tuner.candidates import candidates
 from bagua_kernels.algorithms.tuner.facts import Facts, slowest
 from bagua_kernels.algorithms.tuner.repaying import owed_by
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, LocalCommunicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, loss_of
 
 CODECS = {
@@ -161,7 +161,7 @@ def test_resumed() -> None:
 
 def test_one_rank_alone() -> None:
     model = Odd(0)
-    algorithm = AutoTune(model, sgd(model))
+    algorithm = AutoTune(model, sgd(model), communicator=LocalCommunicator.alone())
     algorithm(batch(0, 0)).sum().backward()
     assert algorithm.search.state == "measuring"
 

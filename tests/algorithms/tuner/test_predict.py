@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bagua_kernels import algorithms
 from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
 from bagua_kernels.algorithms.tuner.cost.methods import Method, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
+from bagua_kernels.comm import LocalCommunicator
 
 KNOWN = {method.name: method for method in methods()}
 FREE = Machine(exposed=0.5, per_byte=0.0, work={"": 0.0})
@@ -90,9 +92,9 @@ def test_nodes_share_a_link() -> None:
 def test_specs_are_those_of_algorithms(method: Method) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer: torch.optim.Optimizer | None = torch.optim.SGD(model.parameters(), lr=0.1)
-    arguments = {}
+    arguments: dict[str, Any] = {"communicator": LocalCommunicator.alone()}
     if method.name.startswith("QAdam"):
-        optimizer, arguments = None, {"lr": 1e-3}
+        optimizer, arguments = None, {**arguments, "lr": 1e-3}
     algorithms.from_spec(method.spec, model, optimizer, **arguments).close()
 
 

@@ -140,14 +140,14 @@ def forking() -> None:
         signal.pause()
     assert os.read(ready, 1) == b"x"
     box.post(0, b"the parent goes on")
-    print("CHILD", child, flush=True)
+    print("CHILD", child, "ENDS THE LINE", flush=True)
     signal.pause()
 
 
 def test_forked_child_holds_no_connection() -> None:
     """The other rank misses a killed one whose child lives."""
     with Processes(forking, 2) as processes:
-        processes.wait_for_output(1, "CHILD", timeout=60)
+        processes.wait_for_output(1, "ENDS THE LINE", timeout=60)
         child = int(processes.output(1).split()[1])
         try:
             processes.send_signal(1, signal.SIGKILL)
