@@ -52,6 +52,7 @@ class GradientAlgorithm(Algorithm):
         scaler: that by which losses are scaled, if the exchanges' state follows it.
         alignment: elements to whose multiples tensors are aligned in a bucket.
         small_first: True if the first buckets are small, so that the wire is in use early.
+        lanes: buckets that are exchanged at a time; None for the engine's own number.
         has_hook: True if its exchanges are all that it does, so that a hook of `DistributedDataParallel` may run them.
     """
 
@@ -60,6 +61,7 @@ class GradientAlgorithm(Algorithm):
     alignment = 1
     small_first = True
     has_hook = True
+    lanes: int | None
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class GradientAlgorithm(Algorithm):
             raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
         if apply_in_backward and self.scaler is not None:
             raise ValueError("a scaler looks at all gradients before its step: leave out apply_in_backward, or scaler")
-        self._in_flight, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
+        self.lanes, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
         self._engine: Engine | None = None
         self._all_communicators: list[Communicator] = []
         self._joining = False
@@ -137,7 +139,7 @@ class GradientAlgorithm(Algorithm):
         if not members:
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
-        options = EngineOptions(buckets, self._in_flight, steps, self.scaler, self.name, type(self).__name__)
+        options = EngineOptions(buckets, self.lanes, steps, self.scaler, self.name, type(self).__name__)
         self._all_communicators = [self._communicator]
         self._engine = Engine(members, self.exchange_for, self._communicator, self._duplicate, self.policy, options)
 

@@ -120,14 +120,22 @@ def plot(path: Path, job: Job, machine: Machine, network: Network, found: Sequen
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    options = _parse(arguments)
+    parser, options = _parse(arguments)
+    try:
+        return _advise(options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def _advise(options: argparse.Namespace) -> int:
     if options.model is None:
         job = Job(options.step, (), options.elements, options.bucket_bytes)
         what = f"{options.elements:,} parameters, {options.step:g} s a step as given"
     else:
         model = MODELS[options.model]()
-        job = Job(options.step or model.seconds, model.matrices, bucket_bytes=options.bucket_bytes)
-        source = "as given" if options.step else model.source
+        step = model.seconds if options.step is None else options.step
+        job = Job(step, model.matrices, bucket_bytes=options.bucket_bytes)
+        source = model.source if options.step is None else "as given"
         what = f"{options.model}, {job.elements:,} parameters, {job.seconds:g} s a step ({source})"
     network = Network(options.ranks, options.bandwidth, options.latency, options.per_node, options.local_bandwidth)
     machine = Machine.load(options.profile) if options.profile else GPU
@@ -141,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="python -m bagua_kernels.algorithms.advise",
         description=__doc__,
@@ -166,4 +174,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give either --model or --elements")
     if options.elements is not None and options.step is None:
         parser.error("--elements needs --step")
-    return options
+    return parser, options

@@ -15,10 +15,11 @@ from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
 from bagua_kernels.algorithms.ddp.shares import BucketShares, Share
 from bagua_kernels.algorithms.engine.buckets import fill
 from bagua_kernels.algorithms.engine.interruption import Ending
+from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
-from bagua_kernels.comm import Communicator, Work
+from bagua_kernels.comm import Communicator, LocalCommunicator, Work
 from bagua_kernels.compression import from_spec
 from bagua_kernels.compression.codec import parse_spec
 
@@ -62,9 +63,16 @@ def hook(
     for unused in _UNUSED:
         if unused in arguments:
             raise ValueError(f"{unused} means nothing to a hook of DistributedDataParallel: leave it out")
-    if lanes is not None and lanes < 1:
-        raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
-    return Hook(spec, kind, arguments, module, communicator, lanes)
+    if lanes is not None:
+        arguments["lanes"] = lanes
+    # One rank alone is told what does not fit before others wait for it.
+    alone = kind(torch.nn.Module(), communicator=LocalCommunicator.alone(), **arguments)
+    if not alone.weighable:
+        raise ValueError(
+            f"{spec!r} gives all ranks the same voice, also those that mirror the passes of others in join(): wrap the module "
+            f"in a {kind.__name__} instead of DistributedDataParallel"
+        )
+    return Hook(spec, kind, arguments, module, communicator)
 
 
 class Hook:
@@ -90,11 +98,11 @@ class Hook:
         arguments: Mapping[str, Any],
         module: torch.nn.Module | None,
         communicator: Communicator | None,
-        lanes: int | None,
     ) -> None:
         """Made by `hook`."""
         self._spec, self._kind, self._arguments = spec, kind, dict(arguments)
-        self._module, self._communicator, self._lanes = module, communicator, lanes
+        self._module, self._communicator = module, communicator
+        self._finds_unused = bool(getattr(module, "find_unused_parameters", False))
         # What DDP asks of a function.
         self.__name__ = self.__qualname__ = f"bagua_kernels {spec}"
         self._algorithm: GradientAlgorithm | None = None
@@ -110,12 +118,18 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies are made of: options."""
-        return Hook, (self._spec, self._kind, self._arguments, None, None, self._lanes)
+        return Hook, (self._spec, self._kind, self._arguments, None, None)
 
     # Without annotations: DDP compares them with classes, not with texts.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         """Starts the exchange of a bucket; called by DDP in the order of buckets."""
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise TypeError(
+                f"the hook {self._spec!r} got a sparse gradient: make the embedding with sparse=False, or wrap the module in an "
+                "algorithm, which exchanges sparse gradients, instead of DistributedDataParallel"
+            )
+        refuse_reentrant()
         algorithm = self._connect(buffer.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] * buffer.is_cuda)
         if self.communicators[0].size == 1:
@@ -138,7 +152,7 @@ class Hook:
             # On backward's stream, of which the allocator knows that it reads the gradients.
             load()
             load = partial(_load, (), gradients)
-        several = len(parts) > 1 or not parts[0].exchange.one_collective
+        several = len(parts) > 1 or self._finds_unused or not parts[0].exchange.one_collective
         run = partial(self._run, parts, gradients, load, self._steps, partial(future.set_result, buffer))
         label = f"bagua_kernels {algorithm.name}, bucket {index}"
         self._tasks.append(self._runtime.start(index, run, label, several))
@@ -166,7 +180,7 @@ class Hook:
 
     def _start_threads(self, device: torch.device, parts: Sequence[Share]) -> Runtime:
         on_cpu = device.type == "cpu"
-        in_flight = self._lanes or (2 if on_cpu else 1)
+        in_flight = (self._algorithm and self._algorithm.lanes) or (2 if on_cpu else 1)
         if in_flight > 1 and not (on_cpu and all(part.exchange.one_collective for part in parts)):
             self.communicators += [self.communicators[0].duplicate() for _ in range(in_flight - 1)]
         return Runtime(device, in_flight, len(self.communicators))
@@ -198,17 +212,32 @@ class Hook:
 
     def _exchanges(self, parts: Sequence[Share], gradients: Sequence[torch.Tensor], step: int) -> Iterator[Work]:
         scaler = None if self._algorithm is None else self._algorithm.scaler
+        if self._finds_unused:
+            yield from self._withhold_unused(parts, gradients)
         for part in parts:
             exchange = part.exchange
+            if self._failed():
+                return
             if scaler is not None:
                 exchange.scale_to(scaler.get_scale())
             for work in exchange.run(step):
                 yield _Caught(work, self._fail)
-                if self._error is not None:
+                if self._failed():
                     return
             exchange.bucket.lent.clear()
             with torch.no_grad():
                 torch._foreach_copy_([gradients[position] for position in part.positions], exchange.bucket.views)
+
+    def _withhold_unused(self, parts: Sequence[Share], gradients: Sequence[torch.Tensor]) -> Iterator[Work]:
+        """Keeps what is remembered of parameters without a gradient on any rank: DDP drops their means."""
+        used = torch.stack([gradient.any() for gradient in gradients]).float()
+        yield _Caught(parts[0].exchange.communicator.all_reduce(used), self._fail)
+        unused = {position for position, count in enumerate(used.tolist()) if not count}
+        for part in parts:
+            part.exchange.bucket.frozen = [slot for slot, position in enumerate(part.positions) if position in unused]
+
+    def _failed(self) -> bool:
+        return self._error is not None
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -260,7 +289,9 @@ class Hook:
             `steps`; in `vectors`, for each key of the exchanges' states, a tensor for each parameter's name; `decisions`.
         """
         if self._algorithm is None or self._layout is None:
-            return dict(self._states[0]) if self._states else {"steps": 0, "vectors": {}, "decisions": []}
+            vectors = mean_of([one["vectors"] for one in self._states]) if self._states else {}
+            decisions = self._states[0]["decisions"] if self._states else []
+            return {"steps": self._steps, "vectors": vectors, "decisions": decisions}
         self._check()
         return {"steps": self._steps, "vectors": self._layout.state(), "decisions": self._algorithm.policy.state()}
 

@@ -89,8 +89,15 @@ class BucketShares:
             exchange = self._algorithm.exchange_for(bucket, communicator)
             if self._recalled:
                 exchange.load(self._recalled)
+                self._forget(bucket.names)
             parts.append(Share([position for position, _ in places], exchange))
         self._buckets.append((list(parameters), parts))
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Drops what has been taken over."""
+        for named in self._recalled.values():
+            for name in names:
+                named.pop(name, None)
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(parameter, str(len(self._names)))
@@ -110,4 +117,7 @@ class BucketShares:
         """Gives all exchanges, those to come too, what `state` gave."""
         self._recalled = {key: dict(named) for key, named in state.items()}
         for exchange in self.exchanges:
+            # States have no loss scale; the next step brings this one to its own.
+            exchange.loss_scale = 1.0
             exchange.load(state)
+            self._forget(exchange.bucket.names)

@@ -384,6 +384,7 @@ class Engine:
         for rows in self._rows:
             rows.gradient = None
         self.weight = 1.0
+        self._policy.after_pass()
 
     def _follow_order(self) -> None:
         """Lays buckets out anew if gradients came in another order than theirs on any rank."""

@@ -121,6 +121,8 @@ class LowRankExchange(Exchange):
                     "lefts": {name: lefts[name] for name in names if name in lefts},
                 }
             )
+        else:
+            self._made = None
 
     def residual_norm(self) -> float:
         """See `Exchange.residual_norm`."""

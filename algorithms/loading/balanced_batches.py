@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeAlias
 
 import numpy as np
@@ -23,7 +24,8 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
     4. Halve as many of the last batches as it takes until the number of ranks divides their number.
 
     Batches have different sizes. Call `model.weigh(len(batch))` before the backward pass, so that gradients are the mean over
-    samples and not over batches. No batch exceeds `max_cost`; each sample comes once, and all ranks take as many steps.
+    samples and not over batches. No batch exceeds `max_cost`, and all ranks take as many steps. Each sample comes once, but where
+    batches of one sample, which cannot be halved, are fewer than ranks.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
             ValueError: a sample alone costs more than `max_cost`, `max_samples` is below 1, or there are fewer samples than
                 ranks.
         """
-        self.sampler = sampler
+        self.sampler, epoch = sampler, sampler.epoch
         super().__init__(sampler.num_replicas, sampler.rank, sampler.seed)
+        self.set_epoch(epoch)
         costs = sampler.costs
         largest = int(costs.argmax())
         if not costs[largest] <= max_cost:
@@ -91,7 +94,8 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
             # Even full batches differ by part of a sample.
             by_cost = np.argsort([self._cost(batch) for batch in batches], kind="stable")
             batches = [batches[place] for place in shuffle_runs(by_cost, run_of(len(batches)), generator)]
-        return batches if self.drop_last and batches else [*batches, *partial]
+        # Few samples are better shared out than left out.
+        return batches if self.drop_last and len(batches) >= self.num_replicas else [*batches, *partial]
 
     def _cost(self, batch: Indices) -> float:
         costs = self.sampler.costs[batch]
@@ -115,7 +119,7 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
     def _fitting(self, costs: Costs, cap: float) -> int:
         """How many of these samples a batch holds: the first one at least."""
         # Of ascending costs no more fit than of the first one's. Costs that were moved at random need a further look.
-        looked = int(cap / costs[0]) + 1
+        looked = int(min(cap / costs[0], len(costs))) + 1
         while True:
             some = costs[:looked]
             sums = np.maximum.accumulate(some) * np.arange(1, len(some) + 1) if self.padded else np.cumsum(some)
@@ -140,6 +144,11 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
             tail += parts
         again = [tail[place % len(tail)] for place in range(missing)]
         return [*kept, *tail, *again]
+
+    def unchanged(self, items: Batches, levelled: Batches) -> int:
+        """See `SharedEpoch.unchanged`."""
+        both = zip(items, levelled, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
 
     def item(self, items: Batches, index: int) -> list[int]:
         """See `SharedEpoch.item`."""

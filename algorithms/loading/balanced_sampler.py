@@ -92,6 +92,10 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
         again = np.resize(items[::-1], ranks - rest)
         return np.concatenate([items, again])
 
+    def unchanged(self, items: Indices, levelled: Indices) -> int:
+        """See `SharedEpoch.unchanged`."""
+        return min(len(items), len(levelled))
+
     def item(self, items: Indices, index: int) -> int:
         """See `SharedEpoch.item`."""
         return int(items[index])

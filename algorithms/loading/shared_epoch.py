@@ -54,6 +54,10 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
         """Returns items whose number the number of ranks divides."""
 
     @abc.abstractmethod
+    def unchanged(self, items: Items, levelled: Items) -> int:
+        """Returns with how many of its items a levelled order begins."""
+
+    @abc.abstractmethod
     def item(self, items: Items, index: int) -> Item:
         """Returns what a step is given of an item."""
 
@@ -86,16 +90,18 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
     def _left(self, history: History) -> Items:
         items = self.items(self.epoch)
         for ranks, steps in history:
-            levelled: Any = self.level(items, ranks)
-            items = levelled[ranks * steps :]
+            levelled, taken = self.level(items, ranks), ranks * steps
+            # What those ranks have not come to is levelled for others.
+            rest: Any = items if taken <= self.unchanged(items, levelled) else levelled
+            items = rest[taken:]
         return self.level(items, self.num_replicas)
 
     def state_dict(self, steps: int | None = None) -> dict[str, Any]:
         """Returns where this rank is; equal on all ranks after the same step.
 
         Args:
-            steps: taken since the iteration began. By default as many as it has yielded, which is too many for a
-                `DataLoader` with workers: they draw ahead.
+            steps: items of this iteration, samples or batches, with which the model was trained. By default all that
+                were yielded, which is too many for a `DataLoader` with workers: they draw ahead.
 
         Raises:
             ValueError: fewer than that were yielded.

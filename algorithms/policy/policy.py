@@ -51,6 +51,11 @@ class Policy:
         if self.inner is not None:
             self.inner.end_step(step, seconds, communicator)
 
+    def after_pass(self) -> None:
+        """Called on all ranks after a backward pass, when the engine is idle and may exchange otherwise from now on."""
+        if self.inner is not None:
+            self.inner.after_pass()
+
     def now(self, device: torch.device) -> float:
         """The time by which steps are measured."""
         return time.perf_counter() if self.inner is None else self.inner.now(device)

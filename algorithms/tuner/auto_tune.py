@@ -93,6 +93,7 @@ class AutoTune(GradientAlgorithm):
         super().__init__(module, optimizer, **options)
         if facts is not None and self._engine is not None:
             self.search.begin(self._predicted(facts))
+        self.follow()
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -108,27 +109,26 @@ class AutoTune(GradientAlgorithm):
         made = self._used.recipe.exchange_for(bucket, communicator)
         return Repaying(made, self._owed) if any(name in self._owed for name in bucket.names) else made
 
-    def _before_forward(self) -> None:
-        """See `Algorithm._before_forward`."""
-        if self._engine is not None and self.training and self._engine.enabled:
-            self._use(self.candidates[self.search.current])
-        super()._before_forward()
+    def follow(self) -> None:
+        """Has the search's choice average the next gradients; collective, while no exchange is under way."""
+        self._use(self.candidates[self.search.current])
 
     def _use(self, candidate: Candidate) -> None:
-        """Has another candidate average the next gradients; collective."""
         engine = self._engine
         if engine is None or candidate is self._used:
             return
-        self._owed = owed_by(engine.buckets.state())
-        self._used = candidate
-        options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
-        engine.exchange_otherwise(candidate.recipe.place, options)
+        # Buckets are for training, whatever mode this is called in.
+        with torch.inference_mode(False), torch.no_grad():
+            self._owed = owed_by(engine.buckets.state())
+            self._used = candidate
+            options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
+            engine.exchange_otherwise(candidate.recipe.place, options)
         self._owed = {}
 
     def _predicted(self, facts: Facts) -> dict[str, float]:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1 and p.numel()]
-        elements = sum(p.numel() for p in trained)
+        elements = max(1, sum(p.numel() for p in trained))
         job, machine, network = facts.problem(matrices, elements, self._communicator.size)
         return {
             label: predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, network).seconds
@@ -193,9 +193,22 @@ class AutoTune(GradientAlgorithm):
 
     def _load(self, states: list[Mapping[str, Any]]) -> None:
         """See `Algorithm._load`."""
-        self.policy.load(states[0]["decisions"])
-        self._use(self.candidates[self.search.current])
+        found = dict(states[0]["decisions"])
+        saved = {found["used"], *found["search"][2], *found["search"][3]} if "search" in found else set()
+        if unknown := sorted(saved - set(self.candidates)):
+            raise ValueError(
+                f"the state was saved with the candidate {unknown[0]!r}, but there are {', '.join(self.candidates)}: use the "
+                "same exactness and bucket_bytes, and an optimizer of the same kind"
+            )
+        # What was remembered belongs to the candidate in use, which may not be the one that is next.
+        self._use(self.candidates[found.get("used", self.search.current)])
         super()._load(states)
+        self.follow()
+
+    @property
+    def used(self) -> str:
+        """Label of what has averaged the last gradients, or will average the next."""
+        return self._used.label
 
 
 class _Watch(Policy):
@@ -209,6 +222,10 @@ class _Watch(Policy):
         """See `Policy.end_step`."""
         self._algorithm.end_step(seconds, communicator)
 
+    def after_pass(self) -> None:
+        """See `Policy.after_pass`."""
+        self._algorithm.follow()
+
     def now(self, device: torch.device) -> float:
         """See `Policy.now`; while steps are compared, when the device has done what it was given."""
         if device.type == "cuda" and self._algorithm.search.state != "chosen":
@@ -218,7 +235,8 @@ class _Watch(Policy):
     def state(self) -> list[Any]:
         """See `Policy.state`."""
         facts = self._algorithm.facts
-        return [("search", self._algorithm.search.save()), ("facts", None if facts is None else facts.state())]
+        found = [("search", self._algorithm.search.save()), ("used", self._algorithm.used)]
+        return [*found, ("facts", None if facts is None else facts.state())]
 
     def load(self, decisions: list[Any]) -> None:
         """See `Policy.load`."""

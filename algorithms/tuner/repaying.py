@@ -56,12 +56,19 @@ class Repaying(Exchange):
 
     def run(self, step: int) -> Iterator[Work]:
         """See `Exchange.run`."""
-        bucket = self.bucket
-        for name, view in zip(bucket.names, bucket.views, strict=True):
-            if name in self._owed:
+        bucket, paid = self.bucket, []
+        for slot, (name, view) in enumerate(zip(bucket.names, bucket.views, strict=True)):
+            # A frozen parameter gets nothing, and what is remembered of it stays as it is.
+            if name in self._owed and slot not in bucket.frozen:
                 view.add_(self._owed[name].view(view.shape).to(view.dtype), alpha=self.inner.loss_scale)
-        self._owed = {}
+                paid.append(name)
         yield from self.inner.run(step)
+        if paid and not bucket.whole.isfinite().all():
+            # No optimizer takes such a step. The inner exchange forgets it, as if it had not been.
+            self.inner.load({})
+            return
+        for name in paid:
+            del self._owed[name]
 
     def state(self) -> dict[str, Named]:
         """See `Exchange.state`; what is still owed counts as a worker's residual."""

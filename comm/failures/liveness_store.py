@@ -141,8 +141,10 @@ class Host:
 
 def _is_ready(process: subprocess.Popen[bytes], seconds: float) -> bool:
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], seconds)
-    return bool(ready) and os.read(process.stdout.fileno(), 1) == b"+"
+    # `select` takes no descriptors above 1023.
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    return bool(poll.poll(1000 * seconds)) and os.read(process.stdout.fileno(), 1) == b"+"
 
 
 def _serve(server: Server, listener: socket.socket, leash: int) -> None:

@@ -35,11 +35,21 @@ class Deep(nn.Module):
         return self.wide(x)
 
 
+OPEN: list[ddp.Hook] = []
+
+
+def close_hooks() -> None:
+    """Frees the connections of all hooks that `hooked` has made; collective."""
+    while OPEN:
+        OPEN.pop().close()
+
+
 def hooked(spec: str, model: nn.Module | None = None, names: bool = True, **arguments: Any) -> Any:
     """A model in DDP with a hook, and the hook."""
-    outer = DistributedDataParallel(Deep() if model is None else model, bucket_cap_mb=SMALL, **arguments)
+    outer = DistributedDataParallel(Deep() if model is None else model, **{"bucket_cap_mb": SMALL, **arguments})
     made = ddp.hook(spec, outer if names else None)
     outer.register_comm_hook(None, made)
+    OPEN.append(made)
     return outer, made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import pickle
 import re
@@ -15,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms import ByteGrad, DiLoCo, GradientAllReduce, QAdam, ddp, from_spec
+from bagua_kernels.algorithms import ByteGrad, GradientAllReduce, ddp, from_spec
 from bagua_kernels.comm.testing import run_processes
-from tests.algorithms.ddp.common import Deep, backward, backward_of, close, hooked, mean, same
+from tests.algorithms.ddp.common import OPEN, Deep, backward, backward_of, close, close_hooks, hooked, mean, same
 from tests.algorithms.ranks import Odd, batch, gradients, loss_of
 from tests.grids import only
 
@@ -135,8 +135,8 @@ def unused_and_static() -> None:
 
 
 def compiled() -> None:
-    """Compiled DDP calls hooks, too."""
-    model, made = hooked("bytegrad", Odd(0))
+    """Compiled DDP calls hooks, too; Dynamo refuses a first bucket that is larger than the others."""
+    model, made = hooked("bytegrad", Odd(0), bucket_cap_mb=25)
     other, _ = hooked("bytegrad", Odd(0))
     fast = torch.compile(model, backend="aot_eager")
     for step in range(2):
@@ -253,7 +253,72 @@ def many_runs() -> None:
         model, made = hooked(("bytegrad", "sign", "allreduce")[turn % 3], Odd(0))
         backward_of(model, turn)
         backward_of(model, turn)
-        made.close()
+        assert made.steps == 2
+        close_hooks()
+
+
+def hierarchical() -> None:
+    """An exchange whose ranks make process groups as they come to them has one lane."""
+    model, _ = hooked("allreduce:hierarchical=true", Odd(0))
+    plain, _ = hooked("allreduce", Odd(0))
+    for step in range(4):
+        close([one for one in backward_of(model, step) if one is not None], [
+            one for one in backward_of(plain, step) if one is not None
+        ])  # fmt: skip
+
+
+def unused_keeps_residuals() -> None:
+    """What is remembered of a parameter that no rank uses is not spent on a mean that DDP drops."""
+    model, made = hooked("absmax_int4", find_unused_parameters=True)
+    rank = dist.get_rank()
+    for step in range(6):
+        model.zero_grad()
+        model(batch(rank, step), seldom=step < 2).square().mean().backward()
+        kept = made.state_dict()["vectors"]["worker"]["seldom.weight"]
+        if step == 2:
+            first = kept.clone()
+    assert kept.norm() > 0
+    assert torch.equal(kept, first)
+
+
+def loaded_in_use() -> None:
+    """A state without loss scale is loaded into exchanges that have one; several ranks' states are averaged."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = DistributedDataParallel(Odd(0))
+    made = ddp.hook("absmax_int4", model, scaler=scaler)
+    model.register_comm_hook(None, made)
+    OPEN.append(made)
+    for step in range(2):
+        model.zero_grad()
+        scaler.scale(loss_of(model, dist.get_rank(), step)).backward()
+    state = made.state_dict()
+    made.load_state_dict(state)
+    again = made.state_dict()["vectors"]["worker"]
+    assert all(torch.equal(again[name], value) for name, value in state["vectors"]["worker"].items())
+    states = comm.world().all_gather_object(state)
+    fresh = ddp.hook("absmax_int4", model)
+    fresh.load_state_dict(states)
+    mean_of = fresh.state_dict()["vectors"]["worker"]["second.weight"]
+    close([mean_of], [torch.stack([one["vectors"]["worker"]["second.weight"] for one in states]).mean(0)])
+
+
+def refused() -> None:
+    """What a hook cannot do is refused in the first pass, on all ranks."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.second(torch.utils.checkpoint.checkpoint(self.first, x.requires_grad_(), use_reentrant=True))
+
+    model, _ = hooked("bytegrad", Checkpointed())
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        model(batch(dist.get_rank(), 0)).sum().backward()
+    sparse, _ = hooked("bytegrad", nn.Embedding(10, 3, sparse=True))
+    with pytest.raises(TypeError, match="sparse=False"):
+        sparse(torch.tensor([1, 2])).sum().backward()
 
 
 def page() -> None:
@@ -284,6 +349,10 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "copied": copied,
     "half": half_precision,
     "subgroup": subgroup,
+    "hierarchical": hierarchical,
+    "unused keeps": unused_keeps_residuals,
+    "loaded": loaded_in_use,
+    "refused": refused,
 }
 SLOW: dict[str, Callable[[], None]] = {"compiled": compiled, "many": many_runs}
 
@@ -294,6 +363,7 @@ def play(names: list[str]) -> None:
     for name in names:
         print(name, file=sys.stderr, flush=True)
         {**SCENARIOS, **SLOW}[name]()
+        close_hooks()
     comm.shutdown()
     dist.destroy_process_group()
 
@@ -328,29 +398,3 @@ def lost() -> None:
 def test_a_lost_rank() -> None:
     results = run_processes(lost, 2, timeout=60)
     assert (results[0].returncode, results[0].stdout.strip()) == (0, "told"), results[0].stderr[-3000:]
-
-
-def test_what_ddp_asks_of_a_hook() -> None:
-    made = ddp.hook("bytegrad:block=128")
-    parameters = inspect.signature(made).parameters
-    assert list(parameters) == ["state", "bucket"]
-    assert all(each.annotation is inspect.Parameter.empty for each in parameters.values())
-    assert inspect.signature(made).return_annotation is inspect.Signature.empty
-    assert made.__name__ == made.__qualname__ == "bagua_kernels bytegrad:block=128"
-
-
-@pytest.mark.parametrize(
-    ("spec", "options", "message"),
-    [
-        ("nothing", {}, "nothing"),
-        ("diloco", {}, f"is a {DiLoCo.__name__}, of which there is no hook"),
-        ("auto", {}, "is a AutoTune, of which there is no hook"),
-        ("qadam", {}, f"is a {QAdam.__name__}, of which there is no hook"),
-        ("bytegrad", {"bucket_bytes": 3}, "bucket_bytes means nothing to a hook"),
-        ("bytegrad", {"apply_in_backward": True}, "apply_in_backward means nothing to a hook"),
-        ("bytegrad", {"lanes": 0}, "lanes must be at least 1"),
-    ],
-)
-def test_refusals(spec: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ddp.hook(spec, **options)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from bagua_kernels import algorithms
+from bagua_kernels.algorithms import LoadBalancingDistributedBatchSampler
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.loading.common import Lengths, batch_samplers, heavy_tailed
+from tests.algorithms.loading.common import Lengths, batch_samplers, heavy_tailed, samplers
 
 
 def cost_of(costs: np.ndarray, padded: bool) -> float:
@@ -108,6 +109,23 @@ def test_resumed_on_other_ranks(samples: int, before: list[tuple[int, int]], aft
     # Single samples at the end of an epoch come again where ranks would have none.
     assert counts.min() == 1
     assert counts.sum() - samples < 5 * (len(before) + 1)
+
+
+def test_any_cost_with_a_number_of_samples() -> None:
+    made = batch_samplers(Lengths([1e-9, 2.0, 3.0, 4.0]), 2, float("inf"), {"shuffle": False}, max_samples=2)
+    assert [list(one) for one in made] == [[[0, 1]], [[2, 3]]]
+
+
+def test_the_epoch_is_the_sampler_s() -> None:
+    (sampler,) = samplers(heavy_tailed(300), 1)
+    sampler.set_epoch(5)
+    one = LoadBalancingDistributedBatchSampler(sampler, 200.0)
+    assert one.epoch == sampler.epoch == 5
+
+
+def test_few_samples_are_not_left_out() -> None:
+    made = batch_samplers(Lengths([5, 5, 5]), 3, 20.0, drop_last=True)
+    assert sorted(itertools.chain(*itertools.chain(*made))) == [0, 1, 2]
 
 
 def test_trainers_set_the_sampler_s_epoch() -> None:

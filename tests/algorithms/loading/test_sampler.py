@@ -150,6 +150,19 @@ def test_resumed_on_other_ranks(samples: int, before: list[tuple[int, int]], aft
         assert counts.sum() - samples < most * (len(before) + 1)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_another_number_of_ranks_has_another_end(drop_last: bool) -> None:
+    """Ten samples: four ranks would repeat or leave out two of them, but two ranks take over before."""
+    data, seen = Lengths(range(1, 11)), []
+    for one in samplers(data, 4, drop_last=drop_last):
+        seen += list(itertools.islice(one, 1))
+        state = one.state_dict()
+    for one in samplers(data, 2, drop_last=drop_last):
+        one.load_state_dict(state)
+        seen += list(one)
+    assert sorted(seen) == list(range(10))
+
+
 def test_resumed_is_uninterrupted() -> None:
     data = heavy_tailed(500)
     one, other = samplers(data, 2), samplers(data, 2)

@@ -89,6 +89,12 @@ def test_times(text: str, found: float) -> None:
         ["--elements", "3", *NETWORK],
         ["--model", "vgg16", "--ranks", "4", "--bandwidth", "fast"],
         ["--model", "vgg16", "--ranks", "4", "--bandwidth", "1G", "--latency", "soon"],
+        ["--model", "vgg16", "--ranks", "0", "--bandwidth", "1G"],
+        ["--model", "vgg16", "--ranks", "9", "--per-node", "8", "--bandwidth", "1G"],
+        ["--model", "vgg16", *NETWORK, "--step", "0"],
+        ["--model", "vgg16", *NETWORK, "--bucket-bytes", "0"],
+        ["--model", "vgg16", *NETWORK, "--profile", "nowhere.json"],
+        ["--elements", "0", "--step", "1s", *NETWORK],
     ],
 )
 def test_what_is_missing(arguments: list[str]) -> None:

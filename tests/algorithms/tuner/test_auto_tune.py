@@ -12,7 +12,7 @@ from bagua_kernels.algorithms.tuner.candidates import candidates
 from bagua_kernels.algorithms.tuner.facts import Facts, slowest
 from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.comm import Communicator, LocalCommunicator, run_ranks
-from tests.algorithms.ranks import Odd, batch, loss_of
+from tests.algorithms.ranks import Odd, batch, fill, loss_of
 
 CODECS = {
     "minmax_uint8": 1e-9,
@@ -89,18 +89,37 @@ def test_given_facts(facts: Facts, plain: bool) -> None:
     assert ("GradientAllReduce" in first[2]) == plain
 
 
+def force(algorithm: AutoTune, label: str) -> None:
+    """Makes a candidate the choice."""
+    algorithm.search.current, algorithm.search.state = label, "chosen"
+    algorithm.follow()
+
+
+class Wide(torch.nn.Module):
+    """Matrices that are large enough for all candidates to compress them, a bias, and one that can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 96)
+        self.second = torch.nn.Linear(96, 8, bias=False)
+        self.other = torch.nn.Linear(7, 80, bias=False)
+        fill(self, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.second(torch.tanh(self.first(x))), self.other(x)], 1)
+
+
 def test_nothing_is_lost_between_candidates() -> None:
     """What was applied and what is still owed add up to all ranks' gradients, through all candidates."""
     steps = 40
 
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        model = Odd(0)
+        model = Wide()
         algorithm = AutoTune(model, sgd(model), communicator=communicator, bucket_bytes=600)
         labels = list(algorithm.candidates)
         applied: list[torch.Tensor] = []
         for step in range(steps):
-            algorithm.search.current = labels[(step // 3) % len(labels)]
-            algorithm.search.state = "chosen"
+            force(algorithm, labels[(step // 3) % len(labels)])
             algorithm.zero_grad()
             loss_of(algorithm, communicator.rank, step).backward()
             found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -111,11 +130,11 @@ def test_nothing_is_lost_between_candidates() -> None:
         return applied, owed
 
     everyone = run_ranks(2, rank)
-    names = [name for name, p in Odd().named_parameters() if p.requires_grad]
-    total = [torch.zeros_like(p) for p in Odd().parameters() if p.requires_grad]
+    names = [name for name, p in Wide().named_parameters() if p.requires_grad]
+    total = [torch.zeros_like(p) for p in Wide().parameters() if p.requires_grad]
     for step in range(steps):
         for other in range(2):
-            model = Odd(0)
+            model = Wide()
             loss_of(model, other, step).backward()
             given = [p.grad for p in model.parameters() if p.grad is not None]
             total = [a + b / 2 for a, b in zip(total, given, strict=True)]
@@ -130,7 +149,7 @@ def test_resumed() -> None:
     """A checkpoint has the choice, so that a run goes on with it bit for bit."""
 
     def rank(communicator: Communicator) -> None:
-        model = Odd(0)
+        model = Wide()
         whole = AutoTune(model, sgd(model), communicator=communicator, facts=SLOW)
         optimizer = sgd(model)
 
@@ -141,7 +160,7 @@ def test_resumed() -> None:
                 loss_of(algorithm, communicator.rank, step).backward()
                 optimizer_of.step()
 
-        other = Odd(0)
+        other = Wide()
         again = AutoTune(other, sgd(other), communicator=communicator)
         again_optimizer = sgd(other)
         train(whole, 0, 30)
@@ -155,6 +174,136 @@ def test_resumed() -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
         whole.close()
         again.close()
+
+    run_ranks(2, rank)
+
+
+SIGN, PLAIN, TOPK, LOW_RANK = "SignSGD, 10 MiB", "GradientAllReduce, 10 MiB", "TopK 1 %, 10 MiB", "PowerSGD 4, 10 MiB"
+
+
+def owed_of(algorithm: AutoTune) -> dict[str, torch.Tensor]:
+    assert algorithm._engine is not None
+    return owed_by(algorithm._engine.buckets.state())
+
+
+def test_a_rank_that_has_joined_switches_too() -> None:
+    def rank(communicator: Communicator) -> tuple[str, list[torch.Tensor]]:
+        model = Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator, facts=SLOW)
+        optimizer = sgd(model)
+        with algorithm.join():
+            for step in range(5 if communicator.rank else 30):
+                optimizer.zero_grad()
+                loss_of(algorithm, communicator.rank, step).backward()
+                optimizer.step()
+        found = algorithm.used, [p.detach().clone() for p in model.parameters()]
+        algorithm.close()
+        return found
+
+    first, second = run_ranks(2, rank)
+    assert first[0] == second[0]
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["eval", "inference"])
+def test_forward_passes_that_are_not_for_training(mode: str) -> None:
+    """Exact means come first in eval mode, too, and a pass under inference mode does no harm."""
+
+    def rank(communicator: Communicator) -> None:
+        model, plain = Wide(), Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator)
+        algorithm.train(mode != "eval")
+        for step in range(12):
+            algorithm.zero_grad()
+            if mode == "inference":
+                with torch.inference_mode():
+                    algorithm(batch(0, 0))
+            loss_of(algorithm, communicator.rank, step).backward()
+            if not step:
+                for other in range(2):
+                    (loss_of(plain, other, 0) / 2).backward()
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad)
+        assert algorithm.search.state == "trying"
+        algorithm.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("following", [PLAIN, TOPK, LOW_RANK])
+@pytest.mark.parametrize("spoiled", ["overflow", "frozen"])
+def test_what_is_owed_waits_for_a_step_that_is_taken(spoiled: str, following: str) -> None:
+    """A step that a scaler skips, or that leaves a parameter out, pays nothing."""
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator)
+        force(algorithm, SIGN)
+        for step in range(3):
+            algorithm.zero_grad()
+            loss_of(algorithm, communicator.rank, step).backward()
+        before = owed_of(algorithm)["second.weight"]
+        force(algorithm, following)
+        algorithm.zero_grad()
+        if spoiled == "frozen":
+            model.second.requires_grad_(False)
+        (loss_of(algorithm, communicator.rank, 3) * (float("inf") if spoiled == "overflow" else 1.0)).backward()
+        after = owed_of(algorithm)["second.weight"]
+        algorithm.close()
+        return before, after
+
+    for before, after in run_ranks(2, rank):
+        assert before.norm() > 0
+        torch.testing.assert_close(after, before)
+
+
+def test_a_checkpoint_between_two_candidates_keeps_what_is_owed() -> None:
+    def rank(communicator: Communicator) -> None:
+        whole, again = Wide(), Wide()
+        algorithm = AutoTune(whole, sgd(whole), communicator=communicator, facts=SLOW)
+        other = AutoTune(again, sgd(again), communicator=communicator)
+        force(algorithm, SIGN)
+        for step in range(3):
+            algorithm.zero_grad()
+            loss_of(algorithm, communicator.rank, step).backward()
+        # The next candidate's turn has come, and no step of it.
+        algorithm.search.current, algorithm.search.state = PLAIN, "chosen"
+        owed = owed_of(algorithm)
+        other.load_algorithm_state_dict(algorithm.algorithm_state_dict())
+        assert other.used == PLAIN
+        found = owed_of(other)
+        assert found.keys() == owed.keys()
+        assert all(torch.equal(found[name], owed[name]) for name in owed)
+        algorithm.close()
+        other.close()
+
+    run_ranks(2, rank)
+
+
+def test_states_of_other_candidates_are_refused() -> None:
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator, facts=SLOW)
+        exact = AutoTune(Wide(), communicator=communicator, exactness="exact")
+        before = exact.search.save()
+        with pytest.raises(ValueError, match=r"saved with the candidate .* use the same exactness and bucket_bytes"):
+            exact.load_algorithm_state_dict(algorithm.algorithm_state_dict())
+        assert exact.search.save() == before
+        algorithm.close()
+        exact.close()
+
+    run_ranks(2, rank)
+
+
+def test_parameters_without_elements() -> None:
+    def rank(communicator: Communicator) -> None:
+        model = torch.nn.Module()
+        model.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        model.forward = lambda: model.empty.sum()
+        algorithm = AutoTune(model, torch.optim.SGD([model.empty], lr=0.1), communicator=communicator)
+        for _ in range(10):
+            algorithm().backward()
+        algorithm.close()
 
     run_ranks(2, rank)
 
