@@ -4,7 +4,7 @@
     ring        the same with 8 x 16 examples per step, for algorithms that exchange parameters with neighbours
     fashion     Fashion-MNIST, the network of the example, 4 x 16 examples per step, SGD
     characters  text that comes with Python, a transformer of 0.37 M parameters, 2 x 8 x 64 characters per step, AdamW
-    text        the text of the example, a transformer of 0.12 M parameters, 4 x 4 x 64 characters per step, AdamW
+    text        the text of the example, a transformer of 0.98 M parameters, 4 x 4 x 64 characters per step, AdamW
 
 Ranks are threads. Each run of a seed begins with the same parameters and uses the same examples in the same order, so that only
 the exchange differs. Losses are those of the final parameters over the training set (of fashion its first 10,000 images), in
@@ -26,14 +26,17 @@ Characters have no bars: they show which algorithms work with AdamW, and which r
 is in nats per character. Warm-ups, and freezes of Adam's second moment, end after a fifth of the steps, when the learning
 rate has risen, or after half of them.
 
-Text is for algorithms with local steps: all ranks meet once in 30 steps. The bars are in `local_steps.py`, as means over seeds of
-ratios, and a row's baseline may be another row than all-reduce. `bench.convergence.pseudo_gradients` saves what they exchange.
+Text is for algorithms with local steps: all ranks meet once in 30 steps. As in the papers, they begin with a model that exact
+means have trained for a while; all rows of a seed with the same optimizer have the same. The bars are in `local_steps.py`, as
+means over seeds of ratios, and a row's baseline may be another row than all-reduce. `bench.convergence.pseudo_gradients` shows
+how codecs change what they exchange.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import math
 import statistics
@@ -58,9 +61,10 @@ from bench.convergence.dealing import order_by_label, order_of
 from bench.convergence.report import finite, judge, summary, table, unread
 from bench.convergence.row import BASELINE, Row
 from bench.convergence.rows import ROWS
-from bench.convergence.tasks import TASKS, Data, Task
+from bench.convergence.tasks import TASKS, Data, Task, up
 
 DECAY = 0.01  # of AdamW
+_WARM = 1000  # seeds of warm-ups begin here, so that their orders of examples are others
 _LOOKS = 40  # steps from one look at an algorithm's noise to the next
 
 
@@ -185,14 +189,36 @@ def evaluate(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[
     return F.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).float().mean().item()
 
 
-def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, Any]:
+def begun(task: Task, row: Row, data: Data, seed: int) -> torch.nn.Module:
+    """The model with which a row begins: a new one, or one that exact means have trained with the row's optimizer for a while."""
+    torch.manual_seed(seed)
+    start = task.model()
+    if not task.warm:
+        return start
+    baseline = next(one for one in ROWS if one.label == BASELINE and task.name in one.tasks)
+    baseline = dataclasses.replace(baseline, optimizer=row.optimizer)
+    order = order_of(len(data.x), task, task.warm, _WARM + seed)
+    rising = dataclasses.replace(task, schedule=up)
+    return run_ranks(task.ranks, train, rising, baseline, start, data, order, [], timeout=120.0)[0].model
+
+
+def run(
+    task: Task, row: Row, data: Data, steps: int, seed: int, start: torch.nn.Module | None = None
+) -> dict[str, Any]:
     """Trains once.
+
+    Args:
+        task: what to train.
+        row: how.
+        data: all of it.
+        steps: to take.
+        seed: of the order of examples, and of the model.
+        start: the model, if it is at hand: that of `begun`.
 
     Raises:
         RuntimeError: the ranks do not end with the same bits.
     """
-    torch.manual_seed(seed)
-    start = task.model()
+    start = begun(task, row, data, seed) if start is None else start
     order = order_by_label(data.y, task, steps, seed) if row.by_label else order_of(len(data.x), task, steps, seed)
     ends: list[End] = []
     began = time.perf_counter()
@@ -242,14 +268,20 @@ def compare(
     settings |= {"steps": steps, "seeds": list(range(seeds))}
     if task.optimizer != "sgd":
         settings["optimizer"] = task.optimizer
+    if task.warm:
+        settings["warm"] = task.warm
     if data.digest:
         settings["data"] = data.digest
     labels = [row.label for row in ROWS]
     alike = all(old.get(name) == value for name, value in settings.items())
     results = [unread(one) for one in old.get("rows", []) if alike and one["label"] in labels]
     known = {one["label"] for one in results} if new else set()
+    starts: dict[Any, list[torch.nn.Module]] = {}
     for row in [row for row in rows if row.label not in known]:
-        runs = [run(task, row, data, steps, seed) for seed in range(seeds)]
+        # Rows with the same optimizer begin alike.
+        if row.optimizer not in starts:
+            starts[row.optimizer] = [begun(task, row, data, seed) for seed in range(seeds)]
+        runs = [run(task, row, data, steps, seed, start) for seed, start in enumerate(starts[row.optimizer])]
         last = summary(row, steps, runs)
         others = [one for one in results if one["label"] != row.label]
         results = sorted([*others, last], key=lambda one: labels.index(one["label"]))

@@ -22,7 +22,7 @@ from bagua_kernels.compression import from_spec
 from bench import speed
 from bench.convergence.dealing import order_of
 from bench.convergence.local_steps import DILOCO
-from bench.convergence.measure import take_steps, wrap
+from bench.convergence.measure import begun, take_steps, wrap
 from bench.convergence.row import TEXT, Row
 from bench.convergence.rows import ROWS
 from bench.convergence.tasks import TASKS, Data, Task
@@ -83,8 +83,7 @@ def recorded(task: Task, row: Row, steps: int, number: int | None = None, seed: 
         seed: of the start, and of the order of examples.
     """
     data = task.data()
-    torch.manual_seed(seed)
-    start, order = task.model(), order_of(len(data.x), task, steps, seed)
+    start, order = begun(task, row, data, seed), order_of(len(data.x), task, steps, seed)
     ranks = run_ranks(task.ranks, record, task, row, start, data, order, number, timeout=120.0)
     return {name: torch.stack([one[name] for one in ranks]) for name in ranks[0]}
 

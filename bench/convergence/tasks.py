@@ -61,6 +61,8 @@ class Task:
         optimizer: "sgd" or "adamw".
         seeds: runs of each row, by default.
         validates: True if the loss is that of the test set, which no rank trains on.
+        warm: steps with exact means before those that are counted. All rows of a seed begin with the model that they lead to
+            with the row's optimizer.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Task:
     optimizer: str = "sgd"
     seeds: int = 2
     validates: bool = False
+    warm: int = 0
 
 
 def digits() -> Data:
@@ -146,13 +149,18 @@ def text() -> Data:
     return Data(x, y, test_x[::every], test_y[::every], found.digest)
 
 
-def small_transformer() -> nn.Module:
-    """Two layers of width 64, 0.12 M parameters: so many rounds as an outer momentum needs take minutes."""
-    return Transformer(width=64, layers=2)
+def transformer() -> nn.Module:
+    """Three layers of width 160, 0.98 M parameters."""
+    return Transformer(width=160, layers=3)
 
 
 def one_drop(done: float) -> float:
     return 1.0 if done < 0.7 else 0.1
+
+
+def up(done: float) -> float:
+    """Linearly up in the first fifth."""
+    return min(1.0, done / 0.2)
 
 
 def up_and_down(done: float) -> float:
@@ -180,7 +188,7 @@ TASKS = {
     "text": Task(
         "text",
         text,
-        small_transformer,
+        transformer,
         4,
         1500,
         1e-3,
@@ -189,5 +197,6 @@ TASKS = {
         optimizer="adamw",
         seeds=3,
         validates=True,
+        warm=500,
     ),
 }

@@ -151,7 +151,7 @@ def tiny() -> torch.nn.Module:
 
 @pytest.fixture
 def text() -> Task:
-    return dataclasses.replace(TASKS["text"], data=windows, model=tiny, batch=2, ranks=2)
+    return dataclasses.replace(TASKS["text"], data=windows, model=tiny, batch=2, ranks=2, warm=0)
 
 
 def short(row: Row, interval: int = 2) -> Row:
@@ -233,6 +233,22 @@ def test_pseudo_gradients_are_what_ranks_have_changed(text: Task) -> None:
     assert set(found) == set(taken)
     for name, values in found.items():
         torch.testing.assert_close(values, taken[name][None], atol=1e-6, rtol=1e-4)
+
+
+def test_rows_with_an_optimizer_begin_alike(text: Task) -> None:
+    """Exact means have trained their model for a while, with that optimizer, and the steps of rows come after."""
+    warm, data = dataclasses.replace(text, warm=3), text.data()
+    by_label = {row.label: row for row in local_steps.ROWS}
+
+    def values(task: Task, label: str) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in measure.begun(task, by_label[label], data, 1).parameters()])
+
+    first, second, third = (values(warm, label) for label in ("DiLoCo", "SparseLoCo", "MuLoCo"))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert not torch.equal(first, values(text, "DiLoCo"))
+    told = measure.run(warm, short(by_label["DiLoCo"]), data, 4, 1)
+    assert told == {**measure.run(warm, short(by_label["DiLoCo"]), data, 4, 1), "seconds": told["seconds"]}
 
 
 def test_pseudo_gradients_of_each_rank(text: Task) -> None:
