@@ -19,8 +19,11 @@ SPARSE = "chunked_topk:k=64,chunk=512"
 
 
 def muon(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Muon for the hidden matrices, AdamW at the task's learning rate for the rest; neither decays weights, as in other rows."""
-    return optim.muon_with_adamw(model, lr=20 * rate, weight_decay=0.0, adamw_lr=rate, adamw_weight_decay=0.0)
+    """Muon for the hidden matrices, AdamW at the task's learning rate for the rest; neither decays weights, as in other rows.
+
+    Of 8 and 20 times that rate, the former was better on seed 0: 1.21 and 1.33.
+    """
+    return optim.muon_with_adamw(model, lr=8 * rate, weight_decay=0.0, adamw_lr=rate, adamw_weight_decay=0.0)
 
 
 ROWS = [

@@ -27,7 +27,7 @@ is in nats per character. Warm-ups, and freezes of Adam's second moment, end aft
 rate has risen, or after half of them.
 
 Text is for algorithms with local steps: all ranks meet once in 30 steps. As in the papers, they begin with a model that exact
-means have trained for a while; all rows of a seed with the same optimizer have the same. The bars are in `local_steps.py`, as
+means have trained for a while, the same in all rows of a seed. The bars are in `local_steps.py`, as
 means over seeds of ratios, and a row's baseline may be another row than all-reduce. `bench.convergence.pseudo_gradients` shows
 how codecs change what they exchange.
 """
@@ -189,14 +189,13 @@ def evaluate(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[
     return F.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).float().mean().item()
 
 
-def begun(task: Task, row: Row, data: Data, seed: int) -> torch.nn.Module:
-    """The model with which a row begins: a new one, or one that exact means have trained with the row's optimizer for a while."""
+def begun(task: Task, data: Data, seed: int) -> torch.nn.Module:
+    """The model with which all rows of a seed begin: a new one, or one that exact means have trained for a while."""
     torch.manual_seed(seed)
     start = task.model()
     if not task.warm:
         return start
-    baseline = next(one for one in ROWS if one.label == BASELINE and task.name in one.tasks)
-    baseline = dataclasses.replace(baseline, optimizer=row.optimizer)
+    baseline = next(row for row in ROWS if row.label == BASELINE and task.name in row.tasks)
     order = order_of(len(data.x), task, task.warm, _WARM + seed)
     rising = dataclasses.replace(task, schedule=up)
     return run_ranks(task.ranks, train, rising, baseline, start, data, order, [], timeout=120.0)[0].model
@@ -218,7 +217,7 @@ def run(
     Raises:
         RuntimeError: the ranks do not end with the same bits.
     """
-    start = begun(task, row, data, seed) if start is None else start
+    start = begun(task, data, seed) if start is None else start
     order = order_by_label(data.y, task, steps, seed) if row.by_label else order_of(len(data.x), task, steps, seed)
     ends: list[End] = []
     began = time.perf_counter()
@@ -276,12 +275,9 @@ def compare(
     alike = all(old.get(name) == value for name, value in settings.items())
     results = [unread(one) for one in old.get("rows", []) if alike and one["label"] in labels]
     known = {one["label"] for one in results} if new else set()
-    starts: dict[Any, list[torch.nn.Module]] = {}
+    starts = [begun(task, data, seed) for seed in range(seeds)]
     for row in [row for row in rows if row.label not in known]:
-        # Rows with the same optimizer begin alike.
-        if row.optimizer not in starts:
-            starts[row.optimizer] = [begun(task, row, data, seed) for seed in range(seeds)]
-        runs = [run(task, row, data, steps, seed, start) for seed, start in enumerate(starts[row.optimizer])]
+        runs = [run(task, row, data, steps, seed, start) for seed, start in enumerate(starts)]
         last = summary(row, steps, runs)
         others = [one for one in results if one["label"] != row.label]
         results = sorted([*others, last], key=lambda one: labels.index(one["label"]))

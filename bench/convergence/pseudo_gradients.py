@@ -83,7 +83,7 @@ def recorded(task: Task, row: Row, steps: int, number: int | None = None, seed: 
         seed: of the start, and of the order of examples.
     """
     data = task.data()
-    start, order = begun(task, row, data, seed), order_of(len(data.x), task, steps, seed)
+    start, order = begun(task, data, seed), order_of(len(data.x), task, steps, seed)
     ranks = run_ranks(task.ranks, record, task, row, start, data, order, number, timeout=120.0)
     return {name: torch.stack([one[name] for one in ranks]) for name in ranks[0]}
 

@@ -61,8 +61,7 @@ class Task:
         optimizer: "sgd" or "adamw".
         seeds: runs of each row, by default.
         validates: True if the loss is that of the test set, which no rank trains on.
-        warm: steps with exact means before those that are counted. All rows of a seed begin with the model that they lead to
-            with the row's optimizer.
+        warm: steps with exact means before those that are counted. All rows of a seed begin with the model that they lead to.
     """
 
     name: str
