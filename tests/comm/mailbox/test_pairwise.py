@@ -16,7 +16,7 @@ from tests.comm.mailbox.pairwise_runs import check, rank, scheduled
 from tests.comm.mailbox.triggered_runs import PRIME, Model
 
 
-@schedules(1000)
+@schedules(400)
 def test_random_schedules(seeds: range) -> None:
     for seed in seeds:
         check(scheduled(seed)[1])

@@ -169,13 +169,13 @@ def scheduled(case: Case) -> None:
     check(case, run_ranks(case.size, rank, case, schedule.sleep, timeout=200.0, schedule=schedule))
 
 
-@schedules(400)
+@schedules(200)
 def test_random_schedules(seeds: range) -> None:
     for seed in seeds:
         scheduled(Case.draw(seed))
 
 
-@schedules(400)
+@schedules(200)
 def test_random_schedules_with_losses(seeds: range) -> None:
     """Also of leaders, one after the other, and in the middle of an entry that some have got."""
     for seed in seeds:
