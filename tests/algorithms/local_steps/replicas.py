@@ -58,6 +58,7 @@ class Replicas:
         self.nets = [make(training) for _ in range(ranks)]
         self.optimizers = [training.make_optimizer(net) for net in self.nets]
         self.rates = [float(group["lr"]) for group in self.optimizers[0].param_groups]
+        self.last = 0  # rank that has taken a step
         self.tries = [0] * ranks
         self.steps = 0
         self.name = ""
@@ -154,6 +155,7 @@ class Replicas:
         for group, rate in zip(self.optimizers[rank].param_groups, self.rates, strict=True):
             group["lr"] = rate * self.training.rate(self.steps)
         self.optimizers[rank].step()
+        self.last = rank
 
     def _try(self, rank: int) -> bool:
         if self._gradients(rank, self.training.micro):
@@ -198,9 +200,11 @@ class Replicas:
         sent = [{name: self.theta(rank)[name].clone() for name in names} for rank in range(len(self.nets))]
         means = {name: self._combined(name, [each[name] for each in sent]) for name in names}
         rates = {}
-        for group in self.optimizers[0].param_groups:
+        # Of a rank that still takes steps: schedulers of those that are through have stopped.
+        for group in self.optimizers[self.last].param_groups:
             numbers = {id(p) for p in group["params"]}
-            rates |= {name: float(group["lr"]) for name, p in self.nets[0].named_parameters() if id(p) in numbers}
+            named = self.nets[self.last].named_parameters()
+            rates |= {name: float(group["lr"]) for name, p in named if id(p) in numbers}
         self.under_way = Round(sent, means, rates, self.steps + 1 + self.options.get("delay", 0))
 
     def _combined(self, name: str, thetas: Sequence[torch.Tensor]) -> torch.Tensor:
