@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -23,7 +23,7 @@ from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters, synchronize
 from bagua_kernels.algorithms.wrapping.wrapped import check_weights
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, LocalCommunicator
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "order", "vectors", "decisions"}
@@ -104,6 +104,17 @@ class GradientAlgorithm(Algorithm):
         self._joining = False
         self._announced: int | None = None
         super().__init__(module, optimizer, **options)
+
+    @classmethod
+    def recipe(cls, communicator: Communicator | None = None, **options: Any) -> Self:
+        """Returns an algorithm around no module: it makes exchanges for others to run, and has none itself.
+
+        Args:
+            communicator: the ranks whose options are compared; one rank alone if None.
+            **options: of the class.
+        """
+        found = LocalCommunicator.alone() if communicator is None else communicator
+        return cls(torch.nn.Module(), communicator=found, **options)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """Returns where the gradient of a parameter belongs.

@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,10 +17,9 @@ from rich.table import Table
 
 from bagua_kernels.algorithms.advise.models import MODELS
 from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
-from bagua_kernels.algorithms.tuner.cost.methods import Method, methods
+from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, Method, methods
 from bagua_kernels.algorithms.tuner.cost.predict import Prediction, predict
 
-_CLASSES = ("exact", "synchronous", "any")
 _MOST_RANKS = 4096
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SHOWN = 8  # curves of a plot
@@ -29,7 +29,7 @@ def bits_per_second(text: str) -> float:
     """Reads a bandwidth, such as "10Gbps", "100 Mbit/s" or "1e9".
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no bandwidth above 0.
     """
     found = re.fullmatch(r"\s*([0-9.e+]+)\s*([kKmMgGtT]?)(bps|bit/s|bit)?\s*", text)
     if found is None or not float(found[1]) > 0:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
     """Reads a time, such as "1ms", "50us" or "0.2".
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no time of 0 or more.
     """
     found = re.fullmatch(r"\s*([0-9.e+-]+)\s*(s|ms|us)?\s*", text)
     if found is None or float(found[1]) < 0:
@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
 
 def ranked(job: Job, machine: Machine, network: Network, exactness: str) -> list[Prediction]:
     """Predictions of all methods that change no more than is allowed, the fastest first."""
-    allowed = _CLASSES[: _CLASSES.index(exactness) + 1]
+    allowed = CLASSES[: CLASSES.index(exactness) + 1]
     found = [predict(method, job, machine, network) for method in methods() if method.exactness in allowed]
     return sorted(found, key=lambda one: one.seconds)
 
@@ -84,11 +84,8 @@ def curves(
     """Seconds of a step by number of ranks, from one node of the network to 4,096 ranks."""
     ranks = [network.per_node << power for power in range(_MOST_RANKS.bit_length())]
     ranks = [count for count in ranks if count <= max(_MOST_RANKS, network.ranks)]
-
-    def with_ranks(count: int) -> Network:
-        return Network(count, network.bits_per_second, network.latency, network.per_node, network.local_bits_per_second)
-
-    return ranks, [[predict(one, job, machine, with_ranks(count)).seconds for count in ranks] for one in chosen]
+    networks = [replace(network, ranks=count) for count in ranks]
+    return ranks, [[predict(one, job, machine, each).seconds for each in networks] for one in chosen]
 
 
 def plot(path: Path, job: Job, machine: Machine, network: Network, found: Sequence[Prediction], title: str) -> None:
@@ -166,7 +163,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
     parser.add_argument("--per-node", type=int, default=1, help="ranks of a node, which share its link")
     parser.add_argument("--local-bandwidth", type=bits_per_second, default=math.inf, help="of a rank inside its node")
     parser.add_argument("--bucket-bytes", type=int, default=10 << 20)
-    parser.add_argument("--exactness", choices=_CLASSES, default="any", help="the most that may change (default: any)")
+    parser.add_argument("--exactness", choices=CLASSES, default="any", help="the most that may change (default: any)")
     parser.add_argument("--profile", type=Path, help="a machine's facts; by default those of a GPU of 2017")
     parser.add_argument("--plot", type=Path, help="picture of step times by number of ranks, up to 4,096")
     options = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
-from bagua_kernels.comm import Communicator, LocalCommunicator, Work
+from bagua_kernels.comm import Communicator, Work
 from bagua_kernels.compression import from_spec
 from bagua_kernels.compression.codec import parse_spec
 
@@ -66,8 +66,7 @@ def hook(
     if lanes is not None:
         arguments["lanes"] = lanes
     # One rank alone is told what does not fit before others wait for it.
-    alone = kind(torch.nn.Module(), communicator=LocalCommunicator.alone(), **arguments)
-    if not alone.weighable:
+    if not kind.recipe(**arguments).weighable:
         raise ValueError(
             f"{spec!r} gives all ranks the same voice, also those that mirror the passes of others in join(): wrap the module "
             f"in a {kind.__name__} instead of DistributedDataParallel"
@@ -170,8 +169,7 @@ class Hook:
                 found = comm.TorchCommunicator(group, device=device)
             elif found is None:
                 found = comm.world() if comm.is_initialized() else comm.init(device=device)
-            # Around nothing: it makes exchanges, and has no gradients of its own to average.
-            self._algorithm = self._kind(torch.nn.Module(), communicator=found, **self._arguments)
+            self._algorithm = self._kind.recipe(found, **self._arguments)
             self.communicators = [found.duplicate()]
             self._layout = BucketShares(self._algorithm, getattr(self._module, "module", self._module))
             if self._states:

@@ -71,6 +71,8 @@ class BucketShares:
         if index < len(self._buckets):
             self._recalled = self.state()
             del self._buckets[index:]
+            for exchange in self.exchanges:
+                self._forget(exchange.bucket.names)
         kinds: dict[Hashable, list[tuple[int, bool]]] = {}
         for position, parameter in enumerate(parameters):
             kind, exact = self._algorithm.place(self._name(parameter), cast("torch.nn.Parameter", parameter))
@@ -94,7 +96,7 @@ class BucketShares:
         self._buckets.append((list(parameters), parts))
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Drops what has been taken over."""
+        """Drops what exchanges have themselves."""
         for named in self._recalled.values():
             for name in names:
                 named.pop(name, None)
@@ -106,9 +108,6 @@ class BucketShares:
         """What exchanges remember, of each thing a tensor for each parameter's name; collective."""
         found = {key: dict(named) for key, named in self._recalled.items()}
         for exchange in self.exchanges:
-            for named in found.values():
-                for name in exchange.bucket.names:
-                    named.pop(name, None)
             for key, state in exchange.state().items():
                 found.setdefault(key, {}).update(state)
         return found

@@ -67,7 +67,6 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
             raise ValueError(f"expected a sample for each of {self.num_replicas} ranks, got {len(costs)}")
         self.max_cost, self.padded, self.drop_last = max_cost, padded, drop_last
         self.max_samples = len(costs) if max_samples is None else max_samples
-        self._drawn: tuple[int, Batches] | None = None
 
     @property
     def epoch(self) -> int:
@@ -78,13 +77,8 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
     def epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
-    def items(self, epoch: int) -> Batches:
-        """Returns an epoch's batches in order."""
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, self._batches(epoch)
-        return self._drawn[1]
-
-    def _batches(self, epoch: int) -> Batches:
+    def draw(self, epoch: int) -> Batches:
+        """See `SharedEpoch.draw`."""
         order, generator = self.sampler.by_cost(epoch)
         shuffled = self.sampler.shuffle
         ends = self._ends(self.sampler.costs[order], generator.random() if shuffled else 1.0)

@@ -65,7 +65,6 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
             raise ValueError(f"run has to be at least 1, got {run}")
         self.shuffle, self.drop_last, self.random_level = shuffle, drop_last, random_level
         self._by_cost = CostOrder(self.costs, random_level if shuffle else 0.0)
-        self._drawn: tuple[int, Indices] | None = None
 
     def by_cost(self, epoch: int) -> tuple[Indices, np.random.Generator]:
         """Returns an epoch's samples in ascending order of cost, about, and a generator for what is drawn next."""
@@ -74,12 +73,10 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
             return self._by_cost.plain, generator
         return self._by_cost.draw(generator), generator
 
-    def items(self, epoch: int) -> Indices:
-        """Returns all samples in the order of an epoch, shape (samples,)."""
-        if self._drawn is None or self._drawn[0] != epoch:
-            order, generator = self.by_cost(epoch)
-            self._drawn = epoch, shuffle_runs(order, self.run, generator) if self.shuffle else order
-        return self._drawn[1]
+    def draw(self, epoch: int) -> Indices:
+        """See `SharedEpoch.draw`; all samples, shape (samples,)."""
+        order, generator = self.by_cost(epoch)
+        return shuffle_runs(order, self.run, generator) if self.shuffle else order
 
     def level(self, items: Indices, ranks: int) -> Indices:
         """Leaves the last samples out, or repeats them."""

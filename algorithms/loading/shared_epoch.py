@@ -44,10 +44,17 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
         self._loaded: tuple[int, History] | None = None  # epoch, and what was taken of it before
         self._begun: tuple[int, History] = (0, ())  # the same of the iteration under way, or of the last one
         self._taken = 0  # its steps
+        self._drawn: tuple[int, Items] | None = None  # the last epoch that was asked for
 
-    @abc.abstractmethod
     def items(self, epoch: int) -> Items:
         """Returns an epoch's items in order, whatever the number of ranks."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self.draw(epoch)
+        return self._drawn[1]
+
+    @abc.abstractmethod
+    def draw(self, epoch: int) -> Items:
+        """Makes what `items` returns."""
 
     @abc.abstractmethod
     def level(self, items: Items, ranks: int) -> Items:

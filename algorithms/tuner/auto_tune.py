@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import torch
@@ -22,7 +22,7 @@ from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, latency, 
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
 from bagua_kernels.algorithms.tuner.search import Search
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, ReduceOp
 
 # Of the given size of buckets, for exact means: a smaller and a larger one are candidates, too.
 _SIZES = (1.0, 0.2, 2.5)
@@ -236,7 +236,7 @@ class _Watch(Policy):
         """See `Policy.state`."""
         facts = self._algorithm.facts
         found = [("search", self._algorithm.search.save()), ("used", self._algorithm.used)]
-        return [*found, ("facts", None if facts is None else facts.state())]
+        return [*found, ("facts", None if facts is None else asdict(facts))]
 
     def load(self, decisions: list[Any]) -> None:
         """See `Policy.load`."""
@@ -249,7 +249,6 @@ class _Watch(Policy):
 
 def _greatest(communicator: Communicator, value: float) -> float:
     """The greatest of all ranks' values; collective."""
-    own = torch.tensor([value], dtype=torch.float64, device=communicator.device)
-    everyone = own.new_empty(communicator.size)
-    communicator.all_gather(everyone, own).wait()
-    return float(everyone.max())
+    found = torch.tensor([value], dtype=torch.float64, device=communicator.device)
+    communicator.all_reduce(found, ReduceOp.MAX).wait()
+    return float(found)

@@ -12,12 +12,9 @@ from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce
 from bagua_kernels.algorithms.tuner.cost.methods import Method, methods
-from bagua_kernels.comm import LocalCommunicator
 from bagua_kernels.compression.codec import parse_spec
 
 PLAIN = "GradientAllReduce"
-# QAdam brings its own optimizer.
-_OWN_OPTIMIZER = {"qadam"}
 
 
 @dataclass(frozen=True)
@@ -51,25 +48,20 @@ def candidates(
         forgiving: False if the optimizer divides by a second moment, so that payloads which lack most of a gradient cost loss.
         scaler: of the loss, for residuals.
     """
+    scaled: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
     known = {method.name: method for method in methods()}
-    found = [Candidate(known[PLAIN], size, _made(GradientAllReduce, {}, None)) for size in bucket_bytes]
+    found = [Candidate(known[PLAIN], size, GradientAllReduce.recipe()) for size in bucket_bytes]
     if exactness == "exact":
         return found
     for method in known.values():
-        name, options = parse_spec(method.spec) if method.spec else ("", {})
-        kind = Algorithm.registered.get(name)
-        fits = kind is not None and issubclass(kind, GradientAlgorithm) and method.exactness == "synchronous"
-        if not fits or kind is None or name in _OWN_OPTIMIZER:
+        if method.exactness != "synchronous" or not method.spec:
             continue
-        recipe = _made(kind, options, scaler)
-        if forgiving or not recipe.holds_back:
-            found.append(Candidate(method, bucket_bytes[0], recipe))
+        name, options = parse_spec(method.spec)
+        kind = Algorithm.registered[name]
+        # Those without a hook do more than average gradients: QAdam brings its own optimizer.
+        if issubclass(kind, GradientAlgorithm) and kind.has_hook:
+            arguments: dict[str, Any] = {**options, **scaled}
+            recipe = kind.recipe(**arguments)
+            if forgiving or not recipe.holds_back:
+                found.append(Candidate(method, bucket_bytes[0], recipe))
     return found
-
-
-def _made(kind: type[Algorithm], options: dict[str, Any], scaler: torch.amp.GradScaler | None) -> GradientAlgorithm:
-    """An algorithm of one rank, around no module: it makes exchanges for any communicator."""
-    scaled = {"scaler": scaler} if scaler is not None else {}
-    made = kind(torch.nn.Module(), communicator=LocalCommunicator.alone(), **options, **scaled)
-    assert isinstance(made, GradientAlgorithm)
-    return made

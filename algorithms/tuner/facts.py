@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,12 +55,7 @@ class Facts:
         busy = self.exchange * factor
         hidden = max(0.0, self.exchange - self.waited)
         waited = max(0.0, busy - hidden)
-        values = {**asdict(self), "exchange": busy, "waited": waited, "step": self.step - self.waited + waited}
-        return Facts(**values)
-
-    def state(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        return replace(self, exchange=busy, waited=waited, step=self.step - self.waited + waited)
 
 
 def latency(communicator: Communicator) -> float:
@@ -85,7 +80,7 @@ def codec_seconds(specs: Iterable[str], device: torch.device) -> dict[str, float
 
 def pass_seconds(device: torch.device) -> float:
     """Seconds of an element that is read and written."""
-    x = torch.randn(4 * _ELEMENTS, device=device)
+    x = torch.zeros(4 * _ELEMENTS, device=device)
     out = torch.empty_like(x)
     return _seconds(lambda: out.copy_(x), device) / 4
 

@@ -19,11 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bagua_kernels.algorithms.tuner.cost.facts import FRAME
 from bench.netlab import lab as netlab
 from bench.network.parts import run_parts
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps, without the preamble
 _MEGA = 1 << 20
 _CODECS = {"minmax_uint8": 0.26, "absmax_int8": 0.26, "absmax_int4": 0.14, "sign": 0.04}
 
@@ -43,7 +43,7 @@ def run(
 
 def limit(nbytes: int, hosts: int, rate: float | None) -> float | None:
     """Seconds that an all-reduce takes on a link that is never idle: 2 (n - 1) / n of the bytes each way."""
-    return None if rate is None else 2 * (hosts - 1) / hosts * nbytes * 8 / (rate * 1e6 * _PAYLOAD)
+    return None if rate is None else 2 * (hosts - 1) / hosts * nbytes * 8 / (rate * 1e6 * FRAME)
 
 
 def labelled(told: dict[str, Any], hosts: int, rate: float | None, delay: float) -> list[dict[str, Any]]:

@@ -12,18 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bagua_kernels import algorithms, comm
-from bagua_kernels.comm import Tuning
 from bench.network.rank import together
 from bench.training.rivals import Rival
-from bench.training.turns import measure
+from bench.training.turns import measure, tuned
 
 AUTO, PLAIN = "auto", "allreduce"
 CLASS = (PLAIN, "bytegrad", "int8", "int4", "sign", "topk", "powersgd 1", "powersgd 2", "powersgd 4")
 RATES = (100.0, 500.0, 1000.0, None)
 DELAY, DELAYED_RATE = 10.0, 500.0  # ms one way
 FIRST = 60  # steps within which it has decided
-# At most: over the best of the class; over exact means; the first steps over as many of the choice.
-OVER_BEST, OVER_PLAIN, OVER_CHOICE = 1.10, 1.02, 1.5
 
 
 def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[
         algorithm = auto.algorithm
         assert isinstance(algorithm, algorithms.AutoTune)
         links.set(rate)
-        tuning = _tuning(c, settings["budget"])
+        tuning = tuned(c, settings["budget"], None)
         auto.follow(tuning)
         together(c)
         began, decided = time.monotonic(), FIRST + 1
@@ -61,10 +58,6 @@ def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[
         del auto, algorithm
         gc.collect()
     return {"rows": rows}
-
-
-def _tuning(c: comm.Communicator, budget: float) -> Tuning | None:
-    return comm.tune(budget=budget) if isinstance(c, comm.StripedCommunicator) else None
 
 
 def described(told: dict[str, Any], model: str, delay: float | None) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bagua_kernels import comm
+from bagua_kernels.algorithms.tuner.cost.facts import FRAME
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
 from bench.training import activation, asynchronous, choice, local_steps
@@ -30,7 +31,6 @@ _OVERLAPS: list[tuple[list[str], float, dict[str, Any]]] = [
     (["bytegrad"], 1.0, {"bucket_bytes": _SMALL_BUCKETS}),
     (["allreduce in backward"], 1.75, {}),
 ]
-_PAYLOAD = 1448 / 1514  # of an Ethernet frame that carries TCP with time stamps
 
 
 class Links:
@@ -121,7 +121,7 @@ def overlap(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dic
         _, costs = measure(c, rivals, 2, 3, order)
         # What all ranks compute alike from what they gathered.
         backward = max(c.all_gather_object(backward_seconds(rivals["alone"])))
-        rate = round(costs[ours[0]]["bytes"] * 8 / (times_backward * backward * 1e6 * _PAYLOAD), 1)
+        rate = round(costs[ours[0]]["bytes"] * 8 / (times_backward * backward * 1e6 * FRAME), 1)
         links.set(rate)
         tuning = tuned(c, settings["budget"], None)
         for rival in rivals.values():

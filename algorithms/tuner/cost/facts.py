@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FRAME = 1448 / 1514  # payload of an Ethernet frame that carries TCP with time stamps
+FRAME = 1448 / 1514  # payload of an Ethernet frame that carries TCP with time stamps
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Network:
 
     def seconds(self, sent: float, messages: float) -> float:
         """How long a node's link is busy with bytes, and messages that wait for each other."""
-        return 8 * sent / (self.bits_per_second * _FRAME) + messages * self.latency
+        return 8 * sent / (self.bits_per_second * FRAME) + messages * self.latency
 
     def local_seconds(self, sent: float) -> float:
         """How long a rank is busy sending bytes within its node."""
@@ -126,7 +126,7 @@ class Machine:
         """Reads a profile.
 
         Raises:
-            ValueError: the file is none.
+            ValueError: the file is no profile.
         """
         read: Any = json.loads(path.read_text())
         try:

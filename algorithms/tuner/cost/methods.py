@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from bagua_kernels.algorithms.tuner.cost.facts import Job
 from bagua_kernels.compression import from_spec
@@ -15,6 +15,7 @@ from bagua_kernels.compression import from_spec
 When = Literal["backward", "beside", "after", "rounds", "always"]
 # What changes: nothing but the order of sums; the mean's bits, alike on all ranks; models, which differ between ranks.
 Exactness = Literal["exact", "synchronous", "any"]
+CLASSES: tuple[Exactness, ...] = get_args(Exactness)  # each changes more than the one before
 _SIZE = 1 << 20  # elements, of which codecs' bytes are computed
 
 
@@ -31,7 +32,6 @@ class Method:
         messages: of a bucket that wait for each other, by number of nodes.
         connections: that a node sends over at the same time, by number of nodes.
         codec: the spec of what encodes elements; empty if nothing does.
-        passes: over elements by the codec, in units of encoding and decoding once.
         low_rank: rank of factors, 0 without.
         interval: steps between two exchanges.
         delay: steps beside which a round's messages may be under way.
@@ -46,7 +46,6 @@ class Method:
     messages: Callable[[int], float]
     connections: Callable[[int], float]
     codec: str = ""
-    passes: float = 1.0
     low_rank: int = 0
     interval: int = 1
     delay: int = 0

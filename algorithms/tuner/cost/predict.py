@@ -43,7 +43,7 @@ def predict(method: Method, job: Job, machine: Machine, network: Network) -> Pre
     sent = method.sent(job, nodes) if nodes > 1 else 0.0
     work = machine.per_byte * sent
     if method.codec:
-        work += method.passes * machine.codec_seconds(method.codec) * job.elements
+        work += machine.codec_seconds(method.codec) * job.elements
     if method.low_rank:
         work += machine.factor * sum(rows * columns for rows, columns in job.matrices)
     messages = method.messages(nodes) * (job.buckets if method.buckets else 1) if nodes > 1 else 0.0
