@@ -33,7 +33,7 @@ test-all:  TIER := --all
 test-rest: TIER := --all
 test-rest: REST := and (slow or beyond)
 
-.PHONY: help train train-text test test-all test-rest lint format bench gpu-check wheel clean
+.PHONY: help train train-text tradeoff test test-all test-rest lint format bench gpu-check wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
@@ -41,6 +41,7 @@ help:
 	@echo "make test         every test function, on a sample of its parameters; minutes"
 	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
+	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
 	@echo "make bench        benchmarks             make gpu-check   kernels on this machine's GPU"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
 
@@ -85,6 +86,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(PYTHON) -m pytest bench --full
+
+tradeoff: $(INSTALLED)
+	$(PYTHON) -m bench.tradeoff --output results/tradeoff.json --plot results/tradeoff.png
 
 gpu-check: $(INSTALLED)
 	$(PYTHON) -m bench.gpu_check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.gradient_hook import gradient_hook
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
 from bagua_kernels.algorithms.engine.member import EngineCounters, Member, Place
-from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
+from bagua_kernels.algorithms.engine.options import EngineOptions, Manner
 from bagua_kernels.algorithms.engine.participation import Participation, frozen_elsewhere
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.rows import Rows
@@ -56,6 +56,7 @@ class Engine:
         participation: which parameters take part in a pass.
         order_is_known: True if buckets follow the order in which gradients come, or will from the next step on.
         interruption: `happened` is True once an exchange failed or a pass broke off; nothing goes on then.
+        in_flight: exchanges at a time.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Engine:
         self._sparse = [member.parameter for member in sparse]
         self._rows = [Rows(member.name, member.parameter, -1 - i) for i, member in enumerate(sparse)]
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
+        self._steps = options.steps
         self._device = members[0].parameter.device
-        self.communicators = [communicator]
+        self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
         self.weight = 1.0
         self.counters = EngineCounters()
@@ -95,13 +97,14 @@ class Engine:
         self.lay_out(None, {})
         # The attributes of exchanges decide how they are connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
-        in_flight = min(options.in_flight or (2 if on_cpu else 1), len(self.buckets.all) + len(self._rows))
+        most = min(options.in_flight or (2 if on_cpu else 1), len(self.buckets.all) + len(self._rows))
         # Two streams of bytes on one link hinder each other. Sparse gradients take several collectives, one after the other.
         shared = on_cpu and not self._rows and all(each.one_collective for each in exchanges)
-        if in_flight > 1 and not shared:
-            self.communicators += [duplicate() for _ in range(in_flight - 1)]
+        self.in_flight = most
+        if most > 1 and not shared:
+            self.communicators += [duplicate() for _ in range(most - 1)]
             self.lay_out(None, {})
-        self._runtime = Runtime(self._device, in_flight, len(self.communicators))
+        self._runtime = Runtime(self._device, most, len(self.communicators))
         self._running = False
         self._step = 0
         self._passes = 0
@@ -128,23 +131,25 @@ class Engine:
             self._bucket_options = replace(self._bucket_options, alone=True)
             self.lay_out(order, state)
             return
-        if self._options.steps is not None:
-            self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
+        if self._steps is not None:
+            self._bucket_steps = self._steps.lay_out(self.buckets.all)
             for exchange, updates in zip(self.buckets.exchanges, self._bucket_steps, strict=True):
                 exchange.updates = updates
         if state:
             self.buckets.load(state)
 
-    def exchange_otherwise(self, place: Place, options: BucketOptions) -> None:
+    def exchange_otherwise(self, place: Place, manner: Manner) -> None:
         """Goes on with other exchanges, which `make_exchange` makes from now on; between backward passes, on all ranks."""
         self.check_idle()
         self.members[:] = [member.placed(place) for member in self.members]
-        self._bucket_options = options
+        self._bucket_options = manner.buckets
+        self.in_flight = self._runtime.limit(manner.in_flight)
+        self._steps = self._options.steps if manner.in_backward else None
         self.lay_out(self.buckets.order if self.order_is_known else None, {})
 
     def communicator_of(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator on which a bucket is exchanged."""
-        return self.communicators[bucket.index % len(self.communicators)]
+        return self.communicators[bucket.index % min(self.in_flight, len(self.communicators))]
 
     def close(self) -> None:
         """Removes the hooks and ends the communication threads."""
@@ -214,7 +219,7 @@ class Engine:
         self._running = False
 
     def _interrupt(self, error: BaseException | None) -> None:
-        steps = self._options.steps
+        steps = self._steps
         self.interruption.happen(error, () if steps is None else sorted(steps.taken))
         self._running = False
 
@@ -224,8 +229,8 @@ class Engine:
         self._step = self.counters.steps
         self._running = True
         self._passes += 1
-        if self._options.steps is not None:
-            self._options.steps.start()
+        if self._steps is not None:
+            self._steps.start()
         self._arrived = {}
         self._missing = [len(group) for group in self.buckets.groups]
         self._taken = [[] for _ in self.buckets.groups]
@@ -245,7 +250,7 @@ class Engine:
         self._take(position)
 
     def _take(self, position: int) -> None:
-        member, steps = self.members[position], self._options.steps
+        member, steps = self.members[position], self._steps
         gradient = member.parameter.grad
         if gradient is not None:
             if gradient.is_sparse:
@@ -264,7 +269,7 @@ class Engine:
             fill(bucket, self._taken[bucket.index], self.weight)
 
     def _start_complete(self) -> None:
-        steps = self._options.steps
+        steps = self._steps
         while (index := len(self._tasks)) < len(self.buckets.all) and self._missing[index] == 0:
             bucket = self.buckets.all[index]
             if index == len(self.buckets.all) - 1:
@@ -327,7 +332,9 @@ class Engine:
 
     def _wait(self) -> None:
         begin = compiling.clock()
-        with self._range():
+        # What profilers see of the wait for communication.
+        enabled = torch._C._autograd._profiler_enabled()
+        with torch.profiler.record_function(f"{self._options.title}.wait") if enabled else nullcontext():
             for task in self._tasks:
                 # The exchange itself is bounded by its communicator's timeout.
                 task.done.wait()
@@ -336,11 +343,6 @@ class Engine:
         for task in sorted(self._tasks, key=lambda each: each.follows):
             task.check()
         self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
-
-    def _range(self) -> AbstractContextManager[object]:
-        """What profilers see of the wait for communication."""
-        enabled = torch._C._autograd._profiler_enabled()
-        return torch.profiler.record_function(f"{self._options.title}.wait") if enabled else nullcontext()
 
     def _read_flags(self) -> None:
         if self.buckets.all:
@@ -352,7 +354,7 @@ class Engine:
                 raise RuntimeError(frozen_elsewhere(rows.name))
             parameter.grad = rows.gradient
         self._read_flags()
-        steps, late = self._options.steps, dict[str, torch.Tensor]()
+        steps, late = self._steps, dict[str, torch.Tensor]()
         for position, member in enumerate(self.members):
             if position in self.participation.frozen or (steps is not None and member.name in steps.taken):
                 continue

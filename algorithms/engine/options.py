@@ -27,6 +27,21 @@ class BucketOptions:
 
 
 @dataclass(frozen=True)
+class Manner:
+    """How exchanges are carried out, which may change between backward passes.
+
+    Attributes:
+        buckets: how gradients are put together.
+        in_flight: exchanges at a time, no more than at first; None for as many.
+        in_backward: False to leave parameters to the optimizer's own step, where the engine has updated them.
+    """
+
+    buckets: BucketOptions
+    in_flight: int | None = None
+    in_backward: bool = False
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """How an engine works.
 

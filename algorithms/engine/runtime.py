@@ -90,7 +90,7 @@ class Runtime:
             in_flight: exchanges at a time.
             connections: communicators, 1 or `in_flight`.
         """
-        self._device = device
+        self._device, self._most, self._in_flight = device, in_flight, in_flight
         self._connections = [_Connection() for _ in range(connections)]
         threads = [
             threading.Thread(
@@ -105,13 +105,19 @@ class Runtime:
             thread.start()
         self.close = weakref.finalize(self, _end_threads, self._connections, threads)
 
+    def limit(self, in_flight: int | None) -> int:
+        """Runs fewer exchanges at a time from now on, or as many as at first if None; returns how many. None is under way."""
+        self._in_flight = min(in_flight or self._most, self._most)
+        return self._in_flight
+
     def start(self, index: int, run: Run, label: str, several: bool = False) -> Task:
         """Queues the exchange of a bucket, whose gradients the current stream or `run` itself brings there."""
-        task = Task(run, self._device, label, several)
+        # One at a time keeps its turn until it has ended, where others have the same communicator.
+        task = Task(run, self._device, label, several or self._in_flight == 1)
         if self._device.type == "cuda":
             task.ready = torch.cuda.Event()
             task.ready.record(torch.cuda.current_stream(self._device))
-        self._connections[index % len(self._connections)].tasks.put(task)
+        self._connections[index % min(self._in_flight, len(self._connections))].tasks.put(task)
         return task
 
 

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 import torch
 from rich.table import Table
 
+from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.options import BucketOptions
+from bagua_kernels.algorithms.engine.options import BucketOptions, Manner
 from bagua_kernels.algorithms.gradient_algorithm import BUCKET_BYTES, GradientAlgorithm, GradientOptions
 from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_moment
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.tuner.candidates import Candidate, candidates
+from bagua_kernels.algorithms.tuner.candidates import PLAIN, Candidate, candidates
+from bagua_kernels.algorithms.tuner.cost.facts import Network
+from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
 from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, latency, pass_seconds, slowest
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
 from bagua_kernels.algorithms.tuner.search import Search
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, ReduceOp
+from bagua_kernels.comm import Communicator, Nodes, ReduceOp, StripedCommunicator
+from bagua_kernels.comm.hierarchical.arguments import given
+from bagua_kernels.compression.codec import parse_spec
 
 # Of the given size of buckets, for exact means: a smaller and a larger one are candidates, too.
 _SIZES = (1.0, 0.2, 2.5)
-_CLASSES = ("exact", "synchronous")
+_NEAR = 1.05  # predictions that are as good as equal
 
 
 @register
 class AutoTune(GradientAlgorithm):
-    """Synchronous data parallelism with the exchange that takes the least time, found in the first 45 steps.
+    """Synchronous data parallelism with the exchange that takes the least time, found in the first 60 steps.
 
     1. Average gradients exactly for eight steps. Measure their time, the bytes, what communication threads and backward wait for,
        a message's latency, and what encoding and decoding costs here.
     2. Predict the time of a step with each candidate by `algorithms.tuner.cost`.
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads
        of one candidate lacked is added to the first gradients of the next.
-    4. Go on with the one whose median step was the fastest, on the slowest rank.
-    5. If the seconds of a byte are off by half for 50 steps, predict with the new bandwidth and go on with step 3.
+    4. The fastest on the slowest rank, by its median step, and its variations take turns of four steps: one exchange at a
+       time, other numbers of sockets, and steps after backward where `apply_in_backward` allows steps in it.
+    5. Go on with the fastest of these.
+    6. If the seconds of a byte are off by half for 50 steps, predict with the new bandwidth and go on with step 3.
 
-    All ranks choose alike, for they use the same numbers. What an optimizer with a second moment does not forgive, few bits
-    or low rank, is no candidate with such an optimizer, nor without one.
+    A step is measured from the end of a backward pass to that of the next. All ranks choose alike, for they use the same
+    numbers. What an optimizer with a second moment does not forgive, few bits or low rank, is no candidate with such an
+    optimizer, nor without one. Where several ranks share a node, and there are several nodes, exact means by nodes are a
+    candidate, too. With `exactness="any"`, see `settled`.
 
     Attributes:
         search: the state of the choice.
         facts: what was measured; None before.
+        elsewhere: with `exactness="any"`, predicted seconds of algorithms that do not average each gradient, by name.
     """
 
     name = "auto"
@@ -59,6 +71,7 @@ class AutoTune(GradientAlgorithm):
         *,
         exactness: str = "synchronous",
         facts: Facts | None = None,
+        nodes: Nodes | Iterable[Iterable[int]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         **options: Unpack[GradientOptions],
     ) -> None:
@@ -68,32 +81,59 @@ class AutoTune(GradientAlgorithm):
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`; it decides which candidates there are.
             exactness: "exact" for exact means alone, in buckets of several sizes; "synchronous" for those, and for means that
-                are rounded alike on all ranks.
+                are rounded alike on all ranks; "any" for these, and for what `settled` goes on with.
             facts: instead of measuring: those of an earlier run.
+            nodes: which ranks share a node; found from the environment if None.
             scaler: that by which losses are scaled, if any.
             **options: as for `GradientAlgorithm`.
 
         Raises:
-            ValueError: `exactness` is neither, or as for `GradientAlgorithm`.
+            ValueError: `exactness` is none of these, "any" comes without an optimizer, or as for `GradientAlgorithm`.
         """
-        if exactness not in _CLASSES:
-            raise ValueError(f"expected exactness to be one of {', '.join(_CLASSES)}, got {exactness!r}")
+        if exactness not in CLASSES:
+            raise ValueError(f"expected exactness to be one of {', '.join(CLASSES)}, got {exactness!r}")
+        if exactness == "any" and optimizer is None:
+            raise ValueError('exactness="any" may go on with steps of single ranks: pass the optimizer, too')
         size = options.get("bucket_bytes", BUCKET_BYTES)
         sizes = [max(1, round(part * size)) for part in _SIZES]
         forgiving = optimizer is not None and not divides_by_second_moment(optimizer)
-        self.candidates = {one.label: one for one in candidates(exactness, sizes, forgiving, scaler)}
+        applies = options.get("apply_in_backward", False)
+        self._arguments = exactness, sizes, forgiving, scaler, applies
+        self.exactness, self.nodes, self._optimizer = exactness, nodes, optimizer
+        self.candidates = {one.label: one for one in candidates(*self._arguments)}
         self.search = Search(next(iter(self.candidates)))
         self.facts, self.scaler = facts, scaler
+        self.elsewhere: dict[str, float] = {}
         # The first buckets decide on connections; exact means use fewer. Training begins with the search's own choice.
         self._used = list(self.candidates.values())[-1]
+        self._ranked: list[str] = []
+        self._stripes: list[int] = []
         self._owed: dict[str, torch.Tensor] = {}
         self._rows: list[tuple[float, float, float, float]] = []
-        self._before = (0.0, 0.0, 0.0)
+        self._before, self._ended = (0.0, 0.0, 0.0), 0.0
+        self._work: dict[str, float] = {}
         self.policy = _Watch(self)
         super().__init__(module, optimizer, **options)
         if facts is not None and self._engine is not None:
             self.search.begin(self._predicted(facts))
         self.follow()
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`."""
+        super()._start(module, optimizer)
+        if self._engine is None:
+            return
+        nodes = Nodes.find(self._communicator) if self.nodes is None else given(self.nodes).agree(self._communicator)
+        shared = nodes if 1 < len(nodes.members) < self._communicator.size else None
+        ranked = candidates(*self._arguments, shared)
+        communicator, several = self._communicator, self._engine.in_flight > 1
+        opened = communicator.stripes if isinstance(communicator, StripedCommunicator) else 1
+        used = communicator.tuning.stripes if isinstance(communicator, StripedCommunicator) else 1
+        sockets = sorted({1, opened} - {used})
+        varied = {one.label: one.variations(sockets, several) for one in ranked}
+        self.candidates = {one.label: one for one in [*ranked, *itertools.chain(*varied.values())]}
+        self._ranked = [one.label for one in ranked]
+        self.search.variations = {label: [one.label for one in ones] for label, ones in varied.items()}
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -122,23 +162,50 @@ class AutoTune(GradientAlgorithm):
             self._owed = owed_by(engine.buckets.state())
             self._used = candidate
             options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
-            engine.exchange_otherwise(candidate.recipe.place, options)
+            self._use_sockets(candidate.sockets)
+            manner = Manner(options, candidate.in_flight, candidate.in_backward)
+            engine.exchange_otherwise(candidate.recipe.place, manner)
         self._owed = {}
 
+    def _use_sockets(self, count: int | None) -> None:
+        """Has messages take so many sockets between two ranks; None for as many as were used before."""
+        found = [one for one in self._communicators() if isinstance(one, StripedCommunicator)]
+        if count is not None and not self._stripes:
+            self._stripes = [one.tuning.stripes for one in found]
+        elif count is None and not self._stripes:
+            return
+        for one, before in zip(found, self._stripes, strict=True):
+            one.retune(replace(one.tuning, stripes=before if count is None else count))
+        if count is None:
+            self._stripes = []
+
     def _predicted(self, facts: Facts) -> dict[str, float]:
+        """Predicts a step of each candidate but for variations, and what each does on the processor."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
         matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1 and p.numel()]
         elements = max(1, sum(p.numel() for p in trained))
         job, machine, network = facts.problem(matrices, elements, self._communicator.size)
-        return {
-            label: predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, network).seconds
-            for label, one in self.candidates.items()
-        }
+        found = {}
+        for label in self._ranked:
+            one = self.candidates[label]
+            there = network
+            if one.nodes is not None:
+                # What was measured is a rank's part of its node's link.
+                ranks = min(len(node) for node in one.nodes.members)
+                there = Network(ranks * len(one.nodes.members), ranks * network.bits_per_second, network.latency, ranks)
+            found[label] = predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, there)
+        self._work = {one.method.name: one.work for one in found.values()}
+        if self.exactness == "any":
+            outside = [one for one in methods() if one.exactness == "any"]
+            self.elsewhere = {one.name: predict(one, job, machine, network).seconds for one in outside}
+        return {label: one.seconds for label, one in found.items()}
 
-    def end_step(self, seconds: float, communicator: Communicator) -> None:
+    def end_step(self, communicator: Communicator) -> None:
         """Takes what a step took on this rank; collective."""
         assert self._engine is not None
         search, counters = self.search, self._engine.counters
+        ended = self.policy.now(communicator.device)
+        seconds, self._ended = ended - (self._ended or ended), ended
         now = counters.wait_seconds, counters.exchange_seconds, float(self._bytes_sent)
         waited, busy, sent = (after - before for after, before in zip(now, self._before, strict=True))
         self._before = now
@@ -153,9 +220,50 @@ class AutoTune(GradientAlgorithm):
         elif search.state == "trying":
             search.took(_greatest(communicator, seconds))
         elif sent > 0:
-            search.pace(busy / sent)
+            # A processor that is slow makes no line slow.
+            work = self._work.get(self.candidates[search.current].method.name, 0.0)
+            search.pace(max(busy - work, 0.1 * busy) / sent)
             if search.asks and search.drifted(_greatest(communicator, search.window)) and self.facts is not None:
                 search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
+
+    def settled(self) -> Algorithm:
+        """What training goes on with: this wrapper, or with `exactness="any"` an algorithm that is predicted to be faster.
+
+        To be called between steps, on all ranks: `model = model.settled()`. It returns this wrapper until the choice is made,
+        and where exact or rounded means are as fast. Otherwise the algorithm that follows averages parameters, or takes local
+        steps. Of those within 5 % of the fastest, it is the one that changes least. Before, one step with exact means pays
+        what payloads have lacked.
+
+        Returns:
+            This wrapper; or another, after which this one cannot be used any more.
+        """
+        name = self._faster_elsewhere() if self.search.state == "chosen" and self._engine is not None else ""
+        if not name:
+            return self
+        if self._used.method.name != PLAIN:
+            self.search.current = self.search.plain
+            self.follow()
+        assert self._engine is not None
+        if owed_by(self._engine.buckets.state()):
+            return self
+        spec = next(one.spec for one in methods() if one.name == name)
+        kind, options = parse_spec(spec)
+        return self.switch_to(Algorithm.registered[kind], optimizer=self._optimizer, **options)
+
+    def _faster_elsewhere(self) -> str:
+        """The name of an algorithm of another class that is predicted to be faster than the choice; empty if there is none."""
+        if not self.elsewhere:
+            return ""
+        search, base = self.search, min(self.search.predicted.values())
+        # Predictions of one machine are off by one factor.
+        measured = [statistics.median(times) for times in search.tried.values() if times]
+        tried = [label for label, times in search.tried.items() if times and label in search.predicted]
+        if measured and tried:
+            first = min(tried, key=lambda label: search.predicted[label])
+            base = search.predicted[first] * min(measured) / statistics.median(search.tried[first])
+        least = min(self.elsewhere.values())
+        found = next(name for name, seconds in self.elsewhere.items() if seconds <= _NEAR * least)
+        return found if _NEAR * self.elsewhere[found] < base else ""
 
     def _measure(self, communicator: Communicator) -> Facts:
         """What this machine and network are like, the same on all ranks; collective."""
@@ -174,13 +282,14 @@ class AutoTune(GradientAlgorithm):
         if facts is not None:
             rate = 8 * facts.sent * search.slower**-1 / max(facts.exchange, 1e-9) / 1e6
             measured = (
-                f"{facts.step:.3g} s a backward pass with exact means, {facts.waited:.3g} s of it waiting; "
+                f"{facts.step:.3g} s a step with exact means, {facts.waited:.3g} s of it waiting; "
                 f"{facts.sent / 1e6:.3g} MB at {rate:.0f} Mbit/s; {1e3 * facts.latency:.2g} ms a message"
             )
         grid = Table(title=f"{search.state}: {search.current}\n{measured}", title_justify="left")
         for heading in ("candidate", "predicted s", "tried s", ""):
             grid.add_column(heading, justify="right" if heading.endswith(" s") else "left")
-        for label in sorted(self.candidates, key=lambda one: search.predicted.get(one, 0.0)):
+        shown = [label for label in self.candidates if label in self._ranked or label in search.tried]
+        for label in sorted(shown, key=lambda one: search.predicted.get(one, math.inf)):
             predicted, times = search.predicted.get(label), search.tried.get(label)
             chosen = search.state == "chosen" and label == search.current
             grid.add_row(
@@ -189,21 +298,42 @@ class AutoTune(GradientAlgorithm):
                 f"{statistics.median(times):.4g}" if times else "",
                 search.reason if chosen else "",
             )
+        for name, seconds in sorted(self.elsewhere.items(), key=lambda one: one[1]):
+            grid.add_row(name, f"{seconds:.4g}", "", "of another class")
         return grid
 
     def _load(self, states: list[Mapping[str, Any]]) -> None:
         """See `Algorithm._load`."""
         found = dict(states[0]["decisions"])
+        if "search" in found:
+            # Other sockets, or one more exchange at a time, are no reason to refuse a choice.
+            state, current, predicted, tried, *rest = found["search"]
+            tables = [{self._known(label): value for label, value in table.items()} for table in (predicted, tried)]
+            found |= {"search": [state, self._known(current), *tables, *rest], "used": self._known(found["used"])}
+            states = [{**states[0], "decisions": list(found.items())}, *states[1:]]
         saved = {found["used"], *found["search"][2], *found["search"][3]} if "search" in found else set()
         if unknown := sorted(saved - set(self.candidates)):
             raise ValueError(
-                f"the state was saved with the candidate {unknown[0]!r}, but there are {', '.join(self.candidates)}: use the "
+                f"the state was saved with the candidate {unknown[0]!r}, but there are {', '.join(self._ranked)}: use the "
                 "same exactness and bucket_bytes, and an optimizer of the same kind"
             )
         # What was remembered belongs to the candidate in use, which may not be the one that is next.
         self._use(self.candidates[found.get("used", self.search.current)])
         super()._load(states)
         self.follow()
+
+    def _known(self, label: str) -> str:
+        """The candidate of a label; of a variation that there is not here, what it is a variation of."""
+        if label in self.candidates:
+            return label
+        return next((one for one in self._ranked if label.startswith(f"{one}, ")), label)
+
+    def close(self) -> None:
+        """See `Algorithm.close`."""
+        for candidate in self.candidates.values():
+            if candidate.nodes is not None:
+                candidate.recipe.close()
+        super().close()
 
     @property
     def used(self) -> str:
@@ -220,7 +350,7 @@ class _Watch(Policy):
 
     def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
         """See `Policy.end_step`."""
-        self._algorithm.end_step(seconds, communicator)
+        self._algorithm.end_step(communicator)
 
     def after_pass(self) -> None:
         """See `Policy.after_pass`."""

@@ -15,6 +15,7 @@ _WARM, _MEASURED = 3, 5  # steps with plain means
 WINDOW = 25  # steps whose median is compared with that after the choice
 _WINDOWS = 2  # that have to be off, one after the other
 _DRIFT = 1.5
+_GAIN = 0.97  # of the time of the best: what a variation of it may take to be worth it
 
 State = Literal["measuring", "trying", "chosen"]
 
@@ -23,7 +24,12 @@ State = Literal["measuring", "trying", "chosen"]
 class Search:
     """The states of a choice: measuring, trying, chosen, and back to trying where the network has changed.
 
+    First the best of the predicted take turns, then the fastest of them and its variations.
+
     Attributes:
+        plain: label of the exact mean.
+        variations: of each label, those of the same exchange that is carried out otherwise.
+        tries: how many are tried before variations.
         state: what it is at.
         current: label of what averages gradients now.
         predicted: seconds of a step, by label; empty until measured.
@@ -33,6 +39,8 @@ class Search:
     """
 
     plain: str
+    variations: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tries: int = TRIES
     state: State = "measuring"
     current: str = ""
     predicted: dict[str, float] = field(default_factory=dict)
@@ -41,6 +49,7 @@ class Search:
     slower: float = 1.0
     _steps: int = 0
     _order: list[str] = field(default_factory=list)
+    _base: str = ""
     _paces: list[float] = field(default_factory=list)
     _usual: float = 0.0
     _off: int = 0
@@ -71,15 +80,17 @@ class Search:
         """
         self.predicted = dict(predicted)
         ranked = sorted(predicted, key=lambda label: predicted[label])
-        chosen = [label for label in ranked[:TRIES] if predicted[label] <= _WORTH * predicted[ranked[0]]]
+        chosen = [label for label in ranked[: self.tries] if predicted[label] <= _WORTH * predicted[ranked[0]]]
         if self.plain not in chosen and predicted[self.plain] <= _WORTH * predicted[ranked[0]]:
             chosen.append(self.plain)
-        self.state, self._steps, self.tried = "trying", 0, {label: [] for label in chosen}
-        self._order = chosen * TURNS
+        self.state, self.tried, self._base = "trying", {label: [] for label in chosen}, ""
         if len(chosen) == 1:
-            self._choose(f"predicted to be {_WORTH:g} times as fast as all others")
+            self._vary(chosen[0], f"predicted to be {_WORTH:g} times as fast as all others")
             return
-        self.current = self._order[0]
+        self._turns(chosen * TURNS)
+
+    def _turns(self, labels: list[str]) -> None:
+        self._order, self._steps, self.current = labels, 0, labels[0]
 
     def took(self, seconds: float) -> None:
         """Takes what a step of a trial took on the slowest rank, and goes on to what is next."""
@@ -88,15 +99,35 @@ class Search:
             self.tried[self._order[turn]].append(seconds)
         self._steps += 1
         turn = self._steps // BLOCK
-        if turn == len(self._order):
-            self._choose("the fastest of those that were tried")
-        else:
+        if turn < len(self._order):
             self.current = self._order[turn]
+        elif not self._base:
+            self._vary(self._fastest(), "the fastest of those that were tried")
+        else:
+            fastest, medians = self._fastest(), self._medians()
+            better = medians[fastest] < _GAIN * medians[self._base]
+            self._choose(fastest if better else self._base, self.reason)
 
-    def _choose(self, reason: str) -> None:
-        medians = {label: statistics.median(times) for label, times in self.tried.items() if times}
-        self.current = min(medians, key=lambda label: medians[label]) if medians else next(iter(self.tried))
-        self.state, self.reason = "chosen", reason
+    def _vary(self, label: str, reason: str) -> None:
+        """Goes on with one that is carried out in other ways, too, if there are any."""
+        self.reason = reason
+        if not self.variations.get(label):
+            self._choose(label, reason)
+            return
+        self._base = label
+        labels = [label, *self.variations[label]]
+        self.tried |= {name: self.tried.get(name, []) for name in labels}
+        self._turns(labels)
+
+    def _medians(self) -> dict[str, float]:
+        return {label: statistics.median(times) for label, times in self.tried.items() if times}
+
+    def _fastest(self) -> str:
+        medians = self._medians()
+        return min(medians, key=lambda label: medians[label])
+
+    def _choose(self, label: str, reason: str) -> None:
+        self.current, self.state, self.reason = label, "chosen", reason
         self._paces, self._usual, self._off = [], 0.0, 0
 
     @property

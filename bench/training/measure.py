@@ -1,7 +1,7 @@
 """Training steps on emulated hosts: against DistributedDataParallel and its communication hooks, for each rate of the links.
 
 python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--steps 12] [--methods decentralized]
-                         [--only steps,engine,overlap,delays,local,asynchronous,activation] [--trace FILE]
+                         [--only steps,engine,overlap,delays,local,asynchronous,activation,choice,drift] [--trace FILE]
                          [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
@@ -13,7 +13,8 @@ their own, and so does that of codecs.
 `engine` is what hooks and buckets cost without any communication, `overlap` how much of it backward hides. `delays` is about
 links that are fast but long, and a small model: there it counts how many messages wait for one another. `local` is about
 algorithms with local steps on lines of 1 to 100 Mbit/s. `asynchronous` is about averages beside training,
-and `activation` about how soon late ranks take part in these.
+and `activation` about how soon late ranks take part in these. `choice` is what a tuner chooses, `drift` what it does when links
+become slower.
 """
 
 from __future__ import annotations
@@ -206,9 +207,16 @@ def chosen(options: argparse.Namespace) -> list[dict[str, Any]]:
         for delay, rates in ((None, list(choice.RATES)), (choice.DELAY, [choice.DELAYED_RATE])):
             wanted = [rate for rate in rates if rate in options.rates]
             if wanted:
-                told = run(_HOSTS, "choice", {"model": model, "rates": wanted}, delay=delay)
+                settings = {"model": model, "rates": wanted, "blind": delay is None}
+                told = run(_HOSTS, "choice", settings, delay=delay)
                 rows += choice.described(told, model, delay)
     return rows
+
+
+def drift(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a tuner does when links become slower."""
+    found = [(model, run(_HOSTS, "drift", {"model": model})) for model in options.models]
+    return [row for model, told in found for row in choice.drifted(told, model)]
 
 
 PARTS = {
@@ -220,6 +228,7 @@ PARTS = {
     "asynchronous": (beside, asynchronous.show),
     "activation": (started, activation.show),
     "choice": (chosen, choice.show),
+    "drift": (drift, choice.show_drift),
 }
 
 

@@ -20,6 +20,7 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms.tuner.cost.facts import FRAME
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
+from bench.tradeoff import hosts
 from bench.training import activation, asynchronous, choice, local_steps
 from bench.training.rivals import Rival, Silent
 from bench.training.turns import Times, measure, tuned
@@ -178,6 +179,8 @@ PARTS = {
     "asynchronous": asynchronous.on_rank,
     "activation": activation.on_rank,
     "choice": choice.on_rank,
+    "drift": choice.drift_on_rank,
+    "tradeoff": hosts.on_rank,
 }
 
 

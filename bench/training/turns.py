@@ -40,11 +40,11 @@ def measure(
             together(c)
             rival.step()
             moments[name].append(time.monotonic())
-            before |= _host()
+            before |= host()
             for _ in range(counted):
                 rival.step()
                 moments[name].append(time.monotonic())
-            after = _host()
+            after = host()
             # Neither messages nor a rank that is through may be in the way of others' steps.
             rival.conclude()
             c.barrier().wait()
@@ -65,7 +65,8 @@ def measure(
     return taken, means
 
 
-def _host() -> dict[str, float]:
+def host() -> dict[str, float]:
+    """Processor seconds of this process, and bytes that have left its host."""
     return {"cpu": time.process_time(), "bytes": float(_SENT.read_text())}
 
 

@@ -12,24 +12,8 @@ from bagua_kernels.algorithms.tuner.candidates import candidates
 from bagua_kernels.algorithms.tuner.facts import Facts, slowest
 from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.comm import Communicator, LocalCommunicator, run_ranks
-from tests.algorithms.ranks import Odd, batch, fill, loss_of
-
-CODECS = {
-    "minmax_uint8": 1e-9,
-    "absmax_int8": 1e-9,
-    "absmax_int4": 1e-9,
-    "sign": 1e-9,
-    "topk": 1e-9,
-    "cast": 1e-9,
-    "": 1e-9,
-}
-SLOW = Facts(step=10.0, waited=9.9, exchange=9.95, sent=4e3, latency=1e-4, codecs=CODECS, pass_over=1e-10)
-FAST = Facts(step=0.1, waited=0.0, exchange=1e-5, sent=4e3, latency=0.0, codecs=CODECS | {"": 1e-3, "sign": 1e-3, "topk": 1e-3,
-             "minmax_uint8": 1e-3, "absmax_int8": 1e-3, "absmax_int4": 1e-3}, pass_over=1e-3)  # fmt: skip
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+from tests.algorithms.ranks import Odd, batch, loss_of
+from tests.algorithms.tuner.tuned import FAST, LOW_RANK, PLAIN, SIGN, SLOW, TOPK, Wide, force, sgd
 
 
 def test_candidates() -> None:
@@ -87,26 +71,6 @@ def test_given_facts(facts: Facts, plain: bool) -> None:
     first, second = run_ranks(2, rank)
     assert first == second == run_ranks(2, rank)[0]
     assert ("GradientAllReduce" in first[2]) == plain
-
-
-def force(algorithm: AutoTune, label: str) -> None:
-    """Makes a candidate the choice."""
-    algorithm.search.current, algorithm.search.state = label, "chosen"
-    algorithm.follow()
-
-
-class Wide(torch.nn.Module):
-    """Matrices that are large enough for all candidates to compress them, a bias, and one that can be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(7, 96)
-        self.second = torch.nn.Linear(96, 8, bias=False)
-        self.other = torch.nn.Linear(7, 80, bias=False)
-        fill(self, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.second(torch.tanh(self.first(x))), self.other(x)], 1)
 
 
 def test_nothing_is_lost_between_candidates() -> None:
@@ -176,9 +140,6 @@ def test_resumed() -> None:
         again.close()
 
     run_ranks(2, rank)
-
-
-SIGN, PLAIN, TOPK, LOW_RANK = "SignSGD, 10 MiB", "GradientAllReduce, 10 MiB", "TopK 1 %, 10 MiB", "PowerSGD 4, 10 MiB"
 
 
 def owed_of(algorithm: AutoTune) -> dict[str, torch.Tensor]:
@@ -316,7 +277,9 @@ def test_one_rank_alone() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="expected exactness to be one of exact, synchronous, got 'any'"):
+    with pytest.raises(ValueError, match="expected exactness to be one of exact, synchronous, any, got 'some'"):
+        AutoTune(Odd(), exactness="some")
+    with pytest.raises(ValueError, match="pass the optimizer"):
         AutoTune(Odd(), exactness="any")
     with pytest.raises(ValueError, match="bucket_bytes must be at least 1"):
         AutoTune(Odd(), bucket_bytes=0)

@@ -67,6 +67,23 @@ def test_what_is_predicted_to_be_slow_is_not_tried() -> None:
     assert "1.5 times as fast" in search.reason
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.96, "b, other"), (0.98, "b")])
+def test_variations_of_the_fastest_are_tried(seconds: float, expected: str) -> None:
+    """One has to be 3 % faster, or the difference is noise."""
+    search = measured()
+    search.variations = {"a": ["a, other"], "b": ["b, other", "b, third"]}
+    search.begin(PREDICTED)
+    times = {"a": 0.9, "b": 0.3, "c": 0.8, "b, other": 0.3 * seconds, "b, third": 0.4}
+    seen = tried(search, times.__getitem__)
+    assert seen[3 * BLOCK * TURNS :] == ["b"] * BLOCK + ["b, other"] * BLOCK + ["b, third"] * BLOCK
+    assert (search.state, search.current) == ("chosen", expected)
+    assert 8 + len(seen) <= 60
+    # Of one that is far ahead, too.
+    search.begin({"plain": 1.0, "b": 0.1})
+    assert tried(search, times.__getitem__) == ["b"] * BLOCK + ["b, other"] * BLOCK + ["b, third"] * BLOCK
+    assert search.current == expected
+
+
 def chosen() -> Search:
     search = measured()
     search.begin(PREDICTED)

@@ -1,0 +1,1 @@
+"""Which algorithm reaches an accuracy first, on which network."""

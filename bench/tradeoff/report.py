@@ -1,0 +1,177 @@
+"""What the study shows: the time until an accuracy is reached, the winner on each network, and what a straggler costs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.tradeoff.ways import SYNCHRONOUS, Way
+
+HALF_A_POINT = 0.005
+FIRST, PLAIN = "ddp", "allreduce"
+
+Results = dict[str, Any]
+
+
+def accuracies(results: Results, way: Way) -> list[float]:
+    """The mean over seeds of a way's accuracies."""
+    runs = results["curves"][way.curve or way.name]["runs"]
+    return [statistics.fmean(each) for each in zip(*runs.values(), strict=True)]
+
+
+def differences(results: Results, way: Way) -> list[float]:
+    """For each seed, how much better the final accuracy is than that of exact means with the same start and examples."""
+    runs, plain = results["curves"][way.curve or way.name]["runs"], results["curves"][PLAIN]["runs"]
+    return [runs[seed][-1] - plain[seed][-1] for seed in runs]
+
+
+def steps_until(points: list[float], least: float, steps: int) -> float | None:
+    """Steps until a curve is at an accuracy to stay, between two looks by a straight line; None if it does not get there."""
+    below = [place for place, accuracy in enumerate(points) if accuracy < least]
+    if not below:
+        return steps / len(points)
+    if below[-1] == len(points) - 1:
+        return None
+    place = below[-1]
+    share = (least - points[place]) / (points[place + 1] - points[place])
+    return (place + 1 + share) * steps / len(points)
+
+
+def target(results: Results, way: Way) -> float:
+    """The final accuracy of exact means, with the seeds of a way, less half a point."""
+    plain = results["curves"][PLAIN]["runs"]
+    seeds = results["curves"][way.curve or way.name]["runs"]
+    return statistics.fmean(plain[seed][-1] for seed in seeds) - HALF_A_POINT
+
+
+def times(results: Results, row: dict[str, Any], ways: list[Way]) -> dict[str, float]:
+    """Seconds until the accuracy of exact means, but for half a point, is reached; without what does not get there."""
+    steps = results["settings"]["steps"]
+    found = {}
+    for way in ways:
+        until = steps_until(accuracies(results, way), target(results, way), steps)
+        # On the way it is looked at some images only.
+        if until is not None and statistics.fmean(differences(results, way)) >= -HALF_A_POINT:
+            found[way.name] = until * statistics.median(row["seconds"][way.name])
+    return found
+
+
+def place(row: dict[str, Any]) -> str:
+    """A cell's name."""
+    parts = [f"{row['rate']:g} Mbit/s"]
+    parts += [] if row["delay"] is None else [f"{row['delay']:g} ms"]
+    parts += ["straggler"] * row["straggler"]
+    return ", ".join(parts) + (f", batch {row['batch']}" if row["batch"] != 16 else "")
+
+
+def fastest(seconds: dict[str, float], ways: list[Way], kinds: tuple[str, ...]) -> str:
+    """The way of some kinds that is there first."""
+    names = [way.name for way in ways if way.kind in kinds and way.name in seconds]
+    return min(names, key=lambda name: seconds[name])
+
+
+def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
+    """Of each cell: the winner, the best that leaves all ranks the same bits, and how many times sooner than DDP."""
+    found = []
+    for row in results["cells"]:
+        seconds = times(results, row, ways)
+        kinds = {way.kind for way in ways}
+        best, alike = fastest(seconds, ways, tuple(kinds)), fastest(seconds, ways, SYNCHRONOUS)
+        found.append(
+            {
+                **{name: row[name] for name in ("rate", "delay", "straggler", "batch")},
+                "winner": best,
+                "sooner": seconds[FIRST] / seconds[best],
+                "synchronous": alike,
+                "synchronous_sooner": seconds[FIRST] / seconds[alike],
+                "ddp_seconds": seconds[FIRST],
+            }
+        )
+    return found
+
+
+def losses_by_straggler(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
+    """For each network, what part of its own throughput each way keeps with a straggler."""
+    found = []
+    for row in results["cells"]:
+        if not row["straggler"]:
+            continue
+        same = [one for one in results["cells"] if {**row, "straggler": False}.items() >= _network(one).items()]
+        alone = next(one for one in same if not one["straggler"])
+        medians = [{name: statistics.median(each) for name, each in one["seconds"].items()} for one in (alone, row)]
+        kept = {name: medians[0][name] / medians[1][name] for name in medians[1]}
+        asynchronous = [way.name for way in ways if way.kind == "asynchronous"]
+        best = max(asynchronous, key=lambda name: 1 / medians[1][name])
+        found.append({**_network(row), "best": best, "keeps": kept[best], "ddp_keeps": kept[FIRST], "all": kept})
+    return found
+
+
+def _network(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("rate", "delay", "batch")}
+
+
+def show(console: Console, results: Results, ways: list[Way]) -> None:
+    """Prints accuracies, winners and what a straggler costs."""
+    grid = Table(title=f"accuracy after {results['settings']['steps']} steps", title_justify="left")
+    for heading in ("", "accuracy", "against exact means, points", "by seed"):
+        grid.add_column(heading, justify="right" if heading else "left")
+    for way in ways:
+        if not way.curve:
+            each = differences(results, way)
+            seeds = " ".join(f"{100 * one:+.2f}" for one in each)
+            grid.add_row(way.name, f"{accuracies(results, way)[-1]:.2%}", f"{100 * statistics.fmean(each):+.2f}", seeds)
+    console.print(grid)
+    grid = Table(title="sooner than DDP at its accuracy less half a point", title_justify="left")
+    for heading in ("network", "DDP, s", "winner", "times", "same bits on all ranks", "times "):
+        grid.add_column(heading, justify="right")
+    for one in summary(results, ways):
+        numbers = f"{one['sooner']:.2f}", one["synchronous"], f"{one['synchronous_sooner']:.2f}"
+        grid.add_row(place(one), f"{one['ddp_seconds']:.1f}", one["winner"], *numbers)
+    console.print(grid)
+    slow = losses_by_straggler(results, ways)
+    if slow:
+        grid = Table(title="throughput that is left with a straggler", title_justify="left")
+        for heading in ("network", "best asynchronous", "keeps", "DDP keeps"):
+            grid.add_column(heading, justify="right")
+        for one in slow:
+            grid.add_row(
+                place({**one, "straggler": False}), one["best"], f"{one['keeps']:.2f}", f"{one['ddp_keeps']:.2f}"
+            )
+        console.print(grid)
+
+
+def plot(results: Results, ways: list[Way], path: Path) -> None:
+    """Draws the winner of each network, coloured by how many times sooner than DDP it is there."""
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    rows = summary(results, ways)
+    networks = list(dict.fromkeys((one["rate"], one["delay"], one["batch"]) for one in rows))
+    columns = [("winner", "sooner", False), ("synchronous", "synchronous_sooner", False), ("winner", "sooner", True)]
+    titles = ["all algorithms", "same bits on all ranks", "all, with a straggler"]
+    if not any(one["straggler"] for one in rows):
+        columns, titles = columns[:2], titles[:2]
+    found = {(one["rate"], one["delay"], one["batch"], one["straggler"]): one for one in rows}
+    values = [[found.get((*at, slow), {}).get(key, float("nan")) for _, key, slow in columns] for at in networks]
+    figure, axes = plt.subplots(figsize=(3.2 * len(columns), 0.55 * len(networks) + 1.6), layout="constrained")
+    image = axes.imshow(values, norm=LogNorm(1, 50), cmap="viridis", aspect="auto")
+    for y, at in enumerate(networks):
+        for x, (name, key, slow) in enumerate(columns):
+            if one := found.get((*at, slow)):
+                colour = "white" if one[key] < 8 else "black"
+                axes.text(
+                    x, y, f"{one[name]}\n{one[key]:.1f} x", ha="center", va="center", color=colour, fontsize="small"
+                )
+    names = [
+        place({"rate": rate, "delay": delay, "batch": batch, "straggler": False}) for rate, delay, batch in networks
+    ]
+    axes.set_yticks(range(len(networks)), names)
+    axes.set_xticks(range(len(columns)), titles)
+    axes.xaxis.tick_top()
+    figure.colorbar(image, label="times sooner than DDP")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
