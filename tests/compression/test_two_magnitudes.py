@@ -13,7 +13,7 @@ from bagua_kernels.compression import AbsMaxInt4, BlockCodec, Sign, TwoMagnitude
 from bagua_kernels.compression.codec import to_spec
 from bagua_kernels.rules.signs import two_magnitudes
 from tests.conftest import EMULATED, Target
-from tests.grids import folded
+from tests.grids import folded, only
 from tests.oracles import block_quantizers as oracle
 from tests.oracles.block_rules import Spec
 from tests.oracles.vectors import F32, F64, make
@@ -97,7 +97,7 @@ def worst(block: int, part: float) -> F32:
     return x
 
 
-@pytest.mark.parametrize("block", [32, 256] if EMULATED else [32, 256, 4096])
+@pytest.mark.parametrize("block", [32, 256] if EMULATED else only([32, 64, 256, 4096], 64, 256))
 def test_bound_holds_and_is_close(target: Target, block: int) -> None:
     """Six over the block of the square norm are kept of any block, and not many more of the worst ones."""
     codec = TwoMagnitudes(block)
