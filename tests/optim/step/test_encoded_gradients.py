@@ -7,6 +7,7 @@ import torch
 
 from bagua_kernels import optim
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8
+from tests.grids import grid
 
 CODECS = [AbsMaxInt8(), AbsMaxInt4()]
 
@@ -16,8 +17,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in [(700,), (3, 40), (1,)]]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9, "maximize": True})])
+@grid(codec=CODECS, name__options=[("AdamW", {}), ("SGD", {"momentum": 0.9, "maximize": True})], cover=1)
 def test_step_from_several_payloads(codec: AbsMaxInt8, name: str, options: dict[str, object]) -> None:
     mine, other = parameters(), parameters()
     direct, decoded = (getattr(optim, name)(p, lr=0.1, **options) for p in (mine, other))

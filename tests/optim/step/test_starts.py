@@ -14,7 +14,7 @@ from bagua_kernels.compression import AbsMaxInt8
 from bagua_kernels.optim import LAMB, SGD, Extras
 from bagua_kernels.optim.step.starts import Starts
 from tests.conftest import Target
-from tests.grids import grid
+from tests.grids import grid, only
 from tests.optim.step.training import copied, make, parameters, params_of
 
 Change = Callable[[list[nn.Parameter], list[torch.Tensor], int], None]
@@ -77,10 +77,14 @@ EXTRAS = {
 
 @grid(
     kind=["adamw", "sgd", "sgd_momentum"],
-    dtype__extras=[
-        *[(dtype, Extras()) for dtype in (torch.float32, torch.float64, torch.float16, torch.complex64)],
-        *[(torch.bfloat16, extras) for extras in EXTRAS.values()],
-    ],
+    dtype__extras=only(
+        [
+            *[(dtype, Extras()) for dtype in (torch.float32, torch.float64, torch.float16, torch.complex64)],
+            *[(torch.bfloat16, extras) for extras in EXTRAS.values()],
+        ],
+        *[(dtype, Extras()) for dtype in (torch.float32, torch.float64, torch.bfloat16)],
+        (torch.bfloat16, EXTRAS["master"]),
+    ),
     cover=1,
 )
 def test_as_after_a_copy(kind: str, dtype: torch.dtype, extras: Extras, copies: list[int]) -> None:
