@@ -75,7 +75,7 @@ def test_dgc_loses_no_momentum_without_masking(ranks: int, nesterov: bool, shape
         assert np.allclose(u, last, rtol=1e-5, atol=1e-5 * np.abs(last).max())
 
 
-@pytest.mark.parametrize("codecs", [("sign", "minmax_uint4"), ("sign", "topk:ratio=0.1"), ("topk:ratio=0.1", "sign"),
+@pytest.mark.parametrize("codecs", [("sign", "minmax_uint8"), ("sign", "topk:ratio=0.1"), ("topk:ratio=0.1", "sign"),
                                     ("sign", "randomk:ratio=0.1"), ("sign", None), ("sign", "identity")],
                          ids=str)  # fmt: skip
 def test_nothing_is_lost_when_codecs_change(codecs: tuple[Any, Any]) -> None:

@@ -21,10 +21,10 @@ ALL: dict[str, Make] = {
     "wagma, paper": partial(Wagma, stale_rule="paper", period=4),
     "wagma, never": partial(Wagma, period=None, activate="all"),
     "average": partial(AsyncModelAverage, interval_ms=1),
-    "average, codec": partial(AsyncModelAverage, interval_ms=0, codec="minmax_uint8:block=32"),
+    "average, codec": partial(AsyncModelAverage, interval_ms=0, codec="minmax_uint8:block=64"),
     "average, steps": partial(AsyncModelAverage, interval=2, warmup_steps=2),
     "pairs": AsyncDecentralized,
-    "pairs, codec": partial(AsyncDecentralized, codec="minmax_uint8:block=32"),
+    "pairs, codec": partial(AsyncDecentralized, codec="minmax_uint8:block=64"),
 }
 
 

@@ -18,7 +18,7 @@ from tests.algorithms.ranks import Odd, batch, fill
 
 TEXT = (Path(__file__).parents[3] / "docs/algorithms/README.md").read_text()
 ROWS = re.findall(r"^\| ((?:a?synchronous), [\w ]+) \| (.+) \| (.+) \|$", TEXT, re.MULTILINE)
-CODEC = "minmax_uint8:block=32"
+CODEC = "minmax_uint8:block=64"
 
 
 def cells() -> list[Any]:

@@ -68,7 +68,7 @@ class Training:
             options = draws.choice([{"interval_ms": 0}, {"interval_ms": 2}, {"interval": draws.randint(1, 4)}])
         elif draws.random() < 0.5:
             edges = [(rank, draws.randrange(rank)) for rank in range(1, size)]
-            options = {"topology": Graph(size, edges), "codec": draws.choice([None, "minmax_uint8:block=32"])}
+            options = {"topology": Graph(size, edges), "codec": draws.choice([None, "minmax_uint8:block=64"])}
         optimizer = draws.choice(
             [
                 lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),

@@ -179,11 +179,11 @@ def trained(
     keep={"dropped": False, "kept": True},
     dtype=[torch.float32, torch.bfloat16],
     kind__options=[
+        (DoubleSqueeze, {}),
         (ByteGrad, {}),
         (QSGD, {"warmup_steps": 2}),
-        (CompressedAllReduce, {"codec": {0: "minmax_uint8:block=64", 3: "minmax_uint8:block=128"}}),
+        (CompressedAllReduce, {"codec": {0: "minmax_uint8:block=64", 3: "minmax_uint8"}}),
         (CompressedAllReduce, {"codec": "absmax_int8", "guard": Guard(every=2, bound=1.0), "error_feedback": False}),
-        (DoubleSqueeze, {}),
         (PowerSGD, {"rank": 2, "start_step": 2}),
         (PowerSGD, {"rank": 4, "bucket_bytes": 1 << 12}),
     ],

@@ -20,7 +20,7 @@ from tests.oracles.vectors import make
 STEPS, N = 6, 1000
 SPECS = [
     *("minmax_uint8", "absmax_int4:block=64", "sign", "sign:two_means=true", "two_magnitudes:block=64"),
-    *("qsgd", "terngrad:block=64", "natural"),
+    *("qsgd:bits=2,block=32", "terngrad:block=64", "natural:block=64"),
 ]
 ONE_PASS = [
     "topk:ratio=0.1",

@@ -25,7 +25,7 @@ def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     size=[2, 3],
     pieces=[1, 4],
     dtype=[torch.float32, torch.bfloat16],
-    codec=[MinMaxUInt8(block=64), AbsMaxInt4(block=128), QSGD(block=64)],
+    codec=[AbsMaxInt4(block=128), MinMaxUInt8(), QSGD(block=32)],
     cover=1,
 )
 def test_lent_tensors_have_the_bytes_of_a_filled_bucket(

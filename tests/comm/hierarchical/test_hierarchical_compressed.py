@@ -107,7 +107,7 @@ def test_every_piece_and_shard_draws_its_own_random_numbers() -> None:
     def rank(communicator: Communicator) -> torch.Tensor:
         x = vector(0)[:128].repeat(4)
         all_reduce = HierarchicalAllReduce(
-            communicator, 512, x.dtype, nodes=NODES, op=ReduceOp.AVG, pieces=2, codec=TernGrad(block=128)
+            communicator, 512, x.dtype, nodes=NODES, op=ReduceOp.AVG, pieces=2, codec=TernGrad(block=64)
         )
         all_reduce(x, seed=1)
         return x
