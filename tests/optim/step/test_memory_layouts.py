@@ -321,7 +321,7 @@ def test_changes_between_steps_are_noticed(name: str, change: str) -> None:
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.mark.parametrize("name", only(["SGD", "AdamW", "Lion", "LAMB"], "LAMB"))
+@pytest.mark.parametrize("name", only(["SGD", "AdamW", "Lion", "LAMB"], "SGD"))
 def test_dtypes_side_by_side(name: str) -> None:
     dtypes = [d for d in ROUNDING for _ in range(2)]
     ours = [nn.Parameter(values((11, 9), i, d)) for i, d in enumerate(dtypes)]
