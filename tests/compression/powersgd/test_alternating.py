@@ -134,7 +134,7 @@ def test_a_column_that_became_zero_recovers() -> None:
 def test_scale_invariance(exponent: int) -> None:
     """A power of two goes through exactly."""
     scale = 2.0**exponent
-    plain, scaled = (start(2, [(20, 30)]) for _ in range(2))
+    plain, scaled = (start(3, [(20, 30)]) for _ in range(2))
     for step in range(5):
         x = matrix("gaussian", (20, 30), step)
         expected, out = exchange([plain], [[x]])[0][0], exchange([scaled], [[x * scale]])[0][0]
@@ -167,7 +167,7 @@ def test_not_finite_goes_through_and_is_forgotten(bad: float, steps: int) -> Non
         assert all(x.isfinite().all() for out in outs for x in out)
 
 
-@pytest.mark.parametrize("rank", only([1, 2, 3, 4, 5], 1, 2, 4, 5))
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_saved_state_resumes_bit_for_bit_in_another_order(steps: int, rank: int) -> None:
     shapes, names = [(20, 30), (8,), (8, 4, 3, 3), (30, 20)], ["a", "b", "c", "d"]
