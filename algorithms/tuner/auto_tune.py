@@ -23,7 +23,8 @@ from bagua_kernels.algorithms.tuner.candidates import PLAIN, Candidate, candidat
 from bagua_kernels.algorithms.tuner.cost.facts import Network
 from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
-from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, latency, pass_seconds, slowest
+from bagua_kernels.algorithms.tuner.elsewhere import faster
+from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, latency, pace, pass_seconds, slowest
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
 from bagua_kernels.algorithms.tuner.search import Search
 from bagua_kernels.bucket import Bucket
@@ -33,7 +34,6 @@ from bagua_kernels.compression.codec import parse_spec
 
 # Of the given size of buckets, for exact means: a smaller and a larger one are candidates, too.
 _SIZES = (1.0, 0.2, 2.5)
-_NEAR = 1.05  # predictions that are as good as equal
 
 
 @register
@@ -48,7 +48,8 @@ class AutoTune(GradientAlgorithm):
     4. The fastest on the slowest rank, by its median step, and its variations take turns of four steps: one exchange at a
        time, other numbers of sockets, and steps after backward where `apply_in_backward` allows steps in it.
     5. Go on with the fastest of these.
-    6. If the seconds of a byte are off by half for 50 steps, predict with the new bandwidth and go on with step 3.
+    6. Each 25 steps, time an exact sum of 256 KiB. If it is off by half twice, predict with the new bandwidth and go on
+       with step 3.
 
     A step is measured from the end of a backward pass to that of the next. All ranks choose alike, for they use the same
     numbers. What an optimizer with a second moment does not forgive, few bits or low rank, is no candidate with such an
@@ -111,7 +112,6 @@ class AutoTune(GradientAlgorithm):
         self._owed: dict[str, torch.Tensor] = {}
         self._rows: list[tuple[float, float, float, float]] = []
         self._before, self._ended = (0.0, 0.0, 0.0), 0.0
-        self._work: dict[str, float] = {}
         self.policy = _Watch(self)
         super().__init__(module, optimizer, **options)
         if facts is not None and self._engine is not None:
@@ -194,7 +194,6 @@ class AutoTune(GradientAlgorithm):
                 ranks = min(len(node) for node in one.nodes.members)
                 there = Network(ranks * len(one.nodes.members), ranks * network.bits_per_second, network.latency, ranks)
             found[label] = predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, there)
-        self._work = {one.method.name: one.work for one in found.values()}
         if self.exactness == "any":
             outside = [one for one in methods() if one.exactness == "any"]
             self.elsewhere = {one.name: predict(one, job, machine, network).seconds for one in outside}
@@ -219,12 +218,8 @@ class AutoTune(GradientAlgorithm):
                 self._before = (*now[:2], float(self._bytes_sent))
         elif search.state == "trying":
             search.took(_greatest(communicator, seconds))
-        elif sent > 0:
-            # A processor that is slow makes no line slow.
-            work = self._work.get(self.candidates[search.current].method.name, 0.0)
-            search.pace(max(busy - work, 0.1 * busy) / sent)
-            if search.asks and search.drifted(_greatest(communicator, search.window)) and self.facts is not None:
-                search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
+        elif search.rest() and search.drifted(_greatest(communicator, pace(communicator))) and self.facts is not None:
+            search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
 
     def settled(self) -> Algorithm:
         """What training goes on with: this wrapper, or with `exactness="any"` an algorithm that is predicted to be faster.
@@ -237,7 +232,8 @@ class AutoTune(GradientAlgorithm):
         Returns:
             This wrapper; or another, after which this one cannot be used any more.
         """
-        name = self._faster_elsewhere() if self.search.state == "chosen" and self._engine is not None else ""
+        decided = self.search.state == "chosen" and self._engine is not None
+        name = faster(self.elsewhere, self.search) if decided else ""
         if not name:
             return self
         if self._used.method.name != PLAIN:
@@ -249,21 +245,6 @@ class AutoTune(GradientAlgorithm):
         spec = next(one.spec for one in methods() if one.name == name)
         kind, options = parse_spec(spec)
         return self.switch_to(Algorithm.registered[kind], optimizer=self._optimizer, **options)
-
-    def _faster_elsewhere(self) -> str:
-        """The name of an algorithm of another class that is predicted to be faster than the choice; empty if there is none."""
-        if not self.elsewhere:
-            return ""
-        search, base = self.search, min(self.search.predicted.values())
-        # Predictions of one machine are off by one factor.
-        measured = [statistics.median(times) for times in search.tried.values() if times]
-        tried = [label for label, times in search.tried.items() if times and label in search.predicted]
-        if measured and tried:
-            first = min(tried, key=lambda label: search.predicted[label])
-            base = search.predicted[first] * min(measured) / statistics.median(search.tried[first])
-        least = min(self.elsewhere.values())
-        found = next(name for name, seconds in self.elsewhere.items() if seconds <= _NEAR * least)
-        return found if _NEAR * self.elsewhere[found] < base else ""
 
     def _measure(self, communicator: Communicator) -> Facts:
         """What this machine and network are like, the same on all ranks; collective."""

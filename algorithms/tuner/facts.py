@@ -60,12 +60,23 @@ class Facts:
 
 def latency(communicator: Communicator) -> float:
     """Seconds of a message one way: half of the shortest of some sums of one number; collective."""
-    one, taken = torch.zeros(1, device=communicator.device), []
+    return _shortest_sum(communicator, 1) / 2
+
+
+def pace(communicator: Communicator) -> float:
+    """Seconds of the shortest of some sums of 256 KiB, which bandwidth decides on, and no codec; collective."""
+    return _shortest_sum(communicator, _ELEMENTS // 4)
+
+
+def _shortest_sum(communicator: Communicator, elements: int) -> float:
+    x, taken = torch.zeros(elements, device=communicator.device), []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()
-        communicator.all_reduce(one).wait()
+        communicator.all_reduce(x).wait()
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         taken.append(time.perf_counter() - began)
-    return min(taken[1:]) / 2
+    return min(taken[1:])
 
 
 def codec_seconds(specs: Iterable[str], device: torch.device) -> dict[str, float]:

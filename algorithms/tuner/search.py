@@ -12,8 +12,8 @@ TURNS = 2  # of each candidate that is tried
 TRIES = 3
 _WORTH = 1.5  # predicted times of the best within which a candidate is tried
 _WARM, _MEASURED = 3, 5  # steps with plain means
-WINDOW = 25  # steps whose median is compared with that after the choice
-_WINDOWS = 2  # that have to be off, one after the other
+WINDOW = 25  # steps from one look at the network to the next
+_WINDOWS = 2  # looks that have to be off, one after the other
 _DRIFT = 1.5
 _GAIN = 0.97  # of the time of the best: what a variation of it may take to be worth it
 
@@ -50,7 +50,6 @@ class Search:
     _steps: int = 0
     _order: list[str] = field(default_factory=list)
     _base: str = ""
-    _paces: list[float] = field(default_factory=list)
     _usual: float = 0.0
     _off: int = 0
 
@@ -128,33 +127,23 @@ class Search:
 
     def _choose(self, label: str, reason: str) -> None:
         self.current, self.state, self.reason = label, "chosen", reason
-        self._paces, self._usual, self._off = [], 0.0, 0
+        self._steps, self._usual, self._off = 0, 0.0, 0
 
-    @property
-    def asks(self) -> bool:
-        """True if this rank's pace is to be told to the others now."""
-        return len(self._paces) == WINDOW
-
-    def pace(self, seconds_per_byte: float) -> None:
-        """Takes how long the bytes of a step took, after the choice."""
-        self._paces.append(seconds_per_byte)
-
-    @property
-    def window(self) -> float:
-        """The median pace of this rank in the last window."""
-        return statistics.median(self._paces)
+    def rest(self) -> bool:
+        """Counts a step after the choice; returns True if it is time to look at the network."""
+        self._steps += 1
+        return self._steps % WINDOW == 0
 
     def drifted(self, pace: float) -> bool:
-        """Takes all ranks' pace of a window; returns True if the choice is to be made again.
+        """Takes what a message takes now; returns True if the choice is to be made again.
 
         Args:
-            pace: the greatest of all ranks' `window`.
+            pace: its seconds, on the slowest rank.
         """
-        self._paces = []
         if not self._usual:
             self._usual = pace
             return False
-        off = max(pace / self._usual, self._usual / pace) > _DRIFT if pace and self._usual else False
+        off = max(pace / self._usual, self._usual / pace) > _DRIFT
         self._off = self._off + 1 if off else 0
         if self._off < _WINDOWS:
             return False
@@ -175,6 +164,6 @@ class Search:
             saved[4],
             saved[5],
         )
-        self._steps, self._paces, self._usual, self._off = 0, [], 0.0, 0
+        self._steps, self._usual, self._off = 0, 0.0, 0
         if self.state == "trying":
             self.begin(self.predicted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 WAYS = ("", " in backward")
@@ -37,7 +38,8 @@ DELAY, DELAYED_RATE = 20.0, 500.0  # ms one way; a delay costs the processor's t
 
 def own(names: Iterable[str]) -> set[str]:
     """The rivals by which a group is known: others are in several groups, to compare with."""
-    return {name for name in names if name not in ("alone", "allreduce") and not name.startswith("ddp")}
+    counts = Counter(itertools.chain(*GRADIENTS, *TRIED, *DECENTRALIZED))
+    return {name for name in names if name != "alone" and not name.startswith("ddp") and counts[name] < 2}
 
 
 def wanted(methods: list[str] | None) -> list[tuple[list[str], bool]]:
