@@ -84,7 +84,7 @@ class Engine:
         self._sparse = [member.parameter for member in sparse]
         self._rows = [Rows(member.name, member.parameter, -1 - i) for i, member in enumerate(sparse)]
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
-        self._steps = options.steps
+        self._steps, self._in_backward = options.steps, True
         self._device = members[0].parameter.device
         self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
@@ -93,7 +93,6 @@ class Engine:
         self.participation = Participation(self.members, communicator.size)
         self.interruption = Interruption([member.parameter for member in members])
         self._bucket_options = options.buckets
-        self._bucket_steps: list[BucketSteps] = []
         self.lay_out(None, {})
         # The attributes of exchanges decide how they are connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
@@ -131,7 +130,8 @@ class Engine:
             self._bucket_options = replace(self._bucket_options, alone=True)
             self.lay_out(order, state)
             return
-        if self._steps is not None:
+        self._bucket_steps: list[BucketSteps] = []
+        if self._steps is not None and self._in_backward:
             self._bucket_steps = self._steps.lay_out(self.buckets.all)
             for exchange, updates in zip(self.buckets.exchanges, self._bucket_steps, strict=True):
                 exchange.updates = updates
@@ -144,7 +144,7 @@ class Engine:
         self.members[:] = [member.placed(place) for member in self.members]
         self._bucket_options = manner.buckets
         self.in_flight = self._runtime.limit(manner.in_flight)
-        self._steps = self._options.steps if manner.in_backward else None
+        self._in_backward = manner.in_backward
         self.lay_out(self.buckets.order if self.order_is_known else None, {})
 
     def communicator_of(self, bucket: Bucket | Rows) -> Communicator:
@@ -283,7 +283,7 @@ class Engine:
             bucket.frozen = [slot for slot, p in enumerate(positions) if p in frozen] if frozen else []
             exchange = self.buckets.exchanges[index]
             load = partial(fill, bucket, self._taken[index], self.weight, exchange, self.interruption)
-            updates = (self._bucket_steps[index], [p in present for p in positions]) if steps is not None else None
+            updates = (self._bucket_steps[index], [p in present for p in positions]) if self._bucket_steps else None
             run = partial(exchanged, exchange, self._step, load, self._options.scaler, updates)
             self._start(bucket, run, several=not exchange.one_collective)
 

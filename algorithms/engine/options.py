@@ -33,12 +33,12 @@ class Manner:
     Attributes:
         buckets: how gradients are put together.
         in_flight: exchanges at a time, no more than at first; None for as many.
-        in_backward: False to leave parameters to the optimizer's own step, where the engine has updated them.
+        in_backward: where the engine updates parameters, False to do so when all exchanges have ended.
     """
 
     buckets: BucketOptions
     in_flight: int | None = None
-    in_backward: bool = False
+    in_backward: bool = True
 
 
 @dataclass(frozen=True)

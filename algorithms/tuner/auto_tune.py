@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping
@@ -19,21 +20,24 @@ from bagua_kernels.algorithms.gradient_algorithm import BUCKET_BYTES, GradientAl
 from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_moment
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.tuner.candidates import PLAIN, Candidate, candidates
+from bagua_kernels.algorithms.rounds.points import misfit
+from bagua_kernels.algorithms.tuner.candidates import Candidate, candidates
 from bagua_kernels.algorithms.tuner.cost.facts import Network
 from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
 from bagua_kernels.algorithms.tuner.elsewhere import faster
-from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, latency, pace, pass_seconds, slowest
+from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, greatest, latency, pace, pass_seconds, slowest
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
 from bagua_kernels.algorithms.tuner.search import Search
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Nodes, ReduceOp, StripedCommunicator
+from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator
 from bagua_kernels.comm.hierarchical.arguments import given
 from bagua_kernels.compression.codec import parse_spec
 
 # Of the given size of buckets, for exact means: a smaller and a larger one are candidates, too.
 _SIZES = (1.0, 0.2, 2.5)
+_MATTERS = 0.1  # part of a step with exact means by which its exchanges have to change
+logger = logging.getLogger(__name__)
 
 
 @register
@@ -46,7 +50,7 @@ class AutoTune(GradientAlgorithm):
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads
        of one candidate lacked is added to the first gradients of the next.
     4. The fastest on the slowest rank, by its median step, and its variations take turns of four steps: one exchange at a
-       time, other numbers of sockets, and steps after backward where `apply_in_backward` allows steps in it.
+       time, other numbers of sockets, and with `apply_in_backward` all updates at the end of backward.
     5. Go on with the fastest of these.
     6. Each 25 steps, time an exact sum of 256 KiB. If it is off by half twice, predict with the new bandwidth and go on
        with step 3.
@@ -98,8 +102,7 @@ class AutoTune(GradientAlgorithm):
         size = options.get("bucket_bytes", BUCKET_BYTES)
         sizes = [max(1, round(part * size)) for part in _SIZES]
         forgiving = optimizer is not None and not divides_by_second_moment(optimizer)
-        applies = options.get("apply_in_backward", False)
-        self._arguments = exactness, sizes, forgiving, scaler, applies
+        self._arguments = exactness, sizes, forgiving, scaler
         self.exactness, self.nodes, self._optimizer = exactness, nodes, optimizer
         self.candidates = {one.label: one for one in candidates(*self._arguments)}
         self.search = Search(next(iter(self.candidates)))
@@ -110,6 +113,7 @@ class AutoTune(GradientAlgorithm):
         self._ranked: list[str] = []
         self._stripes: list[int] = []
         self._owed: dict[str, torch.Tensor] = {}
+        self._leaving = False
         self._rows: list[tuple[float, float, float, float]] = []
         self._before, self._ended = (0.0, 0.0, 0.0), 0.0
         self.policy = _Watch(self)
@@ -118,22 +122,37 @@ class AutoTune(GradientAlgorithm):
             self.search.begin(self._predicted(facts))
         self.follow()
 
+    def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
+        """See `Algorithm._misfit`."""
+        return misfit(self._optimizer, trained) if self.exactness == "any" and self._optimizer is not None else ""
+
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
         super()._start(module, optimizer)
         if self._engine is None:
             return
-        nodes = Nodes.find(self._communicator) if self.nodes is None else given(self.nodes).agree(self._communicator)
-        shared = nodes if 1 < len(nodes.members) < self._communicator.size else None
+        nodes = self._found_nodes()
+        shared = nodes if nodes is not None and 1 < len(nodes.members) < self._communicator.size else None
         ranked = candidates(*self._arguments, shared)
         communicator, several = self._communicator, self._engine.in_flight > 1
         opened = communicator.stripes if isinstance(communicator, StripedCommunicator) else 1
         used = communicator.tuning.stripes if isinstance(communicator, StripedCommunicator) else 1
         sockets = sorted({1, opened} - {used})
-        varied = {one.label: one.variations(sockets, several) for one in ranked}
+        varied = {one.label: one.variations(sockets, several, self._applies) for one in ranked}
         self.candidates = {one.label: one for one in [*ranked, *itertools.chain(*varied.values())]}
         self._ranked = [one.label for one in ranked]
         self.search.variations = {label: [one.label for one in ones] for label, ones in varied.items()}
+
+    def _found_nodes(self) -> Nodes | None:
+        """Which ranks share a node; None if that cannot be found, for it is needed for one candidate only."""
+        if self.nodes is not None:
+            return given(self.nodes).agree(self._communicator)
+        try:
+            return Nodes.find(self._communicator)
+        except ValueError as error:  # the same on all ranks
+            if self._communicator.rank == 0:
+                logger.warning("means by nodes are no candidate: %s", error)
+            return None
 
     @property
     def alignment(self) -> int:  # type: ignore[override]
@@ -147,11 +166,12 @@ class AutoTune(GradientAlgorithm):
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""
         made = self._used.recipe.exchange_for(bucket, communicator)
-        return Repaying(made, self._owed) if any(name in self._owed for name in bucket.names) else made
+        owes = not made.has_memory or any(name in self._owed for name in bucket.names)
+        return Repaying(made, self._owed) if owes else made
 
     def follow(self) -> None:
         """Has the search's choice average the next gradients; collective, while no exchange is under way."""
-        self._use(self.candidates[self.search.current])
+        self._use(self.candidates[self.search.plain if self._leaving else self.search.current])
 
     def _use(self, candidate: Candidate) -> None:
         engine = self._engine
@@ -195,7 +215,10 @@ class AutoTune(GradientAlgorithm):
                 there = Network(ranks * len(one.nodes.members), ranks * network.bits_per_second, network.latency, ranks)
             found[label] = predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, there)
         if self.exactness == "any":
-            outside = [one for one in methods() if one.exactness == "any"]
+            # Local steps are counted by each rank, which a step that a scaler skips on one of them would upset.
+            outside = [
+                one for one in methods() if one.exactness == "any" and not (self.scaler and one.when == "rounds")
+            ]
             self.elsewhere = {one.name: predict(one, job, machine, network).seconds for one in outside}
         return {label: one.seconds for label, one in found.items()}
 
@@ -214,37 +237,45 @@ class AutoTune(GradientAlgorithm):
             search.note()
             if search.measured:
                 self.facts = self._measure(communicator)
+                search.drifted(
+                    greatest(communicator, pace(communicator) * self.facts.sent), 0.0
+                )  # what later looks meet
                 search.begin(self._predicted(self.facts))
                 self._before = (*now[:2], float(self._bytes_sent))
         elif search.state == "trying":
-            search.took(_greatest(communicator, seconds))
-        elif search.rest() and search.drifted(_greatest(communicator, pace(communicator))) and self.facts is not None:
-            search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
+            search.took(greatest(communicator, seconds))
+        elif search.rest() and self.facts is not None:
+            # In units of what a step with exact means sends: where that is short, nothing depends on it.
+            there = greatest(communicator, pace(communicator) * self.facts.sent)
+            if search.drifted(there, _MATTERS * self.facts.step):
+                search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
 
     def settled(self) -> Algorithm:
         """What training goes on with: this wrapper, or with `exactness="any"` an algorithm that is predicted to be faster.
 
         To be called between steps, on all ranks: `model = model.settled()`. It returns this wrapper until the choice is made,
-        and where exact or rounded means are as fast. Otherwise the algorithm that follows averages parameters, or takes local
-        steps. Of those within 5 % of the fastest, it is the one that changes least. Before, one step with exact means pays
-        what payloads have lacked.
+        within `join`, and where exact or rounded means are as fast. Otherwise the algorithm that follows averages parameters,
+        or takes local steps. Of those within 5 % of the fastest, it is the one that changes least. Before, steps with exact
+        means pay what payloads have lacked of parameters that are trained. Ranks then have different models between two
+        exchanges: evaluate and save as `ModelAlgorithm` says.
 
         Returns:
             This wrapper; or another, after which this one cannot be used any more.
         """
-        decided = self.search.state == "chosen" and self._engine is not None
+        decided = self.search.state == "chosen" and self._engine is not None and not self._joining
         name = faster(self.elsewhere, self.search) if decided else ""
-        if not name:
+        if not name or self._engine is None:
             return self
-        if self._used.method.name != PLAIN:
-            self.search.current = self.search.plain
-            self.follow()
-        assert self._engine is not None
-        if owed_by(self._engine.buckets.state()):
+        self._leaving = True
+        self.follow()
+        trained = {member.name for member in self._engine.members if member.parameter.requires_grad}
+        if not trained.isdisjoint(owed_by(self._engine.buckets.state())):
             return self
-        spec = next(one.spec for one in methods() if one.name == name)
-        kind, options = parse_spec(spec)
-        return self.switch_to(Algorithm.registered[kind], optimizer=self._optimizer, **options)
+        kind, options = parse_spec(next(one.spec for one in methods() if one.name == name))
+        arguments: dict[str, Any] = {**options, "bucket_bytes": self._bucket_bytes}
+        if self.scaler is not None:
+            arguments["scaler"] = self.scaler
+        return self.switch_to(Algorithm.registered[kind], optimizer=self._optimizer, **arguments)
 
     def _measure(self, communicator: Communicator) -> Facts:
         """What this machine and network are like, the same on all ranks; collective."""
@@ -301,6 +332,11 @@ class AutoTune(GradientAlgorithm):
         # What was remembered belongs to the candidate in use, which may not be the one that is next.
         self._use(self.candidates[found.get("used", self.search.current)])
         super()._load(states)
+        search = self.search
+        if self.facts is not None:
+            predicted = self._predicted(self.facts.with_bandwidth(search.slower))
+            if search.state == "trying":
+                search.begin(predicted)
         self.follow()
 
     def _known(self, label: str) -> str:
@@ -311,10 +347,12 @@ class AutoTune(GradientAlgorithm):
 
     def close(self) -> None:
         """See `Algorithm.close`."""
-        for candidate in self.candidates.values():
-            if candidate.nodes is not None:
-                candidate.recipe.close()
-        super().close()
+        try:
+            for candidate in self.candidates.values():
+                if candidate.nodes is not None:
+                    candidate.recipe.close()
+        finally:
+            super().close()
 
     @property
     def used(self) -> str:
@@ -356,10 +394,3 @@ class _Watch(Policy):
             self._algorithm.facts = Facts(**found["facts"])
         if "search" in found:
             self._algorithm.search.load(found["search"])
-
-
-def _greatest(communicator: Communicator, value: float) -> float:
-    """The greatest of all ranks' values; collective."""
-    found = torch.tensor([value], dtype=torch.float64, device=communicator.device)
-    communicator.all_reduce(found, ReduceOp.MAX).wait()
-    return float(found)

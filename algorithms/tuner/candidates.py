@@ -27,7 +27,7 @@ class Candidate:
         bucket_bytes: of gradients that are exchanged together.
         recipe: makes the exchanges; around no module, so that it has none itself.
         in_flight: exchanges at a time; None for the engine's number.
-        in_backward: True if parameters are updated while backward goes on.
+        in_backward: where the engine updates parameters, False to do so when all exchanges have ended.
         sockets: between two ranks that are used; None for as many as before.
         nodes: whose ranks take their mean first; None if all ranks are alike.
     """
@@ -36,7 +36,7 @@ class Candidate:
     bucket_bytes: int
     recipe: GradientAlgorithm
     in_flight: int | None = None
-    in_backward: bool = False
+    in_backward: bool = True
     sockets: int | None = None
     nodes: Nodes | None = None
 
@@ -45,19 +45,20 @@ class Candidate:
         """For tables and states, the same on all ranks."""
         parts = [self.method.name, f"{self.bucket_bytes / (1 << 20):g} MiB"]
         parts += ["by nodes"] * (self.nodes is not None)
-        parts += ["in backward"] * self.in_backward
+        parts += ["steps at the end"] * (not self.in_backward)
         parts += ["one at a time"] * (self.in_flight == 1 and self.nodes is None)
         parts += [] if self.sockets is None else [f"sockets: {self.sockets}"]
         return ", ".join(parts)
 
-    def variations(self, sockets: Sequence[int], several: bool) -> list[Candidate]:
+    def variations(self, sockets: Sequence[int], several: bool, applies: bool) -> list[Candidate]:
         """The same exchange, carried out otherwise.
 
         Args:
             sockets: numbers of them between two ranks, beside that of before.
             several: True if the engine has several exchanges at a time.
+            applies: True if the engine updates parameters.
         """
-        found = [replace(self, in_backward=False)] if self.in_backward else []
+        found = [replace(self, in_backward=False)] if applies else []
         if several and self.in_flight is None:
             found.append(replace(self, in_flight=1))
         return found + [replace(self, sockets=count) for count in sockets]
@@ -68,7 +69,6 @@ def candidates(
     bucket_bytes: Sequence[int],
     forgiving: bool,
     scaler: torch.amp.GradScaler | None,
-    in_backward: bool = False,
     nodes: Nodes | None = None,
 ) -> list[Candidate]:
     """Lists what changes no more than is allowed; the plain mean is the first.
@@ -78,17 +78,16 @@ def candidates(
         bucket_bytes: sizes of buckets; compression is tried with the first one.
         forgiving: False if the optimizer divides by a second moment, so that payloads which lack most of a gradient cost loss.
         scaler: of the loss, for residuals.
-        in_backward: True if parameters may be updated while backward goes on.
         nodes: which ranks share one, if ranks do.
     """
     scaled: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
     known = {method.name: method for method in methods()}
     plain = known[PLAIN]
-    found = [Candidate(plain, size, GradientAllReduce.recipe(), None, in_backward) for size in bucket_bytes]
+    found = [Candidate(plain, size, GradientAllReduce.recipe()) for size in bucket_bytes]
     if nodes is not None:
         by_nodes = GradientAllReduce.recipe(hierarchical=True, nodes=nodes)
         # Process groups are made at the first exchange, and ranks must make them in one order.
-        found.append(Candidate(plain, bucket_bytes[0], by_nodes, 1, in_backward, None, nodes))
+        found.append(Candidate(plain, bucket_bytes[0], by_nodes, 1, nodes=nodes))
     if exactness == "exact":
         return found
     for method in known.values():
@@ -101,5 +100,5 @@ def candidates(
             arguments: dict[str, Any] = {**options, **scaled}
             recipe = kind.recipe(**arguments)
             if forgiving or not recipe.holds_back:
-                found.append(Candidate(method, bucket_bytes[0], recipe, None, in_backward))
+                found.append(Candidate(method, bucket_bytes[0], recipe))
     return found

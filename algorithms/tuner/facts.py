@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.tuner.cost.facts import Job, Machine, Network
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.compression import from_spec
 
 _ELEMENTS = 1 << 18  # that a codec is timed on
@@ -64,8 +64,10 @@ def latency(communicator: Communicator) -> float:
 
 
 def pace(communicator: Communicator) -> float:
-    """Seconds of the shortest of some sums of 256 KiB, which bandwidth decides on, and no codec; collective."""
-    return _shortest_sum(communicator, _ELEMENTS // 4)
+    """Seconds of a byte that a rank sends, without latency: of a sum of 256 KiB and one of one number; collective."""
+    elements = _ELEMENTS // 4
+    taken = _shortest_sum(communicator, elements) - _shortest_sum(communicator, 1)
+    return max(taken, 1e-6) / (4 * elements * 2 * (communicator.size - 1) / communicator.size)
 
 
 def _shortest_sum(communicator: Communicator, elements: int) -> float:
@@ -106,6 +108,13 @@ def _seconds(run: Any, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:]) / _ELEMENTS
+
+
+def greatest(communicator: Communicator, value: float) -> float:
+    """The greatest of all ranks' values; collective."""
+    found = torch.tensor([value], dtype=torch.float64, device=communicator.device)
+    communicator.all_reduce(found, ReduceOp.MAX).wait()
+    return float(found)
 
 
 def slowest(everyone: Sequence[Facts]) -> Facts:

@@ -36,13 +36,17 @@ class Repaying(Exchange):
         self.inner = inner
         self._owed = {name: owed[name] for name in inner.bucket.names if name in owed}
         self.one_collective, self.delivers, self.takes_memory = inner.one_collective, inner.delivers, inner.takes_memory
-        # What is owed to a parameter that no rank has used is its gradient.
-        self.has_memory = True
+        self._pays = bool(self._owed)
 
     @property
     def reads_in_place(self) -> bool:  # type: ignore[override]
         """True once everything is paid, if the exchange does."""
         return self.inner.reads_in_place and not self._owed
+
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]
+        """True in a step that pays: what is owed to a parameter that no rank has used is its gradient."""
+        return self.inner.has_memory or self._pays
 
     @property
     def updates(self) -> Updates | None:
@@ -56,7 +60,7 @@ class Repaying(Exchange):
 
     def run(self, step: int) -> Iterator[Work]:
         """See `Exchange.run`."""
-        bucket, paid = self.bucket, []
+        bucket, paid, self._pays = self.bucket, [], bool(self._owed)
         for slot, (name, view) in enumerate(zip(bucket.names, bucket.views, strict=True)):
             # A frozen parameter gets nothing, and what is remembered of it stays as it is.
             if name in self._owed and slot not in bucket.frozen:
@@ -79,7 +83,9 @@ class Repaying(Exchange):
 
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""
-        self._owed = {}
+        # Exact means remember nothing, so that what others have left is still owed.
+        names = set() if self.inner.has_memory else set(self.bucket.names)
+        self._owed = {name: vector for name, vector in owed_by(state).items() if name in names}
         self.inner.load(state)
 
     def scale_to(self, loss_scale: float) -> None:

@@ -50,6 +50,7 @@ class Search:
     _steps: int = 0
     _order: list[str] = field(default_factory=list)
     _base: str = ""
+    _times: dict[str, list[float]] = field(default_factory=dict)
     _usual: float = 0.0
     _off: int = 0
 
@@ -83,6 +84,7 @@ class Search:
         if self.plain not in chosen and predicted[self.plain] <= _WORTH * predicted[ranked[0]]:
             chosen.append(self.plain)
         self.state, self.tried, self._base = "trying", {label: [] for label in chosen}, ""
+        self._times = self.tried
         if len(chosen) == 1:
             self._vary(chosen[0], f"predicted to be {_WORTH:g} times as fast as all others")
             return
@@ -95,7 +97,7 @@ class Search:
         """Takes what a step of a trial took on the slowest rank, and goes on to what is next."""
         turn, place = divmod(self._steps, BLOCK)
         if place:
-            self.tried[self._order[turn]].append(seconds)
+            self._times[self._order[turn]].append(seconds)
         self._steps += 1
         turn = self._steps // BLOCK
         if turn < len(self._order):
@@ -105,6 +107,7 @@ class Search:
         else:
             fastest, medians = self._fastest(), self._medians()
             better = medians[fastest] < _GAIN * medians[self._base]
+            self.tried |= {label: [*self.tried.get(label, []), *times] for label, times in self._times.items()}
             self._choose(fastest if better else self._base, self.reason)
 
     def _vary(self, label: str, reason: str) -> None:
@@ -115,11 +118,12 @@ class Search:
             return
         self._base = label
         labels = [label, *self.variations[label]]
-        self.tried |= {name: self.tried.get(name, []) for name in labels}
-        self._turns(labels)
+        # Times of this round alone are compared with each other.
+        self._times = {name: [] for name in labels}
+        self._turns(labels * (TURNS if len(labels) <= TURNS else 1))
 
     def _medians(self) -> dict[str, float]:
-        return {label: statistics.median(times) for label, times in self.tried.items() if times}
+        return {label: statistics.median(times) for label, times in self._times.items() if times}
 
     def _fastest(self) -> str:
         medians = self._medians()
@@ -127,35 +131,39 @@ class Search:
 
     def _choose(self, label: str, reason: str) -> None:
         self.current, self.state, self.reason = label, "chosen", reason
-        self._steps, self._usual, self._off = 0, 0.0, 0
+        self._steps, self._off = 0, 0
 
     def rest(self) -> bool:
         """Counts a step after the choice; returns True if it is time to look at the network."""
         self._steps += 1
         return self._steps % WINDOW == 0
 
-    def drifted(self, pace: float) -> bool:
-        """Takes what a message takes now; returns True if the choice is to be made again.
+    def drifted(self, seconds: float, least: float) -> bool:
+        """Takes what a step's bytes take now; returns True if the choice is to be made again.
 
         Args:
-            pace: its seconds, on the slowest rank.
+            seconds: of them, on the slowest rank; above 0.
+            least: a difference of so many seconds matters.
         """
         if not self._usual:
-            self._usual = pace
+            self._usual = seconds
             return False
-        off = max(pace / self._usual, self._usual / pace) > _DRIFT
+        factor = seconds / self._usual
+        off = max(factor, 1 / factor) > _DRIFT and abs(seconds - self._usual) > least
+        # One look alone may have met other work.
         self._off = self._off + 1 if off else 0
         if self._off < _WINDOWS:
             return False
-        self.slower *= pace / self._usual
+        self.slower *= factor
+        self._usual = seconds
         return True
 
     def save(self) -> list[Any]:
         """Plain values, the same on all ranks."""
-        return [self.state, self.current, self.predicted, self.tried, self.reason, self.slower]
+        return [self.state, self.current, self.predicted, self.tried, self.reason, self.slower, self._usual]
 
     def load(self, saved: Sequence[Any]) -> None:
-        """Goes on with a choice; a trial that was under way begins anew."""
+        """Goes on with a choice. A trial that was under way has to `begin` anew, with predictions that fit here."""
         self.state, self.current, self.predicted, self.tried, self.reason, self.slower = (
             saved[0],
             saved[1],
@@ -164,6 +172,6 @@ class Search:
             saved[4],
             saved[5],
         )
-        self._steps, self._usual, self._off = 0, 0.0, 0
-        if self.state == "trying":
-            self.begin(self.predicted)
+        self._steps, self._off = 0, 0
+        # States of before have no seconds to compare with.
+        self._usual = saved[6] if len(saved) > 6 else 0.0

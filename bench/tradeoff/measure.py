@@ -47,12 +47,17 @@ def images(full: bool) -> Data:
 
 
 def read(path: Path | None, settings: dict[str, Any]) -> Results:
-    """What earlier runs with the same settings have found."""
-    empty: Results = {"settings": settings, "curves": {}, "cells": [], "tunings": {}}
+    """What earlier runs with the same settings have found.
+
+    Raises:
+        ValueError: the file holds a study with others, which would be lost.
+    """
     if path is None or not path.exists():
-        return empty
+        return {"settings": settings, "curves": {}, "cells": [], "tunings": {}}
     found: Results = json.loads(path.read_text())
-    return found if found.get("settings") == settings else empty
+    if found.get("settings") != settings:
+        raise ValueError(f"{path} holds another study, with {found.get('settings')}: name another file, or remove it")
+    return found
 
 
 def write(path: Path | None, results: Results) -> None:
@@ -82,14 +87,17 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
         }
         told = run(HOSTS, "tradeoff", settings, delay=cell.delay)
         results["tunings"][key] = told["tunings"]
-        results["cells"] += [{**row, "load_average": told["load_average"]} for row in told["rows"]]
+        measured = [{**row, "load_average": told["load_average"]} for row in told["rows"]]
+        new = {report.place(row) for row in measured}
+        results["cells"] = [row for row in results["cells"] if report.place(row) not in new] + measured
 
     for seed in range(seeds):
         for way in ways:
             wanted = not way.curve and (not seed or way.name in PAIRED)
             if wanted and str(seed) not in results["curves"].get(way.name, {"runs": {}})["runs"]:
                 yield f"{way.name}, seed {seed}", lambda way=way, seed=seed: trained(way, seed)
-    there = {report.place(row) for row in results["cells"]}
+    names = {way.name for way in ways}
+    there = {report.place(row) for row in results["cells"] if names <= set(row["seconds"])}
     for cell in cells:
         if (name := report.place(dataclasses.asdict(cell))) not in there:
             yield name, lambda cell=cell: timed(cell)
@@ -115,7 +123,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="heat map of the winners")
     parser.add_argument("--only", choices=("quality", "networks"), help="the parts of it; both by default")
     options = parser.parse_args()
-    if reason := netlab.available():
+    if options.only != "quality" and (reason := netlab.available()):
         print(reason, file=sys.stderr)
         return 1
     torch.set_num_threads(1)

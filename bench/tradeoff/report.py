@@ -41,23 +41,46 @@ def steps_until(points: list[float], least: float, steps: int) -> float | None:
     return (place + 1 + share) * steps / len(points)
 
 
-def target(results: Results, way: Way) -> float:
-    """The final accuracy of exact means, with the seeds of a way, less half a point."""
-    plain = results["curves"][PLAIN]["runs"]
-    seeds = results["curves"][way.curve or way.name]["runs"]
-    return statistics.fmean(plain[seed][-1] for seed in seeds) - HALF_A_POINT
+def steps_of(results: Results, way: Way) -> int | None:
+    """Steps until a way is at the accuracy of exact means with its seeds, less half a point; None if it does not get there.
 
-
-def times(results: Results, row: dict[str, Any], ways: list[Way]) -> dict[str, float]:
-    """Seconds until the accuracy of exact means, but for half a point, is reached; without what does not get there."""
+    On the way fewer images are looked at than at the end. So curves are compared up to the last look before the end, and
+    final accuracies with each other.
+    """
     steps = results["settings"]["steps"]
-    found = {}
+    if statistics.fmean(differences(results, way)) < -HALF_A_POINT:
+        return None
+    runs, plain = results["curves"][way.curve or way.name]["runs"], results["curves"][PLAIN]["runs"]
+    least = statistics.fmean(plain[seed][-2] for seed in runs) - HALF_A_POINT
+    points = accuracies(results, way)
+    until = steps_until(points[:-1], least, steps * (len(points) - 1) // len(points))
+    return steps if until is None else round(until)
+
+
+def seconds_of(row: dict[str, Any], way: Way, count: int, steps: int) -> float:
+    """Seconds of so many steps, of which the first may be those of exact means."""
+    first = min(count, round(way.exact * steps))
+    own, exact = (statistics.median(row["seconds"][name]) for name in (way.name, PLAIN))
+    return first * exact + (count - first) * own
+
+
+def times(results: Results, row: dict[str, Any], ways: list[Way]) -> dict[str, tuple[float, float]]:
+    """Seconds until each way is there, and those of DDP with the same seeds; without what does not get there."""
+    steps, found = results["settings"]["steps"], {}
+    plain = next(way for way in ways if way.name == PLAIN)
     for way in ways:
-        until = steps_until(accuracies(results, way), target(results, way), steps)
-        # On the way it is looked at some images only.
-        if until is not None and statistics.fmean(differences(results, way)) >= -HALF_A_POINT:
-            found[way.name] = until * statistics.median(row["seconds"][way.name])
+        if (count := steps_of(results, way)) is not None:
+            paired = results["curves"][way.curve or way.name]["runs"]
+            same = {**results, "curves": {PLAIN: {"runs": {seed: _runs(results, plain)[seed] for seed in paired}}}}
+            ddp = steps_of(same, plain)
+            assert ddp is not None
+            found[way.name] = seconds_of(row, way, count, steps), ddp * statistics.median(row["seconds"][FIRST])
     return found
+
+
+def _runs(results: Results, way: Way) -> dict[str, list[float]]:
+    runs: dict[str, list[float]] = results["curves"][way.curve or way.name]["runs"]
+    return runs
 
 
 def place(row: dict[str, Any]) -> str:
@@ -68,10 +91,10 @@ def place(row: dict[str, Any]) -> str:
     return ", ".join(parts) + (f", batch {row['batch']}" if row["batch"] != 16 else "")
 
 
-def fastest(seconds: dict[str, float], ways: list[Way], kinds: tuple[str, ...]) -> str:
-    """The way of some kinds that is there first."""
-    names = [way.name for way in ways if way.kind in kinds and way.name in seconds]
-    return min(names, key=lambda name: seconds[name])
+def fastest(sooner: dict[str, float], ways: list[Way], kinds: tuple[str, ...]) -> str:
+    """The way of some kinds that is there most times sooner than DDP."""
+    names = [way.name for way in ways if way.kind in kinds and way.name in sooner]
+    return max(names, key=lambda name: sooner[name])
 
 
 def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
@@ -79,16 +102,18 @@ def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
     found = []
     for row in results["cells"]:
         seconds = times(results, row, ways)
+        sooner = {name: ddp / own for name, (own, ddp) in seconds.items()}
         kinds = {way.kind for way in ways}
-        best, alike = fastest(seconds, ways, tuple(kinds)), fastest(seconds, ways, SYNCHRONOUS)
+        best, alike = fastest(sooner, ways, tuple(kinds)), fastest(sooner, ways, SYNCHRONOUS)
         found.append(
             {
                 **{name: row[name] for name in ("rate", "delay", "straggler", "batch")},
                 "winner": best,
-                "sooner": seconds[FIRST] / seconds[best],
+                "sooner": sooner[best],
                 "synchronous": alike,
-                "synchronous_sooner": seconds[FIRST] / seconds[alike],
-                "ddp_seconds": seconds[FIRST],
+                "synchronous_sooner": sooner[alike],
+                "ddp_seconds": seconds[FIRST][0],
+                "all": sooner,
             }
         )
     return found

@@ -17,6 +17,7 @@ from bench.convergence.row import Row
 from bench.convergence.tasks import Task, fashion, up_and_down
 
 WIDTH, PIXELS, CLASSES = 1024, 784, 10
+FIRST = 10 / 400  # of all steps, before PostLocalSGD's local ones
 BATCH = 16
 Kind = Literal["exact", "synchronous", "neighbours", "local", "asynchronous"]
 SYNCHRONOUS = ("exact", "synchronous")
@@ -42,6 +43,7 @@ class Way:
         ddp: of `DistributedDataParallel`: "ddp", with a hook of PyTorch's behind it, or "hook" and the spec of one of ours.
         curve: name of the way that makes the same steps, whose accuracies are taken; empty for its own.
         interval: steps of which one exchanges parameters; these are timed together.
+        exact: part of all steps that exact means come first.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Way:
     ddp: str = ""
     curve: str = ""
     interval: int = 1
+    exact: float = 0.0
 
 
 def _sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -69,7 +72,7 @@ def _way(
     **others: Any,
 ) -> Way:
     row = Row(name, algorithm, options or {}, rate=rate, momentum=momentum, optimizer=optimizer, begins=begins)
-    return Way(name, kind, row, **others)
+    return Way(name, kind, row, **{"exact": begins or 0.0, **others})
 
 
 def ways() -> list[Way]:
@@ -142,7 +145,14 @@ def ways() -> list[Way]:
         _way("choco", "neighbours", algorithms.Choco, {"codec": "minmax_uint8"}),
         _way("d2", "neighbours", algorithms.D2, {"peers": "chain"}),
         _way("local_sgd", "local", algorithms.LocalSGD, {"interval": 16}, interval=16),
-        _way("post_local_sgd", "local", algorithms.PostLocalSGD, {"first_phase": 10, "interval": 16}, interval=16),
+        _way(
+            "post_local_sgd",
+            "local",
+            algorithms.PostLocalSGD,
+            {"first_phase": 10, "interval": 16},
+            interval=16,
+            exact=FIRST,
+        ),
         _way("slow_mo", "local", algorithms.SlowMo, {"interval": 16}, interval=16),
         _way("diloco", "local", algorithms.DiLoCo, outer, interval=30),
         _way("diloco int4", "local", algorithms.DiLoCo, {**outer, "codec": "absmax_int4", "delay": 10}, interval=30),

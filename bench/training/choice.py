@@ -15,10 +15,12 @@ from rich.table import Table
 from bagua_kernels import algorithms, comm
 from bench.network.rank import interval, together
 from bench.training.rivals import Rival
-from bench.training.turns import measure, tuned
+from bench.training.turns import Times, measure, tuned
 
 AUTO, PLAIN = "auto", "allreduce"
-CLASS = (PLAIN, "bytegrad", "int8", "int4", "sign", "topk", "powersgd 1", "powersgd 2", "powersgd 4")
+# All copies of a model with 19 M parameters would not fit into the memory side by side.
+GROUPS = ((PLAIN, "bytegrad", "int8", "int4"), ("sign", "topk", "powersgd 1", "powersgd 2", "powersgd 4"))
+CLASS = tuple(name for names in GROUPS for name in names)
 RATES = (100.0, 500.0, 1000.0, None)
 DELAY, DELAYED_RATE = 10.0, 500.0  # ms one way
 FIRST = 60  # steps within which it has decided
@@ -53,38 +55,39 @@ def searched(
 
 def compared_at(
     c: comm.Communicator, links: Any, settings: dict[str, Any], rate: float | None, auto: Rival, tuning: Any
-) -> dict[str, list[float]]:
-    """Seconds of steps of what a tuner has chosen, and of all that it may choose, in turns."""
-    links.set(None)
-    rivals = {name: Rival(name, settings["model"]) for name in CLASS}
-    for rival in rivals.values():
-        rival.warm_up()
-    links.set(rate)
-    for rival in (*rivals.values(), auto):
-        rival.follow(tuning)
-    rounds, counted = (1, 3) if rate is not None and rate <= 100 else (4, 4)
-    taken, _ = measure(c, {**rivals, AUTO: auto}, rounds, counted, random.Random(7))
-    for rival in rivals.values():
-        rival.close()
-    rivals.clear()
-    gc.collect()
-    return taken
+) -> list[Times]:
+    """Seconds of steps of what a tuner has chosen beside a few at a time of all that it may choose, in turns."""
+    found = []
+    for names in GROUPS:
+        links.set(None)
+        rivals = {name: Rival(name, settings["model"]) for name in names}
+        for rival in rivals.values():
+            rival.warm_up()
+        links.set(rate)
+        for rival in rivals.values():
+            rival.follow(tuning)
+        rounds, counted = (1, 3) if rate is not None and rate <= 100 else (4, 4)
+        found.append(measure(c, {**rivals, AUTO: auto}, rounds, counted, random.Random(7))[0])
+        for rival in rivals.values():
+            rival.close()
+        rivals.clear()
+        gc.collect()
+    return found
 
 
 def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Runs on each host."""
-    rows = []
-    for rate in settings["rates"]:
-        auto, seconds, decided, tuning = searched(c, links, settings, rate)
-        taken = compared_at(c, links, settings, rate, auto, tuning)
-        search = auto.algorithm.search
-        row = {"rate_mbit": rate, "times": taken, "first_seconds": seconds, "decided": decided}
-        rows.append({**row, "chosen": search.current, "predicted": search.predicted, "tried": search.tried})
-        auto.close()
-        if rate == BLIND and settings["blind"]:
-            other, rows[-1]["blind_seconds"], _, _ = searched(c, links, settings, rate, blind=True)
-            other.close()
-    return {"rows": rows}
+    rate = settings["rate"]
+    auto, seconds, decided, tuning = searched(c, links, settings, rate)
+    taken = compared_at(c, links, settings, rate, auto, tuning)
+    search = auto.algorithm.search
+    row = {"rate_mbit": rate, "times": taken, "first_seconds": seconds, "decided": decided}
+    row |= {"chosen": search.current, "predicted": search.predicted, "tried": search.tried}
+    auto.close()
+    if rate == BLIND and settings["blind"]:
+        other, row["blind_seconds"], _, _ = searched(c, links, settings, rate, blind=True)
+        other.close()
+    return {"rows": [row]}
 
 
 def drift_on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -108,9 +111,13 @@ def drift_on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) ->
     return {"rows": [{"rate_mbit": AFTER, "times": taken, "chosen": search.current, **told}]}
 
 
-def best_of(taken: dict[str, list[float]]) -> tuple[dict[str, float], str]:
-    """Median seconds, and the fastest of the class."""
-    seconds = {name: statistics.median(each) for name, each in taken.items()}
+def best_of(taken: list[Times]) -> tuple[dict[str, float], str]:
+    """Median seconds, as if all had been measured beside the same steps of the tuner, and the fastest of the class."""
+    own = statistics.median([one for times in taken for one in times[AUTO]])
+    seconds = {AUTO: own}
+    for times in taken:
+        factor = own / statistics.median(times[AUTO])
+        seconds |= {name: factor * statistics.median(each) for name, each in times.items() if name != AUTO}
     return seconds, min(CLASS, key=lambda name: seconds[name])
 
 
@@ -139,7 +146,8 @@ def described(told: dict[str, Any], model: str, delay: float | None) -> list[dic
         if "blind_seconds" in row:
             ratios["first_over_choice_without_cost_model"] = row["blind_seconds"] / (FIRST * seconds[AUTO])
         kept = {name: row[name] for name in ("chosen", "decided", "first_seconds", "predicted", "tried")}
-        spread = interval(np.array(row["times"][AUTO]), np.array(row["times"][PLAIN]))
+        beside = next(times for times in row["times"] if PLAIN in times)
+        spread = interval(np.array(beside[AUTO]), np.array(beside[PLAIN]))
         ratios["over_plain_interval"] = spread
         found.append(
             {**place, **kept, "best": best, **ratios, "seconds": seconds, "load_average": told["load_average"]}

@@ -98,9 +98,12 @@ def test_a_study_that_is_killed_twice_has_the_same_rows(tmp_path: Path, monkeypa
     assert go(path) == expected == json.loads(path.read_text())
     # What was under way is done again, and nothing else.
     assert len(calls) == len(whole) + 2
-    # Nothing is left to do, and other settings begin anew.
+    # Nothing is left to do but what a new way needs, and a study with other settings is not overwritten.
     assert not list(measure.missing(measure.read(path, SETTINGS), chosen(False), FEW, 1, False))
-    assert not measure.read(path, {**SETTINGS, "steps": 30})["cells"]
+    more = [*chosen(False), next(way for way in ways() if way.name == "hook powersgd 4")]
+    assert len(list(measure.missing(measure.read(path, SETTINGS), more, FEW, 1, False))) == len(FEW)
+    with pytest.raises(ValueError, match="holds another study"):
+        measure.read(path, {**SETTINGS, "steps": 30})
 
 
 def test_steps_until_an_accuracy() -> None:
@@ -115,13 +118,29 @@ def test_steps_until_an_accuracy() -> None:
 def results() -> dict[str, Any]:
     """DDP takes ten seconds a step, ByteGrad two, and local steps, which stay below its accuracy, one."""
     names = [way.name for way in chosen(False)]
-    curves = {way.name: {"runs": {"0": [0.5, 0.9]}} for way in chosen(False) if not way.curve}
-    curves["local_sgd"] = {"runs": {"0": [0.5, 0.89]}}
+    curves = {way.name: {"runs": {"0": [0.5, 0.9, 0.9]}} for way in chosen(False) if not way.curve}
+    curves["local_sgd"] = {"runs": {"0": [0.5, 0.9, 0.89]}}
     seconds = {**{name: [10.0] for name in names}, "bytegrad": [2.0], "local_sgd": [1.0], "async 8 bits": [4.0]}
     slow = {name: [each[0] * (1.25 if name == "async 8 bits" else 2.0)] for name, each in seconds.items()}
     cells = [dataclasses.asdict(Cell(100.0, straggler=straggler)) for straggler in (False, True)]
     rows = [{**cell, "seconds": each} for cell, each in zip(cells, (seconds, slow), strict=True)]
     return {"settings": SETTINGS, "curves": curves, "cells": rows, "tunings": {}}
+
+
+def test_steps_with_the_same_seeds() -> None:
+    """On the way curves are compared with each other, at the end final accuracies."""
+    found = results()
+    names = {way.name: way for way in chosen(False)}
+    found["curves"]["allreduce"] = {"runs": {"0": [0.5, 0.8, 0.9], "1": [0.1, 0.7, 0.8]}}
+    found["curves"]["topk"] = {"runs": {"0": [0.3, 0.795, 0.9]}}
+    assert report.steps_of({**found, "settings": {**SETTINGS, "steps": 300}}, names["topk"]) == 200
+    assert report.steps_of(found, names["local_sgd"]) is None
+    found["curves"]["topk"] = {"runs": {"0": [0.3, 0.7, 0.9]}}  # at the end it is there
+    assert report.steps_of(found, names["topk"]) == SETTINGS["steps"]
+    row = {"seconds": {"qadam": [1.0], "allreduce": [10.0]}}
+    adam = next(way for way in ways() if way.name == "qadam")
+    assert report.seconds_of(row, adam, 100, 400) == 80 * 10.0 + 20 * 1.0
+    assert report.seconds_of(row, adam, 50, 400) == 500.0
 
 
 def test_what_is_made_of_figures(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def windows(search: Search, paces: list[float]) -> list[bool]:
     found = []
     for pace in paces:
         assert [search.rest() for _ in range(WINDOW)] == [False] * (WINDOW - 1) + [True]
-        found.append(search.drifted(pace))
+        found.append(search.drifted(pace, 0.05))
     return found
 
 
@@ -122,7 +122,7 @@ def test_within_a_hundred_steps() -> None:
     steps = 0
     while True:
         steps += 1
-        if search.rest() and search.drifted(10.0):
+        if search.rest() and search.drifted(10.0, 1.0):
             break
     assert steps <= 100
 

@@ -8,7 +8,8 @@ import torch
 from bagua_kernels import algorithms, optim
 from bagua_kernels.algorithms import Algorithm, AutoTune, ModelAlgorithm
 from bagua_kernels.algorithms.tuner.cost.methods import methods
-from bagua_kernels.comm import Communicator, StripedCommunicator, run_ranks
+from bagua_kernels.algorithms.tuner.repaying import owed_by
+from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator, run_ranks
 from bagua_kernels.compression.codec import parse_spec
 from tests.algorithms.ranks import loss_of
 from tests.algorithms.tuner.tuned import FAST, SIGN, SLOW, Wide, force, sgd
@@ -26,19 +27,19 @@ def trained(algorithm: AutoTune, optimizer: torch.optim.Optimizer, labels: list[
 
 
 def test_exact_means_have_the_same_bits_however_they_are_carried_out() -> None:
-    """Steps in backward and after it, one exchange at a time and two, in buckets of all sizes."""
+    """Steps in backward and at its end, one exchange at a time and two, in buckets of all sizes; `grad` is None always."""
 
     def rank(communicator: Communicator) -> list[list[torch.Tensor]]:
         found = []
         for varies in (True, False):
             model = Wide()
-            optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer = optim.AdamW(model.parameters(), lr=0.05)
             algorithm = AutoTune(
                 model, optimizer, communicator=communicator, exactness="exact", apply_in_backward=True, bucket_bytes=600
             )
             labels = list(algorithm.candidates)
             assert sum(", one at a time" in label for label in labels) == 3
-            assert sum(", in backward" in label for label in labels) == 6
+            assert sum(", steps at the end" in label for label in labels) == 3
             assert all(label.startswith("GradientAllReduce") for label in labels)
             found.append(
                 trained(algorithm, optimizer, labels if varies else labels[:1] * len(labels), communicator.rank)
@@ -143,6 +144,130 @@ def test_any_stays_where_nothing_is_faster() -> None:
         algorithm.close()
 
     run_ranks(2, rank)
+
+
+def test_a_scaler_goes_along() -> None:
+    """After the hand-over one rank alone may leave out a step."""
+
+    def rank(communicator: Communicator) -> int:
+        model = Wide()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        first = AutoTune(
+            model, optimizer, communicator=communicator, facts=SLOW, exactness="any", scaler=scaler, bucket_bytes=600
+        )
+        force(first, first.search.plain)
+        assert "SGP" in first.elsewhere
+        assert not any(name.startswith(("LocalSGD", "DiLoCo")) for name in first.elsewhere)
+        first.elsewhere = {"Decentralized": 1e-9}
+        algorithm = first.settled()
+        assert isinstance(algorithm, ModelAlgorithm)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss = loss_of(algorithm, communicator.rank, step)
+            scaler.scale(loss * (float("inf") if step == 3 and communicator.rank else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        algorithm.synchronize()
+        steps = algorithm.stats().steps
+        algorithm.close()
+        return steps
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+
+
+def test_a_resumed_run_is_handed_over() -> None:
+    """Also between signs and the exact step that pays for them, which loses nothing."""
+
+    def rank(communicator: Communicator) -> None:
+        model, other = Wide(), Wide()
+        optimizer = sgd(other)
+        whole = AutoTune(model, sgd(model), communicator=communicator, facts=SLOW, exactness="any")
+        again: Algorithm = AutoTune(other, optimizer, communicator=communicator, exactness="any")
+        assert isinstance(again, AutoTune)
+        force(whole, SIGN)
+        for step in range(3):
+            whole.zero_grad()
+            loss_of(whole, communicator.rank, step).backward()
+        assert whole._engine is not None
+        owed = owed_by(whole._engine.buckets.state())
+        assert whole.settled() is whole
+        again.load_algorithm_state_dict(whole.algorithm_state_dict())
+        assert again._engine is not None
+        found = owed_by(again._engine.buckets.state())
+        assert all(torch.equal(found[name], owed[name]) for name in owed)
+        assert again.settled() is again
+        optimizer.zero_grad()
+        loss_of(again, communicator.rank, 3).backward()
+        again = again.settled()
+        assert isinstance(again, ModelAlgorithm)
+        again.close()
+        whole.close()
+
+    run_ranks(2, rank)
+
+
+def test_what_is_frozen_is_not_waited_for() -> None:
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        algorithm: Algorithm = AutoTune(model, sgd(model), communicator=communicator, facts=SLOW, exactness="any")
+        assert isinstance(algorithm, AutoTune)
+        force(algorithm, SIGN)
+        for step in range(4):
+            if step == 3:
+                model.second.requires_grad_(False)
+                algorithm.settled()
+            algorithm.zero_grad()
+            loss_of(algorithm, communicator.rank, step).backward()
+        # The choice itself stays what it was.
+        assert algorithm.search.current == SIGN
+        algorithm = algorithm.settled()
+        assert isinstance(algorithm, ModelAlgorithm)
+        algorithm.close()
+
+    run_ranks(2, rank)
+
+
+def test_another_order_of_buckets_keeps_what_is_owed() -> None:
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator)
+        force(algorithm, SIGN)
+        for step in range(2):
+            algorithm.zero_grad()
+            loss_of(algorithm, communicator.rank, step).backward()
+        engine = algorithm._engine
+        assert engine is not None
+        owed = owed_by(engine.buckets.state())
+        force(algorithm, algorithm.search.plain)
+        engine.lay_out(engine.buckets.order[::-1], engine.buckets.state())
+        found = owed_by(engine.buckets.state())
+        assert owed.keys() == found.keys()
+        assert all(torch.equal(found[name], owed[name]) for name in owed)
+        algorithm.close()
+
+    run_ranks(2, rank)
+
+
+def test_nodes_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Exact means by nodes are one candidate of many."""
+
+    def lost(communicator: Communicator) -> None:
+        raise ValueError("the nodes cannot be found")
+
+    monkeypatch.setattr(Nodes, "find", lost)
+
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        algorithm = AutoTune(model, sgd(model), communicator=communicator)
+        assert not any("by nodes" in label for label in algorithm.candidates)
+        algorithm.close()
+
+    run_ranks(2, rank)
+    assert [record.getMessage() for record in caplog.records] == [
+        "means by nodes are no candidate: the nodes cannot be found"
+    ]
 
 
 def test_every_algorithm_of_another_class_can_follow() -> None:
