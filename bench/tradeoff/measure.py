@@ -78,14 +78,14 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
         points = quality.curve(way, TASK, data[0], seed, results["settings"]["steps"])
         results["curves"].setdefault(way.name, {"runs": {}})["runs"][str(seed)] = points
 
-    def timed(cell: Cell) -> None:
-        key = str(cell.delay)
+    def timed(network: list[Cell]) -> None:
+        key = str(network[0].delay)
         settings = {
             "ways": [way.name for way in ways],
-            "cells": [dataclasses.asdict(cell)],
+            "cells": [dataclasses.asdict(cell) for cell in network],
             "tunings": results["tunings"].setdefault(key, {}),
         }
-        told = run(HOSTS, "tradeoff", settings, delay=cell.delay)
+        told = run(HOSTS, "tradeoff", settings, delay=network[0].delay)
         results["tunings"][key] = told["tunings"]
         measured = [{**row, "load_average": told["load_average"]} for row in told["rows"]]
         new = {report.place(row) for row in measured}
@@ -98,9 +98,14 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
                 yield f"{way.name}, seed {seed}", lambda way=way, seed=seed: trained(way, seed)
     names = {way.name for way in ways}
     there = {report.place(row) for row in results["cells"] if names <= set(row["seconds"])}
+    # One start of all ways for a network, whoever uses it.
+    networks: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        if (name := report.place(dataclasses.asdict(cell))) not in there:
-            yield name, lambda cell=cell: timed(cell)
+        if report.place(dataclasses.asdict(cell)) not in there:
+            networks.setdefault((cell.rate, cell.delay, cell.batch), []).append(cell)
+    for network in networks.values():
+        name = report.place(dataclasses.asdict(network[0]))
+        yield name, lambda network=network: timed(network)
 
 
 def study(

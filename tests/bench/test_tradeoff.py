@@ -67,10 +67,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, dies_at: Callable[[int], bool]) -> lis
         return [0.1, 0.8 + len(way.name) / 1000]
 
     def run(hosts: int, part: str, settings: dict[str, Any], delay: float | None) -> dict[str, Any]:
-        (cell,) = settings["cells"]
-        note(f"{cell['rate']}")
+        note(f"{settings['cells'][0]['rate']}")
         seconds = {name: [1.0 / (1 + place)] for place, name in enumerate(settings["ways"])}
-        return {"rows": [{**cell, "seconds": seconds, "costs": {}}], "tunings": {}, "load_average": 0.0}
+        rows = [{**cell, "seconds": seconds, "costs": {}} for cell in settings["cells"]]
+        return {"rows": rows, "tunings": {}, "load_average": 0.0}
 
     monkeypatch.setattr(quality, "curve", curve)
     monkeypatch.setattr(measure, "run", run)
