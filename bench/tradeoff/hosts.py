@@ -17,8 +17,8 @@ from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, perceptron, ways
 from bench.training.rivals import HOOK, Rival, ddp
 from bench.training.turns import host, measure, tuned
 
-_WARM = 12  # steps: compression of Adam's momentum begins after two of ten
-_STEPS = 10
+_STEPS = 10  # of a run, of which the first two may be those of exact means
+_WARM = 4  # steps before those that are measured
 _WINDOW = 2.0  # seconds, at least, in which asynchronous ranks take as many steps as they can
 _WINDOWS = 3
 _ROUNDS = 2  # of local steps

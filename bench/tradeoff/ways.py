@@ -17,7 +17,7 @@ from bench.convergence.row import Row
 from bench.convergence.tasks import Task, fashion, up_and_down
 
 WIDTH, PIXELS, CLASSES = 1024, 784, 10
-FIRST = 10 / 400  # of all steps, before PostLocalSGD's local ones
+FIRST = 4 / 400  # of all steps, before PostLocalSGD's local ones
 BATCH = 16
 Kind = Literal["exact", "synchronous", "neighbours", "local", "asynchronous"]
 SYNCHRONOUS = ("exact", "synchronous")
@@ -114,7 +114,7 @@ def ways() -> list[Way]:
         _way("int8", "synchronous", reduced, {"codec": "absmax_int8", "error_feedback": False}),
         _way("int4", "synchronous", reduced, {"codec": "absmax_int4"}),
         _way("sign", "synchronous", algorithms.SignSGD),
-        _way("one_bit", "synchronous", algorithms.OneBitSGD),
+        _way("one_bit", "synchronous", algorithms.OneBitSGD, begins=0.2),
         _way("double_squeeze", "synchronous", algorithms.DoubleSqueeze),
         _way("topk", "synchronous", algorithms.TopK, {"ratio": 0.01}),
         _way("randomk", "synchronous", algorithms.RandomK),
@@ -149,7 +149,7 @@ def ways() -> list[Way]:
             "post_local_sgd",
             "local",
             algorithms.PostLocalSGD,
-            {"first_phase": 10, "interval": 16},
+            {"first_phase": 4, "interval": 16},
             interval=16,
             exact=FIRST,
         ),
