@@ -1,7 +1,7 @@
 """Accuracy of DDP with 8 bits by one added line: `python -m bench.hook_quality [--output bench/results/hook_quality.json]`.
 
-Two processes train the network of the example on Fashion-MNIST for one epoch, with `DistributedDataParallel` as it is and with a
-hook, from the same start on the same examples. All ranks have to end with the same bits.
+Two processes train the network of the example on Fashion-MNIST for one epoch. They do so with `DistributedDataParallel` as it is
+and with a hook, from the same start on the same examples. All ranks have to end with the same bits.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class AutoTune(GradientAlgorithm):
     2. Predict the time of a step with each candidate by `algorithms.tuner.cost`.
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads
        of one candidate lacked is added to the first gradients of the next.
-    4. The fastest on the slowest rank, by its median step, and its variations take turns of four steps: one exchange at a
-       time, other numbers of sockets, and with `apply_in_backward` all updates at the end of backward.
+    4. The fastest on the slowest rank, by its median step, and its variations take turns of four steps. These are one exchange
+       at a time, other numbers of sockets, and with `apply_in_backward` all updates at the end of backward.
     5. Go on with the fastest of these.
     6. Each 25 steps, time an exact sum of 256 KiB. If it is off by half twice, predict with the new bandwidth and go on
        with step 3.
@@ -85,8 +85,8 @@ class AutoTune(GradientAlgorithm):
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`; it decides which candidates there are.
-            exactness: "exact" for exact means alone, in buckets of several sizes; "synchronous" for those, and for means that
-                are rounded alike on all ranks; "any" for these, and for what `settled` goes on with.
+            exactness: "exact" for exact means alone, in buckets of several sizes. "synchronous" for those, and for means that
+                are rounded alike on all ranks. "any" for all of these, and for what `settled` goes on with.
             facts: instead of measuring: those of an earlier run.
             nodes: which ranks share a node; found from the environment if None.
             scaler: that by which losses are scaled, if any.
@@ -141,6 +141,8 @@ class AutoTune(GradientAlgorithm):
         varied = {one.label: one.variations(sockets, several, self._applies) for one in ranked}
         self.candidates = {one.label: one for one in [*ranked, *itertools.chain(*varied.values())]}
         self._ranked = [one.label for one in ranked]
+        # Where ranks are is found out before training.
+        self._setup_bytes = self._bytes_sent
         self.search.variations = {label: [one.label for one in ones] for label, ones in varied.items()}
 
     def _found_nodes(self) -> Nodes | None:
@@ -257,7 +259,7 @@ class AutoTune(GradientAlgorithm):
         within `join`, and where exact or rounded means are as fast. Otherwise the algorithm that follows averages parameters,
         or takes local steps. Of those within 5 % of the fastest, it is the one that changes least. Before, steps with exact
         means pay what payloads have lacked of parameters that are trained. Ranks then have different models between two
-        exchanges: evaluate and save as `ModelAlgorithm` says.
+        exchanges: see `ModelAlgorithm` for evaluating and saving.
 
         Returns:
             This wrapper; or another, after which this one cannot be used any more.

@@ -1,4 +1,4 @@
-"""Whether an algorithm of another class is predicted to be faster than what a search has chosen."""
+"""Predictions of algorithms of other classes, against what a search has chosen."""
 
 from __future__ import annotations
 

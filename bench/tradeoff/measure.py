@@ -98,7 +98,7 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
                 yield f"{way.name}, seed {seed}", lambda way=way, seed=seed: trained(way, seed)
     names = {way.name for way in ways}
     there = {report.place(row) for row in results["cells"] if names <= set(row["seconds"])}
-    # One start of all ways for a network, whoever uses it.
+    # One start of all ways for a network, with a straggler and without.
     networks: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         if report.place(dataclasses.asdict(cell)) not in there:

@@ -66,7 +66,7 @@ def compared_at(
         links.set(rate)
         for rival in rivals.values():
             rival.follow(tuning)
-        # Exact means and bytes take seconds a step on slow links, which others do not.
+        # On slow links a step with exact means takes seconds, and the others do not.
         rounds, counted = (1, 3) if rate is not None and rate <= 100 and PLAIN in names else (4, 4)
         found.append(measure(c, {**rivals, AUTO: auto}, rounds, counted, random.Random(7))[0])
         for rival in rivals.values():
