@@ -27,7 +27,7 @@ from bench.convergence.measure import evaluate
 from bench.convergence.tasks import TASKS
 
 RANKS, BATCH, SEEDS = 2, 32, 3
-HOOK = "int8:block=256,ef=shard"
+HOOK = "absmax_int8:block=256"
 POINTS = 0.5
 
 
