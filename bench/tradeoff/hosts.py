@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[
             links.set(cell["rate"])
             tuning = tuned(c, settings["budget"], tunings.get(str(cell["rate"])))
             if tuning is not None:
-                tunings[str(cell["rate"])] = tuning.to_json()
+                tunings[str(cell["rate"])] = replace(tuning, measured={}).to_json()
             for trainee in trainees.values():
                 trainee.follow(tuning)
                 trainee.nap = bool(cell["straggler"]) and c.rank == c.size - 1
