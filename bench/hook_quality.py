@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms import ddp
 from bagua_kernels.comm.testing import run_processes
 from bench.convergence.dealing import order_of
-from bench.convergence.measure import evaluate
+from bench.convergence.measure import evaluate, take_steps
 from bench.convergence.tasks import TASKS
 
 RANKS, BATCH, SEEDS = 2, 32, 3
@@ -44,12 +43,7 @@ def on_rank(hook: str, seed: int) -> None:
         model.register_comm_hook(None, ddp.hook(hook, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=task.rate)
     order = order_of(len(data.x), task, task.steps, seed).view(task.steps, RANKS, BATCH)
-    for step, batch in enumerate(order[:, comm.rank()]):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate * task.schedule(step / task.steps)
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
-        optimizer.step()
+    take_steps(model, optimizer, task, data, order[:, comm.rank()])
     bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
     same = len({*comm.world().all_gather_object(bits)}) == 1
     if comm.rank() == 0:

@@ -84,7 +84,7 @@ class Engine:
         self._sparse = [member.parameter for member in sparse]
         self._rows = [Rows(member.name, member.parameter, -1 - i) for i, member in enumerate(sparse)]
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
-        self._steps, self._in_backward = options.steps, True
+        self._in_backward = True
         self._device = members[0].parameter.device
         self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
@@ -131,8 +131,8 @@ class Engine:
             self.lay_out(order, state)
             return
         self._bucket_steps: list[BucketSteps] = []
-        if self._steps is not None and self._in_backward:
-            self._bucket_steps = self._steps.lay_out(self.buckets.all)
+        if self._options.steps is not None and self._in_backward:
+            self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
             for exchange, updates in zip(self.buckets.exchanges, self._bucket_steps, strict=True):
                 exchange.updates = updates
         if state:
@@ -219,7 +219,7 @@ class Engine:
         self._running = False
 
     def _interrupt(self, error: BaseException | None) -> None:
-        steps = self._steps
+        steps = self._options.steps
         self.interruption.happen(error, () if steps is None else sorted(steps.taken))
         self._running = False
 
@@ -229,8 +229,8 @@ class Engine:
         self._step = self.counters.steps
         self._running = True
         self._passes += 1
-        if self._steps is not None:
-            self._steps.start()
+        if self._options.steps is not None:
+            self._options.steps.start()
         self._arrived = {}
         self._missing = [len(group) for group in self.buckets.groups]
         self._taken = [[] for _ in self.buckets.groups]
@@ -250,7 +250,7 @@ class Engine:
         self._take(position)
 
     def _take(self, position: int) -> None:
-        member, steps = self.members[position], self._steps
+        member, steps = self.members[position], self._options.steps
         gradient = member.parameter.grad
         if gradient is not None:
             if gradient.is_sparse:
@@ -269,7 +269,7 @@ class Engine:
             fill(bucket, self._taken[bucket.index], self.weight)
 
     def _start_complete(self) -> None:
-        steps = self._steps
+        steps = self._options.steps
         while (index := len(self._tasks)) < len(self.buckets.all) and self._missing[index] == 0:
             bucket = self.buckets.all[index]
             if index == len(self.buckets.all) - 1:
@@ -354,7 +354,7 @@ class Engine:
                 raise RuntimeError(frozen_elsewhere(rows.name))
             parameter.grad = rows.gradient
         self._read_flags()
-        steps, late = self._steps, dict[str, torch.Tensor]()
+        steps, late = self._options.steps, dict[str, torch.Tensor]()
         for position, member in enumerate(self.members):
             if position in self.participation.frozen or (steps is not None and member.name in steps.taken):
                 continue

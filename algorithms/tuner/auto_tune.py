@@ -21,7 +21,7 @@ from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_mome
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.rounds.points import misfit
-from bagua_kernels.algorithms.tuner.candidates import Candidate, candidates
+from bagua_kernels.algorithms.tuner.candidates import Candidate, by_nodes, candidates
 from bagua_kernels.algorithms.tuner.cost.facts import Network
 from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
@@ -102,9 +102,8 @@ class AutoTune(GradientAlgorithm):
         size = options.get("bucket_bytes", BUCKET_BYTES)
         sizes = [max(1, round(part * size)) for part in _SIZES]
         forgiving = optimizer is not None and not divides_by_second_moment(optimizer)
-        self._arguments = exactness, sizes, forgiving, scaler
         self.exactness, self.nodes, self._optimizer = exactness, nodes, optimizer
-        self.candidates = {one.label: one for one in candidates(*self._arguments)}
+        self.candidates = {one.label: one for one in candidates(exactness, sizes, forgiving, scaler)}
         self.search = Search(next(iter(self.candidates)))
         self.facts, self.scaler = facts, scaler
         self.elsewhere: dict[str, float] = {}
@@ -132,8 +131,9 @@ class AutoTune(GradientAlgorithm):
         if self._engine is None:
             return
         nodes = self._found_nodes()
-        shared = nodes if nodes is not None and 1 < len(nodes.members) < self._communicator.size else None
-        ranked = candidates(*self._arguments, shared)
+        ranked = list(self.candidates.values())
+        if nodes is not None and 1 < len(nodes.members) < self._communicator.size:
+            ranked.append(by_nodes(ranked[0], nodes))
         communicator, several = self._communicator, self._engine.in_flight > 1
         opened = communicator.stripes if isinstance(communicator, StripedCommunicator) else 1
         used = communicator.tuning.stripes if isinstance(communicator, StripedCommunicator) else 1
@@ -230,10 +230,10 @@ class AutoTune(GradientAlgorithm):
         search, counters = self.search, self._engine.counters
         ended = self.policy.now(communicator.device)
         seconds, self._ended = ended - (self._ended or ended), ended
-        now = counters.wait_seconds, counters.exchange_seconds, float(self._bytes_sent)
-        waited, busy, sent = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
         if search.state == "measuring":
+            now = counters.wait_seconds, counters.exchange_seconds, float(self._bytes_sent)
+            waited, busy, sent = (after - before for after, before in zip(now, self._before, strict=True))
+            self._before = now
             if search.counts:
                 self._rows.append((seconds, waited, busy, sent))
             search.note()
@@ -243,7 +243,6 @@ class AutoTune(GradientAlgorithm):
                     greatest(communicator, pace(communicator) * self.facts.sent), 0.0
                 )  # what later looks meet
                 search.begin(self._predicted(self.facts))
-                self._before = (*now[:2], float(self._bytes_sent))
         elif search.state == "trying":
             search.took(greatest(communicator, seconds))
         elif search.rest() and self.facts is not None:

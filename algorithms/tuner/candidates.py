@@ -69,7 +69,6 @@ def candidates(
     bucket_bytes: Sequence[int],
     forgiving: bool,
     scaler: torch.amp.GradScaler | None,
-    nodes: Nodes | None = None,
 ) -> list[Candidate]:
     """Lists what changes no more than is allowed; the plain mean is the first.
 
@@ -78,16 +77,10 @@ def candidates(
         bucket_bytes: sizes of buckets; compression is tried with the first one.
         forgiving: False if the optimizer divides by a second moment, so that payloads which lack most of a gradient cost loss.
         scaler: of the loss, for residuals.
-        nodes: which ranks share one, if ranks do.
     """
     scaled: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
     known = {method.name: method for method in methods()}
-    plain = known[PLAIN]
-    found = [Candidate(plain, size, GradientAllReduce.recipe()) for size in bucket_bytes]
-    if nodes is not None:
-        by_nodes = GradientAllReduce.recipe(hierarchical=True, nodes=nodes)
-        # Process groups are made at the first exchange, and ranks must make them in one order.
-        found.append(Candidate(plain, bucket_bytes[0], by_nodes, 1, nodes=nodes))
+    found = [Candidate(known[PLAIN], size, GradientAllReduce.recipe()) for size in bucket_bytes]
     if exactness == "exact":
         return found
     for method in known.values():
@@ -102,3 +95,9 @@ def candidates(
             if forgiving or not recipe.holds_back:
                 found.append(Candidate(method, bucket_bytes[0], recipe))
     return found
+
+
+def by_nodes(plain: Candidate, nodes: Nodes) -> Candidate:
+    """The exact mean, first of the ranks of a node."""
+    # Process groups are made at the first exchange, and ranks must make them in one order.
+    return replace(plain, recipe=GradientAllReduce.recipe(hierarchical=True, nodes=nodes), in_flight=1, nodes=nodes)

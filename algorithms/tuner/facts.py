@@ -119,9 +119,9 @@ def greatest(communicator: Communicator, value: float) -> float:
 
 def slowest(everyone: Sequence[Facts]) -> Facts:
     """One set of facts of all ranks': the greatest of each."""
-    greatest: dict[str, Any] = {
+    found: dict[str, Any] = {
         name: max(getattr(one, name) for one in everyone)
         for name in ("step", "waited", "exchange", "sent", "latency", "pass_over")
     }
     codecs = {name: max(one.codecs[name] for one in everyone) for name in everyone[0].codecs}
-    return Facts(codecs=codecs, **greatest)
+    return Facts(codecs=codecs, **found)

@@ -42,7 +42,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,14 +161,18 @@ def train(
 
 
 def take_steps(
-    algorithm: Algorithm,
+    algorithm: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     task: Task,
     data: Data,
     mine: torch.Tensor,
     last: int | None = None,
+    after: Callable[[int], None] = lambda steps: None,
 ) -> list[float]:
-    """Trains on a rank's examples of each step, up to `last`; returns the codec's noise, looked at now and then."""
+    """Trains on a rank's examples of each step, up to `last`; returns the codec's noise, looked at now and then.
+
+    `after` is called with the number of steps that have been taken.
+    """
     rates, noise = [group["lr"] for group in optimizer.param_groups], []
     for step, batch in enumerate(mine[:last]):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -178,6 +182,7 @@ def take_steps(
         optimizer.step()
         if isinstance(algorithm, Differences) and step % _LOOKS == 0:
             noise.append(algorithm.noise())
+        after(step + 1)
     return noise
 
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from bagua_kernels import algorithms, comm
 from bench.convergence.measure import wrap
 from bench.network.rank import together
 from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, perceptron, ways
-from bench.training.rivals import HOOK, Rival, ddp
+from bench.training.rivals import HOOK, Rival, ddp, hooked
 from bench.training.turns import host, measure, tuned
 
 _STEPS = 10  # of a run, of which the first two may be those of exact means
@@ -40,9 +39,7 @@ class Trainee(Rival):
         if way.ddp:
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=TASK.rate)
             if way.ddp.startswith(HOOK):
-                self.module = wrapped = DistributedDataParallel(module)
-                self.hook = algorithms.ddp.hook(way.ddp.removeprefix(HOOK), wrapped)
-                wrapped.register_comm_hook(None, self.hook)
+                self.module, self.hook = hooked(module, way.ddp)
             else:
                 self.module = ddp(module, way.ddp.removeprefix("ddp").strip())
         else:

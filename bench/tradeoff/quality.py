@@ -6,12 +6,11 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from bagua_kernels import algorithms
 from bagua_kernels.comm import Communicator, run_ranks
 from bench.convergence.dealing import order_of
-from bench.convergence.measure import evaluate, wrap
+from bench.convergence.measure import evaluate, take_steps, wrap
 from bench.convergence.tasks import Data, Task
 from bench.tradeoff.ways import Way
 
@@ -33,17 +32,14 @@ def _train(
     model = copy.deepcopy(start)
     steps = len(order)
     algorithm, optimizer = wrap(communicator, task, way.row, model, steps)
-    rates, found = [group["lr"] for group in optimizer.param_groups], []
-    looks = {round(steps * (look + 1) / LOOKS) for look in range(LOOKS)}
-    for step, batch in enumerate(order[:, communicator.rank]):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * task.schedule(step / steps)
-        optimizer.zero_grad()
-        F.cross_entropy(algorithm(data.x[batch]), data.y[batch]).backward()
-        optimizer.step()
-        if step + 1 in looks:
-            images = slice(None) if step + 1 == steps else slice(_SOME)
+    found, looks = [], {round(steps * (look + 1) / LOOKS) for look in range(LOOKS)}
+
+    def look(taken: int) -> None:
+        if taken in looks:
+            images = slice(None) if taken == steps else slice(_SOME)
             found.append(_accuracy(algorithm, model, communicator, data.test_x[images], data.test_y[images]))
+
+    take_steps(algorithm, optimizer, task, data, order[:, communicator.rank], after=look)
     algorithm.close()
     return found
 

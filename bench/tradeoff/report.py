@@ -9,24 +9,34 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.tradeoff.ways import SYNCHRONOUS, Way
+from bench.tradeoff.ways import BATCH, SYNCHRONOUS, Way
 
 HALF_A_POINT = 0.005
-FIRST, PLAIN = "ddp", "allreduce"
+DDP, PLAIN = "ddp", "allreduce"
 
 Results = dict[str, Any]
 
 
-def accuracies(results: Results, way: Way) -> list[float]:
-    """The mean over seeds of a way's accuracies."""
-    runs = results["curves"][way.curve or way.name]["runs"]
+def runs_of(results: Results, way: Way) -> dict[str, list[float]]:
+    """Accuracies of each seed of a way, or of what makes the same steps."""
+    runs: dict[str, list[float]] = results["curves"][way.curve or way.name]["runs"]
+    return runs
+
+
+def plain_of(results: Results, way: Way) -> dict[str, list[float]]:
+    """Accuracies of exact means, of the seeds of a way."""
+    return {seed: results["curves"][PLAIN]["runs"][seed] for seed in runs_of(results, way)}
+
+
+def means(runs: dict[str, list[float]]) -> list[float]:
+    """The mean over seeds at each look."""
     return [statistics.fmean(each) for each in zip(*runs.values(), strict=True)]
 
 
 def differences(results: Results, way: Way) -> list[float]:
     """For each seed, how much better the final accuracy is than that of exact means with the same start and examples."""
-    runs, plain = results["curves"][way.curve or way.name]["runs"], results["curves"][PLAIN]["runs"]
-    return [runs[seed][-1] - plain[seed][-1] for seed in runs]
+    plain = plain_of(results, way)
+    return [points[-1] - plain[seed][-1] for seed, points in runs_of(results, way).items()]
 
 
 def steps_until(points: list[float], least: float, steps: int) -> float | None:
@@ -47,13 +57,13 @@ def steps_of(results: Results, way: Way) -> int | None:
     On the way fewer images are looked at than at the end. So curves are compared up to the last look before the end, and
     final accuracies with each other.
     """
-    steps = results["settings"]["steps"]
     if statistics.fmean(differences(results, way)) < -HALF_A_POINT:
         return None
-    runs, plain = results["curves"][way.curve or way.name]["runs"], results["curves"][PLAIN]["runs"]
-    least = statistics.fmean(plain[seed][-2] for seed in runs) - HALF_A_POINT
-    points = accuracies(results, way)
-    until = steps_until(points[:-1], least, steps * (len(points) - 1) // len(points))
+    return _steps(means(runs_of(results, way)), means(plain_of(results, way)), results["settings"]["steps"])
+
+
+def _steps(points: list[float], plain: list[float], steps: int) -> int:
+    until = steps_until(points[:-1], plain[-2] - HALF_A_POINT, steps * (len(points) - 1) // len(points))
     return steps if until is None else round(until)
 
 
@@ -67,20 +77,12 @@ def seconds_of(row: dict[str, Any], way: Way, count: int, steps: int) -> float:
 def times(results: Results, row: dict[str, Any], ways: list[Way]) -> dict[str, tuple[float, float]]:
     """Seconds until each way is there, and those of DDP with the same seeds; without what does not get there."""
     steps, found = results["settings"]["steps"], {}
-    plain = next(way for way in ways if way.name == PLAIN)
     for way in ways:
         if (count := steps_of(results, way)) is not None:
-            paired = results["curves"][way.curve or way.name]["runs"]
-            same = {**results, "curves": {PLAIN: {"runs": {seed: _runs(results, plain)[seed] for seed in paired}}}}
-            ddp = steps_of(same, plain)
-            assert ddp is not None
-            found[way.name] = seconds_of(row, way, count, steps), ddp * statistics.median(row["seconds"][FIRST])
+            plain = means(plain_of(results, way))
+            same = _steps(plain, plain, steps) * statistics.median(row["seconds"][DDP])
+            found[way.name] = seconds_of(row, way, count, steps), same
     return found
-
-
-def _runs(results: Results, way: Way) -> dict[str, list[float]]:
-    runs: dict[str, list[float]] = results["curves"][way.curve or way.name]["runs"]
-    return runs
 
 
 def place(row: dict[str, Any]) -> str:
@@ -88,7 +90,7 @@ def place(row: dict[str, Any]) -> str:
     parts = [f"{row['rate']:g} Mbit/s"]
     parts += [] if row["delay"] is None else [f"{row['delay']:g} ms"]
     parts += ["straggler"] * row["straggler"]
-    return ", ".join(parts) + (f", batch {row['batch']}" if row["batch"] != 16 else "")
+    return ", ".join(parts) + (f", batch {row['batch']}" if row["batch"] != BATCH else "")
 
 
 def fastest(sooner: dict[str, float], ways: list[Way], kinds: tuple[str, ...]) -> str:
@@ -112,7 +114,7 @@ def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
                 "sooner": sooner[best],
                 "synchronous": alike,
                 "synchronous_sooner": sooner[alike],
-                "ddp_seconds": seconds[FIRST][0],
+                "ddp_seconds": seconds[DDP][0],
                 "all": sooner,
             }
         )
@@ -125,13 +127,13 @@ def losses_by_straggler(results: Results, ways: list[Way]) -> list[dict[str, Any
     for row in results["cells"]:
         if not row["straggler"]:
             continue
-        same = [one for one in results["cells"] if {**row, "straggler": False}.items() >= _network(one).items()]
+        same = [one for one in results["cells"] if _network(one) == _network(row)]
         alone = next(one for one in same if not one["straggler"])
         medians = [{name: statistics.median(each) for name, each in one["seconds"].items()} for one in (alone, row)]
         kept = {name: medians[0][name] / medians[1][name] for name in medians[1]}
         asynchronous = [way.name for way in ways if way.kind == "asynchronous"]
         best = max(asynchronous, key=lambda name: 1 / medians[1][name])
-        found.append({**_network(row), "best": best, "keeps": kept[best], "ddp_keeps": kept[FIRST], "all": kept})
+        found.append({**_network(row), "best": best, "keeps": kept[best], "ddp_keeps": kept[DDP], "all": kept})
     return found
 
 
@@ -148,7 +150,9 @@ def show(console: Console, results: Results, ways: list[Way]) -> None:
         if not way.curve:
             each = differences(results, way)
             seeds = " ".join(f"{100 * one:+.2f}" for one in each)
-            grid.add_row(way.name, f"{accuracies(results, way)[-1]:.2%}", f"{100 * statistics.fmean(each):+.2f}", seeds)
+            grid.add_row(
+                way.name, f"{means(runs_of(results, way))[-1]:.2%}", f"{100 * statistics.fmean(each):+.2f}", seeds
+            )
     console.print(grid)
     grid = Table(title="sooner than DDP at its accuracy less half a point", title_justify="left")
     for heading in ("network", "DDP, s", "winner", "times", "same bits on all ranks", "times "):

@@ -112,6 +112,14 @@ def ddp(module: torch.nn.Module, hook: str) -> torch.nn.Module:
     return wrapped
 
 
+def hooked(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, algorithms.ddp.Hook]:
+    """DDP with one of our hooks, which the name has behind `HOOK`."""
+    wrapped = DistributedDataParallel(module)
+    hook = algorithms.ddp.hook(name.removeprefix(HOOK), wrapped)
+    wrapped.register_comm_hook(None, hook)
+    return wrapped, hook
+
+
 def _done(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(x)
@@ -152,9 +160,7 @@ class Rival:
                 self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
             self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)
         elif name.startswith(HOOK):
-            self.module = wrapped = DistributedDataParallel(module)
-            self.hook = algorithms.ddp.hook(name.removeprefix(HOOK), wrapped)
-            wrapped.register_comm_hook(None, self.hook)
+            self.module, self.hook = hooked(module, name)
         elif name.startswith("ddp"):
             self.module = ddp(module, name.removeprefix("ddp").strip())
         self.x, self.y = batch(of, comm.rank())
