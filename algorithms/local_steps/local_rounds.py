@@ -114,11 +114,12 @@ class LocalRounds(RoundAlgorithm):
     def _begin(self) -> None:
         """See `RoundAlgorithm._begin`."""
         ends = self.turn_at(self._steps) is not None
+        planned = self._pace.planned() if ends and self._pace is not None else []
         super()._begin()
         if ends:
             self._samples = 0.0
             if self._pace is not None:
-                self._pace.next_round(self._wait_seconds)
+                self._pace.next_round(planned, self._wait_seconds)
 
     def weighed(self, difference: Bucket, exchange: Iterator[Work]) -> Iterator[Work]:
         """Runs the exchange of a bucket's pseudo-gradient beside training, with the ranks' weights before it.

@@ -57,18 +57,23 @@ class Pace:
         """Takes the speeds of all ranks in the round whose exchange is under way; equal on all ranks."""
         self._speeds = list(speeds)
 
-    def next_round(self, waited: float) -> None:
-        """Begins a round, when all of the one before the last is known.
+    def next_round(self, steps: Sequence[int], waited: float) -> None:
+        """Begins a round.
 
         Args:
+            steps: of each rank: what `planned` returned before the exchange of the last round began.
             waited: as for `speed`.
         """
         self.rounds += 1
-        self.steps = self._planned()
+        self.steps = list(steps)
         self._end += self.steps[self._rank]
         self._began, self._waited = self._clock(), waited
 
-    def _planned(self) -> list[int]:
+    def planned(self) -> list[int]:
+        """Returns the steps of each rank in the next round.
+
+        Call it before the exchange of this round begins. Later, this round's speeds may be known on one rank and not on another.
+        """
         if not self._speeds:
             return self.steps
         mean = sum(self._speeds) / len(self._speeds)

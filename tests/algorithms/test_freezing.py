@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from bagua_kernels import optim
-from bagua_kernels.algorithms import DGC, Algorithm, GradientAllReduce, OneBitAdam, QAdam, RandomK, TopK
+from bagua_kernels.algorithms import DGC, Algorithm, AutoTune, GradientAllReduce, OneBitAdam, QAdam, RandomK, TopK
+from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.algorithms.test_contract import ALGORITHMS, ALL
@@ -51,8 +52,10 @@ def optimizer_of(algorithm: Algorithm, module: nn.Module) -> torch.optim.Optimiz
 
 
 def state_of(algorithm: Algorithm, names: tuple[str, ...] = FROZEN) -> dict[str, torch.Tensor]:
-    """What is remembered of some parameters."""
+    """What is remembered of some parameters; of a tuner, whose candidates remember different things, what is owed to them."""
     vectors = algorithm.algorithm_state_dict()["vectors"]
+    if isinstance(algorithm, AutoTune):
+        return {name: owed for name, owed in owed_by(vectors).items() if name in names and owed.any()}
     return {
         f"{key} {name}": named[name].clone()
         for key, named in vectors.items()

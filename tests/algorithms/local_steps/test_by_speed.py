@@ -135,13 +135,47 @@ def test_speeds_that_change() -> None:
     assert steps[4:] == [[16, 4]] * 2
 
 
+def test_an_exchange_that_ends_early_on_one_rank_changes_no_plan() -> None:
+    """On the last rank all rounds have been exchanged before the next one is begun."""
+
+    def rank(communicator: Communicator) -> list[list[int]]:
+        module, clock = Vector(), Clock()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = LocalSGD(module, optimizer, interval=6, communicator=communicator, by_speed=True)
+        on_clock(model, clock)
+        begin = model._runtime.start
+
+        def late(*args: Any) -> Any:
+            task = begin(*args)
+            task.done.wait()
+            return task
+
+        if communicator.rank == communicator.size - 1:
+            model._runtime.start = late
+        steps = []
+        for turn in range(5):
+            steps.append(model.steps_of_ranks)
+            for _ in range(model.steps_of_ranks[communicator.rank]):
+                model()
+                module.x.grad = torch.ones(N)
+                clock.now += 1.0 + 2.0 * (communicator.rank + turn)
+                optimizer.step()
+            model.wait()
+        model.close()
+        return steps
+
+    first, *others = run_ranks(3, rank)
+    assert first[2] != first[0]
+    assert all(steps == first for steps in others)
+
+
 def test_waiting_is_no_work() -> None:
     """A rank that has waited for the others is not slow."""
     clock = Clock()
     pace = Pace(4, 0, 2, 1, clock)
     clock.now = 10.0
     assert pace.speed(waited=6.0) == 1.0
-    pace.next_round(waited=6.0)
+    pace.next_round(pace.planned(), waited=6.0)
     clock.now = 14.0
     assert pace.speed(waited=6.0) == 1.0
 
@@ -257,11 +291,11 @@ def test_a_sampler_goes_on_in_the_middle_of_a_round_or_at_its_end(stop: int) -> 
 def test_speeds_are_resumed() -> None:
     pace, again = (Pace(6, 1, 2, 1, Clock()) for _ in range(2))
     pace.measured([3.0, 1.0])
-    pace.next_round(0.0)
-    pace.next_round(0.0)
+    pace.next_round(pace.planned(), 0.0)
+    pace.next_round(pace.planned(), 0.0)
     again.load(pace.numbers())
     for each in (pace, again):
-        each.next_round(0.0)
+        each.next_round(each.planned(), 0.0)
     assert again.numbers() == pace.numbers()
     assert again.steps == [9, 3]
     again.restart(100)
