@@ -116,6 +116,11 @@ class GradientAlgorithm(Algorithm):
         found = LocalCommunicator.alone() if communicator is None else communicator
         return cls(torch.nn.Module(), communicator=found, **options)
 
+    @classmethod
+    def usual_bucket_bytes(cls, gradients: int) -> int:
+        """Returns the size of buckets that fits so many bytes of gradients, where none is asked for."""
+        return BUCKET_BYTES
+
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """Returns where the gradient of a parameter belongs.
 

@@ -92,9 +92,13 @@ class PowerSGD(GradientAlgorithm):
         self.small_first = only_if_faster
         if bucket_bytes is None:
             total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-            first = max(math.ceil(_FIRST_SHARE * total), 1)
-            bucket_bytes = BUCKET_BYTES if only_if_faster else min(first, _LARGE_BUCKET_BYTES)
+            bucket_bytes = BUCKET_BYTES if only_if_faster else self.usual_bucket_bytes(total)
         super().__init__(module, optimizer, bucket_bytes=bucket_bytes, **options)
+
+    @classmethod
+    def usual_bucket_bytes(cls, gradients: int) -> int:
+        """See `GradientAlgorithm.usual_bucket_bytes`."""
+        return min(max(math.ceil(_FIRST_SHARE * gradients), 1), _LARGE_BUCKET_BYTES)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""

@@ -26,9 +26,9 @@ from bagua_kernels.algorithms.tuner.cost.facts import Network
 from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
 from bagua_kernels.algorithms.tuner.elsewhere import faster
-from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, greatest, latency, pace, pass_seconds, slowest
+from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, greatest, latency, pass_seconds, sending, slowest
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
-from bagua_kernels.algorithms.tuner.search import Search
+from bagua_kernels.algorithms.tuner.search import BLOCK, Search
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator
 from bagua_kernels.comm.hierarchical.arguments import given
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class AutoTune(GradientAlgorithm):
     """Synchronous data parallelism with the exchange that takes the least time, found in the first 60 steps.
 
-    1. Average gradients exactly for eight steps. Measure their time, the bytes, what communication threads and backward wait for,
+    1. Average gradients exactly for five steps. Measure their time, the bytes, what communication threads and backward wait for,
        a message's latency, and what encoding and decoding costs here.
     2. Predict the time of a step with each candidate by `algorithms.tuner.cost`.
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads
@@ -103,7 +103,9 @@ class AutoTune(GradientAlgorithm):
         sizes = [max(1, round(part * size)) for part in _SIZES]
         forgiving = optimizer is not None and not divides_by_second_moment(optimizer)
         self.exactness, self.nodes, self._optimizer = exactness, nodes, optimizer
-        self.candidates = {one.label: one for one in candidates(exactness, sizes, forgiving, scaler)}
+        trained = (p for p in module.parameters() if p.requires_grad)
+        gradients = None if "bucket_bytes" in options else sum(p.numel() * p.element_size() for p in trained)
+        self.candidates = {one.label: one for one in candidates(exactness, sizes, gradients, forgiving, scaler)}
         self.search = Search(next(iter(self.candidates)))
         self.facts, self.scaler = facts, scaler
         self.elsewhere: dict[str, float] = {}
@@ -114,6 +116,7 @@ class AutoTune(GradientAlgorithm):
         self._owed: dict[str, torch.Tensor] = {}
         self._leaving = False
         self._rows: list[tuple[float, float, float, float]] = []
+        self._block: list[float] = []  # seconds of the steps of a turn
         self._before, self._ended = (0.0, 0.0, 0.0), 0.0
         self.policy = _Watch(self)
         super().__init__(module, optimizer, **options)
@@ -239,15 +242,16 @@ class AutoTune(GradientAlgorithm):
             search.note()
             if search.measured:
                 self.facts = self._measure(communicator)
-                search.drifted(
-                    greatest(communicator, pace(communicator) * self.facts.sent), 0.0
-                )  # what later looks meet
+                search.drifted(sending(communicator, self.facts), 0.0)  # what later looks meet
                 search.begin(self._predicted(self.facts))
         elif search.state == "trying":
-            search.took(greatest(communicator, seconds))
+            self._block.append(seconds)
+            if len(self._block) == BLOCK:  # a message in each step would take long where delays are
+                for each in greatest(communicator, self._block):
+                    search.took(each)
+                self._block = []
         elif search.rest() and self.facts is not None:
-            # In units of what a step with exact means sends: where that is short, nothing depends on it.
-            there = greatest(communicator, pace(communicator) * self.facts.sent)
+            there = sending(communicator, self.facts)
             if search.drifted(there, _MATTERS * self.facts.step):
                 search.begin(self._predicted(self.facts.with_bandwidth(search.slower)))
 
@@ -283,9 +287,8 @@ class AutoTune(GradientAlgorithm):
         step, waited, busy, sent = (statistics.median(column) for column in zip(*self._rows, strict=True))
         device = communicator.device
         specs = sorted({one.method.codec for one in self.candidates.values() if one.method.codec})
-        codecs = {"": 0.0, **codec_seconds(specs, device)}
-        own = Facts(step, waited, busy, sent, latency(communicator), codecs, pass_seconds(device))
-        self._rows = []
+        codecs = codec_seconds(specs, device) | {"": 0.0}
+        own, self._rows = Facts(step, waited, busy, sent, latency(communicator), codecs, pass_seconds(device)), []
         return slowest(communicator.all_gather_object(own))
 
     def table(self) -> Table:
@@ -333,7 +336,7 @@ class AutoTune(GradientAlgorithm):
         # What was remembered belongs to the candidate in use, which may not be the one that is next.
         self._use(self.candidates[found.get("used", self.search.current)])
         super()._load(states)
-        search = self.search
+        search, self._block = self.search, []
         if self.facts is not None:
             predicted = self._predicted(self.facts.with_bandwidth(search.slower))
             if search.state == "trying":

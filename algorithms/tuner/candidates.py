@@ -43,7 +43,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """For tables and states, the same on all ranks."""
-        parts = [self.method.name, f"{self.bucket_bytes / (1 << 20):g} MiB"]
+        parts = [self.method.name, f"{self.bucket_bytes / (1 << 20):.3g} MiB"]
         parts += ["by nodes"] * (self.nodes is not None)
         parts += ["steps at the end"] * (not self.in_backward)
         parts += ["one at a time"] * (self.in_flight == 1 and self.nodes is None)
@@ -67,6 +67,7 @@ class Candidate:
 def candidates(
     exactness: str,
     bucket_bytes: Sequence[int],
+    gradients: int | None,
     forgiving: bool,
     scaler: torch.amp.GradScaler | None,
 ) -> list[Candidate]:
@@ -74,7 +75,8 @@ def candidates(
 
     Args:
         exactness: "exact", or anything else for means that are rounded alike on all ranks, too.
-        bucket_bytes: sizes of buckets; compression is tried with the first one.
+        bucket_bytes: sizes of buckets for exact means.
+        gradients: their bytes, from which each compression's usual size of buckets follows; None to use the first size.
         forgiving: False if the optimizer divides by a second moment, so that payloads which lack most of a gradient cost loss.
         scaler: of the loss, for residuals.
     """
@@ -93,7 +95,8 @@ def candidates(
             arguments: dict[str, Any] = {**options, **scaled}
             recipe = kind.recipe(**arguments)
             if forgiving or not recipe.holds_back:
-                found.append(Candidate(method, bucket_bytes[0], recipe))
+                size = bucket_bytes[0] if gradients is None else kind.usual_bucket_bytes(gradients)
+                found.append(Candidate(method, size, recipe))
     return found
 
 

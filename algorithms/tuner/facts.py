@@ -70,6 +70,11 @@ def pace(communicator: Communicator) -> float:
     return max(taken, 1e-6) / (4 * elements * 2 * (communicator.size - 1) / communicator.size)
 
 
+def sending(communicator: Communicator, facts: Facts) -> float:
+    """Seconds of what a step with exact means sends: where they are few, nothing depends on the network; collective."""
+    return greatest(communicator, [pace(communicator) * facts.sent])[0]
+
+
 def _shortest_sum(communicator: Communicator, elements: int) -> float:
     x, taken = torch.zeros(elements, device=communicator.device), []
     for _ in range(_REPEATS + 1):
@@ -110,11 +115,11 @@ def _seconds(run: Any, device: torch.device) -> float:
     return statistics.median(taken[1:]) / _ELEMENTS
 
 
-def greatest(communicator: Communicator, value: float) -> float:
-    """The greatest of all ranks' values; collective."""
-    found = torch.tensor([value], dtype=torch.float64, device=communicator.device)
+def greatest(communicator: Communicator, values: Sequence[float]) -> list[float]:
+    """The greatest of all ranks' values, place by place; collective."""
+    found = torch.tensor(values, dtype=torch.float64, device=communicator.device)
     communicator.all_reduce(found, ReduceOp.MAX).wait()
-    return float(found)
+    return found.tolist()
 
 
 def slowest(everyone: Sequence[Facts]) -> Facts:

@@ -100,7 +100,7 @@ def fastest(sooner: dict[str, float], ways: list[Way], kinds: tuple[str, ...]) -
 
 
 def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
-    """Of each cell: the winner, the best that leaves all ranks the same bits, and how many times sooner than DDP."""
+    """Of each cell: the winner, the best that leaves all ranks the same bits, how many times sooner, and how many ways are."""
     found = []
     for row in results["cells"]:
         seconds = times(results, row, ways)
@@ -115,6 +115,7 @@ def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
                 "synchronous": alike,
                 "synchronous_sooner": sooner[alike],
                 "ddp_seconds": seconds[DDP][0],
+                "helping": sum(times > 1 for name, times in sooner.items() if name != DDP),
                 "all": sooner,
             }
         )
@@ -155,11 +156,12 @@ def show(console: Console, results: Results, ways: list[Way]) -> None:
             )
     console.print(grid)
     grid = Table(title="sooner than DDP at its accuracy less half a point", title_justify="left")
-    for heading in ("network", "DDP, s", "winner", "times", "same bits on all ranks", "times "):
+    for heading in ("network", "DDP, s", "winner", "times", "same bits on all ranks", "times ", "sooner than DDP"):
         grid.add_column(heading, justify="right")
     for one in summary(results, ways):
         numbers = f"{one['sooner']:.2f}", one["synchronous"], f"{one['synchronous_sooner']:.2f}"
-        grid.add_row(place(one), f"{one['ddp_seconds']:.1f}", one["winner"], *numbers)
+        helping = f"{one['helping']} of {len(ways) - 1}"
+        grid.add_row(place(one), f"{one['ddp_seconds']:.1f}", one["winner"], *numbers, helping)
     console.print(grid)
     slow = losses_by_straggler(results, ways)
     if slow:

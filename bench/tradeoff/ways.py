@@ -212,7 +212,7 @@ class Cell:
     batch: int = field(default=BATCH)
 
 
-# Delays are the work of a process, a tenth of a core at 500 Mbit/s, so that there are none beside faster links.
+# Delays are the work of a process, which takes part of a core, so that there are none beside faster links.
 NETWORKS: list[tuple[float, float | None]] = [
     *((rate, None) for rate in (100.0, 500.0, 1000.0, 5000.0)),
     *((rate, delay) for rate in (100.0, 500.0) for delay in (5.0, 20.0)),

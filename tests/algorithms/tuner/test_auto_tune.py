@@ -17,14 +17,16 @@ from tests.algorithms.tuner.tuned import FAST, LOW_RANK, PLAIN, SIGN, SLOW, TOPK
 
 
 def test_candidates() -> None:
-    everything = [one.label for one in candidates("synchronous", [10 << 20, 1 << 20], True, None)]
+    everything = [one.label for one in candidates("synchronous", [10 << 20, 1 << 20], None, True, None)]
     assert everything[:2] == ["GradientAllReduce, 10 MiB", "GradientAllReduce, 1 MiB"]
     assert {"ByteGrad, 10 MiB", "SignSGD, 10 MiB", "PowerSGD 4, 10 MiB"} < set(everything)
-    careful = [one.label for one in candidates("synchronous", [10 << 20], False, None)]
+    usual = [one.label for one in candidates("synchronous", [10 << 20], 20 << 20, True, None)]
+    assert {"ByteGrad, 10 MiB", "PowerSGD 4, 14 MiB"} < set(usual)
+    careful = [one.label for one in candidates("synchronous", [10 << 20], None, False, None)]
     assert "ByteGrad, 10 MiB" in careful
     assert "4 bits, 10 MiB" in careful
     assert not any(label.startswith(("SignSGD", "TopK", "PowerSGD")) for label in careful)
-    assert [one.label for one in candidates("exact", [1 << 20], True, None)] == ["GradientAllReduce, 1 MiB"]
+    assert [one.label for one in candidates("exact", [1 << 20], None, True, None)] == ["GradientAllReduce, 1 MiB"]
 
 
 def test_the_slowest_rank_counts() -> None:

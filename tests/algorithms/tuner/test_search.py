@@ -19,7 +19,7 @@ def measured() -> Search:
     while not search.measured:
         counted += search.counts
         search.note()
-    assert counted == 5
+    assert counted == 3
     return search
 
 

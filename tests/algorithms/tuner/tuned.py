@@ -8,7 +8,12 @@ from bagua_kernels.algorithms import AutoTune
 from bagua_kernels.algorithms.tuner.facts import Facts
 from tests.algorithms.ranks import fill
 
-SIGN, PLAIN, TOPK, LOW_RANK = "SignSGD, 10 MiB", "GradientAllReduce, 10 MiB", "TopK 1 %, 10 MiB", "PowerSGD 4, 10 MiB"
+SIGN, PLAIN, TOPK, LOW_RANK = (
+    "SignSGD, 10 MiB",
+    "GradientAllReduce, 10 MiB",
+    "TopK 1 %, 10 MiB",
+    "PowerSGD 4, 0.0056 MiB",
+)
 CODECS = {
     "minmax_uint8": 1e-9,
     "absmax_int8": 1e-9,
