@@ -17,13 +17,14 @@ _OWED = ("worker", "owner", "residual")
 def owed_by(state: Mapping[str, Named]) -> dict[str, torch.Tensor]:
     """Adds up what payloads have lacked so far, by parameter.
 
-    Owners' residuals are equal on all ranks here, so that the mean of all ranks' sums is the mean of what is owed.
+    What one key alone has is not copied. Owners' residuals are equal on all ranks here, so that the mean of all ranks' sums is
+    the mean of what is owed.
     """
     found: dict[str, torch.Tensor] = {}
     for key in _OWED:
         for name, vector in state.get(key, {}).items():
             flat = vector.reshape(-1)
-            found[name] = found[name] + flat if name in found else flat.clone()
+            found[name] = found[name] + flat if name in found else flat
     return found
 
 
@@ -67,7 +68,7 @@ class Repaying(Exchange):
                 view.add_(self._owed[name].view(view.shape).to(view.dtype), alpha=self.inner.loss_scale)
                 paid.append(name)
         yield from self.inner.run(step)
-        if paid and not bucket.whole.isfinite().all():
+        if paid and not all(each.isfinite() for each in bucket.whole.aminmax()):
             # No optimizer takes such a step. The inner exchange forgets it, as if it had not been.
             self.inner.load({})
             return

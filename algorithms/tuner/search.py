@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 BLOCK = 4  # steps of a turn; the first one hands residuals over and is not counted
-TURNS = 2  # of each candidate that is tried
+_FEW = 2  # variations, the base among them, that have two turns each
 TRIES = 3
 _WORTH = 1.5  # predicted times of the best within which a candidate is tried
 _WARM, _MEASURED = 2, 3  # steps with plain means, which take long on slow links
@@ -88,7 +88,7 @@ class Search:
         if len(chosen) == 1:
             self._vary(chosen[0], f"predicted to be {_WORTH:g} times as fast as all others")
             return
-        self._turns(chosen * TURNS)
+        self._turns(_there_and_back(chosen))
 
     def _turns(self, labels: list[str]) -> None:
         self._order, self._steps, self.current = labels, 0, labels[0]
@@ -120,7 +120,7 @@ class Search:
         labels = [label, *self.variations[label]]
         # Times of this round alone are compared with each other.
         self._times = {name: [] for name in labels}
-        self._turns(labels * (TURNS if len(labels) <= TURNS else 1))
+        self._turns(_there_and_back(labels) if len(labels) <= _FEW else labels)
 
     def _medians(self) -> dict[str, float]:
         return {label: statistics.median(times) for label, times in self._times.items() if times}
@@ -175,3 +175,8 @@ class Search:
         self._steps, self._off = 0, 0
         # States of before have no seconds to compare with.
         self._usual = saved[6] if len(saved) > 6 else 0.0
+
+
+def _there_and_back(labels: list[str]) -> list[str]:
+    """Two turns of each: a drift of the machine counts alike for all, and one handover less is needed."""
+    return [*labels, *reversed(labels)]

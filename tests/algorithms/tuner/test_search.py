@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bagua_kernels.algorithms.tuner.elsewhere import faster
-from bagua_kernels.algorithms.tuner.search import BLOCK, TRIES, TURNS, WINDOW, Search
+from bagua_kernels.algorithms.tuner.search import BLOCK, TRIES, WINDOW, Search
 
 PREDICTED = {"plain": 1.0, "a": 0.5, "b": 0.6, "c": 0.7, "d": 0.72, "e": 0.9}
 
@@ -37,10 +37,10 @@ def test_the_best_predicted_take_turns_and_the_fastest_goes_on() -> None:
     search.begin(PREDICTED)
     times = {"a": 0.9, "b": 0.3, "c": 0.8}
     seen = tried(search, times.__getitem__)
-    assert seen == (["a"] * BLOCK + ["b"] * BLOCK + ["c"] * BLOCK) * TURNS
+    assert seen == ["a"] * BLOCK + ["b"] * BLOCK + ["c"] * 2 * BLOCK + ["b"] * BLOCK + ["a"] * BLOCK
     assert (search.state, search.current) == ("chosen", "b")
-    assert {label: len(one) for label, one in search.tried.items()} == dict.fromkeys("abc", TURNS * (BLOCK - 1))
-    assert 8 + len(seen) <= 40
+    assert {label: len(one) for label, one in search.tried.items()} == dict.fromkeys("abc", 2 * (BLOCK - 1))
+    assert 5 + len(seen) <= 40
 
 
 def test_the_first_step_of_a_turn_is_not_counted() -> None:
@@ -58,7 +58,7 @@ def test_exact_means_are_tried_where_they_are_near() -> None:
     assert list(search.tried) == ["a", "b", "c", "plain"]
     tried(search, {"a": 0.9, "b": 0.8, "c": 0.8, "plain": 0.7}.__getitem__)
     assert search.current == "plain"
-    assert 8 + 4 * TURNS * BLOCK <= 60
+    assert 5 + 4 * 2 * BLOCK <= 40
 
 
 def test_what_is_predicted_to_be_slow_is_not_tried() -> None:
@@ -76,7 +76,7 @@ def test_variations_of_the_fastest_are_tried(seconds: float, expected: str) -> N
     search.begin(PREDICTED)
     times = {"a": 0.9, "b": 0.3, "c": 0.8, "b, other": 0.3 * seconds, "b, third": 0.4}
     seen = tried(search, times.__getitem__)
-    assert seen[3 * BLOCK * TURNS :] == ["b"] * BLOCK + ["b, other"] * BLOCK + ["b, third"] * BLOCK
+    assert seen[3 * 2 * BLOCK :] == ["b"] * BLOCK + ["b, other"] * BLOCK + ["b, third"] * BLOCK
     assert (search.state, search.current) == ("chosen", expected)
     assert 8 + len(seen) <= 60
     # Of one that is far ahead, too.
