@@ -117,8 +117,8 @@ class GradientAlgorithm(Algorithm):
         return cls(torch.nn.Module(), communicator=found, **options)
 
     @classmethod
-    def usual_bucket_bytes(cls, gradients: int) -> int:
-        """Returns the size of buckets that fits so many bytes of gradients, where none is asked for."""
+    def default_bucket_bytes(cls, module: torch.nn.Module) -> int:
+        """Returns the size of buckets for a module, if none is given."""
         return BUCKET_BYTES
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:

@@ -91,14 +91,14 @@ class PowerSGD(GradientAlgorithm):
             self.policy = OnlyIfFaster(self.policy)
         self.small_first = only_if_faster
         if bucket_bytes is None:
-            total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-            bucket_bytes = BUCKET_BYTES if only_if_faster else self.usual_bucket_bytes(total)
+            bucket_bytes = BUCKET_BYTES if only_if_faster else self.default_bucket_bytes(module)
         super().__init__(module, optimizer, bucket_bytes=bucket_bytes, **options)
 
     @classmethod
-    def usual_bucket_bytes(cls, gradients: int) -> int:
-        """See `GradientAlgorithm.usual_bucket_bytes`."""
-        return min(max(math.ceil(_FIRST_SHARE * gradients), 1), _LARGE_BUCKET_BYTES)
+    def default_bucket_bytes(cls, module: torch.nn.Module) -> int:
+        """See `GradientAlgorithm.default_bucket_bytes`."""
+        total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        return min(max(math.ceil(_FIRST_SHARE * total), 1), _LARGE_BUCKET_BYTES)
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""

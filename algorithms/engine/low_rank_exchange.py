@@ -100,9 +100,7 @@ class LowRankExchange(Exchange):
         """Residuals, factors, and how many steps they have seen; see `Exchange.state`."""
         state = self._factors.state_dict()
         steps = {name: torch.tensor(float(state["step"]), dtype=torch.float32) for name in state["residuals"]}
-        residuals = state["residuals"]
-        if self.loss_scale != 1.0:
-            residuals = {name: residual / self.loss_scale for name, residual in residuals.items()}
+        residuals = {name: residual.div_(self.loss_scale) for name, residual in state["residuals"].items()}
         lefts = {"left": state["lefts"]} if "lefts" in state else {}
         return {"residual": residuals, "right": state["rights"], **lefts, "compressed_steps": steps}
 

@@ -103,9 +103,8 @@ class AutoTune(GradientAlgorithm):
         sizes = [max(1, round(part * size)) for part in _SIZES]
         forgiving = optimizer is not None and not divides_by_second_moment(optimizer)
         self.exactness, self.nodes, self._optimizer = exactness, nodes, optimizer
-        trained = (p for p in module.parameters() if p.requires_grad)
-        gradients = None if "bucket_bytes" in options else sum(p.numel() * p.element_size() for p in trained)
-        self.candidates = {one.label: one for one in candidates(exactness, sizes, gradients, forgiving, scaler)}
+        sized = None if "bucket_bytes" in options else module
+        self.candidates = {one.label: one for one in candidates(exactness, sizes, sized, forgiving, scaler)}
         self.search = Search(next(iter(self.candidates)))
         self.facts, self.scaler = facts, scaler
         self.elsewhere: dict[str, float] = {}
@@ -288,7 +287,8 @@ class AutoTune(GradientAlgorithm):
         device = communicator.device
         specs = sorted({one.method.codec for one in self.candidates.values() if one.method.codec})
         codecs = codec_seconds(specs, device) | {"": 0.0}
-        own, self._rows = Facts(step, waited, busy, sent, latency(communicator), codecs, pass_seconds(device)), []
+        own = Facts(step, waited, busy, sent, latency(communicator), codecs, pass_seconds(device))
+        self._rows = []
         return slowest(communicator.all_gather_object(own))
 
     def table(self) -> Table:

@@ -67,7 +67,7 @@ class Candidate:
 def candidates(
     exactness: str,
     bucket_bytes: Sequence[int],
-    gradients: int | None,
+    module: torch.nn.Module | None,
     forgiving: bool,
     scaler: torch.amp.GradScaler | None,
 ) -> list[Candidate]:
@@ -76,7 +76,7 @@ def candidates(
     Args:
         exactness: "exact", or anything else for means that are rounded alike on all ranks, too.
         bucket_bytes: sizes of buckets for exact means.
-        gradients: their bytes, from which each compression's usual size of buckets follows; None to use the first size.
+        module: for which each compression has its default size of buckets; None to use the first of `bucket_bytes`.
         forgiving: False if the optimizer divides by a second moment, so that payloads which lack most of a gradient cost loss.
         scaler: of the loss, for residuals.
     """
@@ -95,7 +95,7 @@ def candidates(
             arguments: dict[str, Any] = {**options, **scaled}
             recipe = kind.recipe(**arguments)
             if forgiving or not recipe.holds_back:
-                size = bucket_bytes[0] if gradients is None else kind.usual_bucket_bytes(gradients)
+                size = bucket_bytes[0] if module is None else kind.default_bucket_bytes(module)
                 found.append(Candidate(method, size, recipe))
     return found
 

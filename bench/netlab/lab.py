@@ -7,7 +7,7 @@ network, so that all use the same addresses. It takes root, iproute2 and util-li
 A token bucket of two milliseconds of traffic at each end of a link limits its rate. With one millisecond, what flows is
 3 % below 500 Mbit/s: tokens are lost whenever all processors are busy for longer. TCP's segments are made to fit into the
 bucket, so that the kernel need not cut them up. Delay, jitter and loss are the work of a process, `bench.netlab.relay`,
-and cost CPU time: a tenth of a core at 500 Mbit/s. Processes that a killed lab leaves, with their namespaces, are ended by
+and cost processor time. Processes that a killed lab leaves, with their namespaces, are ended by
 the next lab or by `python -m bench.netlab down`.
 """
 

@@ -115,7 +115,7 @@ def summary(results: Results, ways: list[Way]) -> list[dict[str, Any]]:
                 "synchronous": alike,
                 "synchronous_sooner": sooner[alike],
                 "ddp_seconds": seconds[DDP][0],
-                "helping": sum(times > 1 for name, times in sooner.items() if name != DDP),
+                "helping": sum(ratio > 1 for name, ratio in sooner.items() if name != DDP),
                 "all": sooner,
             }
         )

@@ -212,7 +212,7 @@ class Cell:
     batch: int = field(default=BATCH)
 
 
-# Delays are the work of a process, which takes part of a core, so that there are none beside faster links.
+# A process delays the packets, for which it needs part of a core: faster links have no delay.
 NETWORKS: list[tuple[float, float | None]] = [
     *((rate, None) for rate in (100.0, 500.0, 1000.0, 5000.0)),
     *((rate, delay) for rate in (100.0, 500.0) for delay in (5.0, 20.0)),

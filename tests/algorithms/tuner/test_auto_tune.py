@@ -20,8 +20,9 @@ def test_candidates() -> None:
     everything = [one.label for one in candidates("synchronous", [10 << 20, 1 << 20], None, True, None)]
     assert everything[:2] == ["GradientAllReduce, 10 MiB", "GradientAllReduce, 1 MiB"]
     assert {"ByteGrad, 10 MiB", "SignSGD, 10 MiB", "PowerSGD 4, 10 MiB"} < set(everything)
-    usual = [one.label for one in candidates("synchronous", [10 << 20], 20 << 20, True, None)]
-    assert {"ByteGrad, 10 MiB", "PowerSGD 4, 14 MiB"} < set(usual)
+    module = torch.nn.Linear(2560, 2048, bias=False)  # 20 MiB
+    by_default = [one.label for one in candidates("synchronous", [10 << 20], module, True, None)]
+    assert {"ByteGrad, 10 MiB", "PowerSGD 4, 14 MiB"} < set(by_default)
     careful = [one.label for one in candidates("synchronous", [10 << 20], None, False, None)]
     assert "ByteGrad, 10 MiB" in careful
     assert "4 bits, 10 MiB" in careful
