@@ -36,8 +36,17 @@ class Buckets:
         exchanges: of the buckets, once `connect` made them.
     """
 
-    def __init__(self, members: Sequence[Member], order: list[int], options: BucketOptions) -> None:
-        """Lays out new buckets."""
+    def __init__(
+        self, members: Sequence[Member], order: list[int], options: BucketOptions, before: Buckets | None = None
+    ) -> None:
+        """Lays out buckets.
+
+        Args:
+            members: the parameters.
+            order: their positions, as buckets follow.
+            options: how they are put together.
+            before: buckets of the same members, which are gone on with if all lie in them as they are to lie now.
+        """
         ordered = [members[position] for position in order]
         first = _FIRST_BYTES if options.small_first else None
         alone = min(_ALONE_BYTES, options.bucket_bytes) if options.alone else None
@@ -45,18 +54,25 @@ class Buckets:
         groups = partition([m.parameter for m in ordered], options.bucket_bytes, kinds, first, alone)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
-        self.all = [
-            Bucket(
-                [members[p].parameter for p in group],
-                align=options.align,
-                exact=[members[p].exact for p in group],
-                flags=len(members) + 1 if index == len(groups) - 1 else 0,
-                index=index,
-                kind=members[group[0]].kind,
-                names=[members[p].name for p in group],
-            )
-            for index, group in enumerate(self.groups)
-        ]
+        self.all: list[Bucket]
+        self._places = [(options.align, group, [members[p].exact for p in group]) for group in self.groups]
+        if before is not None and before._places == self._places:
+            self.all = before.all
+            for bucket, group in zip(self.all, self.groups, strict=True):
+                bucket.kind = members[group[0]].kind
+        else:
+            self.all = [
+                Bucket(
+                    [members[p].parameter for p in group],
+                    align=align,
+                    exact=exact,
+                    flags=len(members) + 1 if index == len(groups) - 1 else 0,
+                    index=index,
+                    kind=members[group[0]].kind,
+                    names=[members[p].name for p in group],
+                )
+                for index, (align, group, exact) in enumerate(self._places)
+            ]
         self.slots = {
             position: (bucket, slot)
             for bucket, group in zip(self.all, self.groups, strict=True)

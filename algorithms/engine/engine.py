@@ -120,10 +120,10 @@ class Engine:
         ]
         self._hooks += [p.register_post_accumulate_grad_hook(gradient_hook(engine, None)) for p in self._sparse]
 
-    def lay_out(self, order: list[int] | None, state: Mapping[str, Named]) -> None:
-        """Makes new buckets, in an order of positions if one is known, and exchanges that remember a state."""
+    def lay_out(self, order: list[int] | None, state: Mapping[str, Named], before: Buckets | None = None) -> None:
+        """Makes buckets, in an order of positions if one is known, and exchanges that remember a state."""
         self.order_is_known = order is not None
-        self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options)
+        self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options, before)
         self.buckets.connect(lambda bucket: self._make_exchange(bucket, self.communicator_of(bucket)))
         takes_memory = self._device.type == "cpu" and all(each.takes_memory for each in self.buckets.exchanges)
         if takes_memory and not self._bucket_options.alone:
@@ -133,8 +133,8 @@ class Engine:
         self._bucket_steps: list[BucketSteps] = []
         if self._options.steps is not None and self._in_backward:
             self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
-            for exchange, updates in zip(self.buckets.exchanges, self._bucket_steps, strict=True):
-                exchange.updates = updates
+        for place, exchange in enumerate(self.buckets.exchanges):
+            exchange.updates = self._bucket_steps[place] if self._bucket_steps else None
         if state:
             self.buckets.load(state)
 
@@ -145,7 +145,7 @@ class Engine:
         self._bucket_options = manner.buckets
         self.in_flight = self._runtime.limit(manner.in_flight)
         self._in_backward = manner.in_backward
-        self.lay_out(self.buckets.order if self.order_is_known else None, {})
+        self.lay_out(self.buckets.order if self.order_is_known else None, {}, self.buckets)
 
     def communicator_of(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator on which a bucket is exchanged."""

@@ -84,6 +84,17 @@ class Exchange(abc.ABC):
     def load(self, state: Mapping[str, Named]) -> None:  # noqa: B027
         """Restores what `state` returned, maybe for more parameters than this bucket's; what is lacking starts anew."""
 
+    def take_over(self, other: Exchange) -> bool:
+        """Goes on with what another exchange of this bucket remembers, without a copy, if it knows how to.
+
+        Args:
+            other: of which no step is under way; if it was taken over, it cannot be used any more.
+
+        Returns:
+            True if it was. The state is then as if `load` had got the other's, but for factors that do not fit here.
+        """
+        return False
+
     def scale_to(self, loss_scale: float) -> None:
         """Brings the state to another loss scale."""
         factor, self.loss_scale = loss_scale / self.loss_scale, loss_scale

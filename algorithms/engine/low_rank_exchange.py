@@ -124,6 +124,16 @@ class LowRankExchange(Exchange):
         else:
             self._made = None
 
+    def take_over(self, other: Exchange) -> bool:
+        """See `Exchange.take_over`: from an exchange of the same kind, whatever its rank."""
+        if not isinstance(other, LowRankExchange) or other.bucket is not self.bucket or other._made is None:
+            return False
+        self._made = other._made if other._config == self._config else self._config.take_over(other._made)
+        if self._made is None:
+            return False
+        other._made, self.loss_scale = None, other.loss_scale
+        return True
+
     def residual_norm(self) -> float:
         """See `Exchange.residual_norm`."""
         residuals = [] if self._made is None else self._made.state_dict()["residuals"].values()

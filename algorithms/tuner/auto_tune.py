@@ -27,7 +27,8 @@ from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
 from bagua_kernels.algorithms.tuner.elsewhere import faster
 from bagua_kernels.algorithms.tuner.facts import Facts, codec_seconds, greatest, latency, pass_seconds, sending, slowest
-from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
+from bagua_kernels.algorithms.tuner.handover import Handover
+from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.algorithms.tuner.search import BLOCK, Search
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 class AutoTune(GradientAlgorithm):
     """Synchronous data parallelism with the exchange that takes the least time, found in the first 60 steps.
 
-    1. Average gradients exactly for eight steps. Measure their time, the bytes, what communication threads and backward wait for,
+    1. Average gradients exactly for five steps. Measure their time, the bytes, what communication threads and backward wait for,
        a message's latency, and what encoding and decoding costs here.
     2. Predict the time of a step with each candidate by `algorithms.tuner.cost`.
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads
@@ -112,7 +113,7 @@ class AutoTune(GradientAlgorithm):
         self._used = list(self.candidates.values())[-1]
         self._ranked: list[str] = []
         self._stripes: list[int] = []
-        self._owed: dict[str, torch.Tensor] = {}
+        self._handover = Handover()
         self._leaving = False
         self._rows: list[tuple[float, float, float, float]] = []
         self._block: list[float] = []  # seconds of the steps of a turn
@@ -169,9 +170,7 @@ class AutoTune(GradientAlgorithm):
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""
-        made = self._used.recipe.exchange_for(bucket, communicator)
-        owes = not made.has_memory or any(name in self._owed for name in bucket.names)
-        return Repaying(made, self._owed) if owes else made
+        return self._handover.to(self._used.recipe.exchange_for(bucket, communicator))
 
     def follow(self) -> None:
         """Has the search's choice average the next gradients; collective, while no exchange is under way."""
@@ -183,13 +182,13 @@ class AutoTune(GradientAlgorithm):
             return
         # Buckets are for training, whatever mode this is called in.
         with torch.inference_mode(False), torch.no_grad():
-            self._owed = owed_by(engine.buckets.state())
+            self._handover = Handover(engine.buckets.exchanges, stays=candidate.recipe is self._used.recipe)
             self._used = candidate
             options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
             self._use_sockets(candidate.sockets)
             manner = Manner(options, candidate.in_flight, candidate.in_backward)
             engine.exchange_otherwise(candidate.recipe.place, manner)
-        self._owed = {}
+        self._handover = Handover()
 
     def _use_sockets(self, count: int | None) -> None:
         """Has messages take so many sockets between two ranks; None for as many as were used before."""

@@ -40,6 +40,11 @@ class Repaying(Exchange):
         self._pays = bool(self._owed)
 
     @property
+    def paid(self) -> bool:
+        """True if nothing is owed any more."""
+        return not self._owed
+
+    @property
     def reads_in_place(self) -> bool:  # type: ignore[override]
         """True once everything is paid, if the exchange does."""
         return self.inner.reads_in_place and not self._owed

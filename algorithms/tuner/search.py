@@ -11,7 +11,8 @@ BLOCK = 4  # steps of a turn; the first one hands residuals over and is not coun
 _FEW = 2  # variations, the base among them, that have two turns each
 TRIES = 3
 _WORTH = 1.5  # predicted times of the best within which a candidate is tried
-_WARM, _MEASURED = 3, 5  # steps with plain means
+EXACT_STEPS = 5  # with plain means, which take long on slow links
+_WARM = 2  # of these that are not measured
 WINDOW = 25  # steps from one look at the network to the next
 _WINDOWS = 2  # looks that have to be off, one after the other
 _DRIFT = 1.5
@@ -36,6 +37,7 @@ class Search:
         tried: seconds of counted steps, by label, of the trial under way or the last one.
         reason: why the choice was made.
         slower: by which factor bytes have become slower than when they were measured; 1 at first.
+        exact_steps: with plain means at first; above 2, the first of which are not measured.
     """
 
     plain: str
@@ -47,6 +49,7 @@ class Search:
     tried: dict[str, list[float]] = field(default_factory=dict)
     reason: str = ""
     slower: float = 1.0
+    exact_steps: int = EXACT_STEPS
     _steps: int = 0
     _order: list[str] = field(default_factory=list)
     _base: str = ""
@@ -66,7 +69,7 @@ class Search:
     @property
     def measured(self) -> bool:
         """True if the facts are to be put together now."""
-        return self.state == "measuring" and self._steps == _WARM + _MEASURED
+        return self.state == "measuring" and self._steps == self.exact_steps
 
     def note(self) -> None:
         """Counts a step with plain means."""

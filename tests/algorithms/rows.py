@@ -13,7 +13,6 @@ from bagua_kernels.algorithms import (
     DGC,
     QSGD,
     Algorithm,
-    AutoTune,
     ByteGrad,
     CompressedAllReduce,
     DoubleSqueeze,
@@ -27,7 +26,7 @@ from bagua_kernels.algorithms import (
     TernGrad,
     TopK,
 )
-from tests.algorithms.training import Wrap, everything
+from tests.algorithms.training import Wrap, everything, tuner
 from tests.grids import one_of_each
 from tests.oracles import algorithms as oracle
 from tests.oracles.algorithms import Shapes
@@ -94,7 +93,7 @@ FACTORS = 2e-5
 WITHOUT_MEMORY = {
     "allreduce": Row(GradientAllReduce, oracle.Algorithm, {}, PLAIN),
     # Exact means, until it has measured.
-    "auto": Row(AutoTune, oracle.Algorithm, {}, PLAIN),
+    "auto": Row(tuner, oracle.Algorithm, {}, PLAIN),
     "bytegrad": Row(ByteGrad, compressed(minmax(), feedback=False), {"block": 64}),
     "bytegrad_stochastic": Row(ByteGrad, compressed(minmax(stochastic=True)), {"block": 64, "stochastic": True}),
     "qsgd": Row(QSGD, compressed(qsgd(4), seed=5), {"block": 32, "seed": 5}),

@@ -12,7 +12,6 @@ from bagua_kernels.algorithms import (
     DGC,
     QSGD,
     Algorithm,
-    AutoTune,
     ByteGrad,
     CompressedAllReduce,
     DoubleSqueeze,
@@ -34,6 +33,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import from_spec as codec_from_spec
 from tests.algorithms.ranks import Odd, batch, fill, gradients, train
+from tests.algorithms.training import tuner
 from tests.grids import grid, only
 
 ALL: dict[str, object] = {"exact": (), "min_numel": 0}  # the models here are small
@@ -59,7 +59,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "powersgd_in_turn": lambda *args, **kw: PowerSGD(*args, alternate=True, min_compression=0.5, **kw),
     "qadam": QAdam,
     "onebit_adam": OneBitAdam,
-    "auto": AutoTune,
+    "auto": tuner,
 }
 # Largest error of a mean gradient after one step, relative to the largest gradient of its parameter. Where all but a few bits
 # or elements are remembered for later, it says no more than that nothing grew; test_simulation.py has the values.

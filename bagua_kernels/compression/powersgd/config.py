@@ -77,5 +77,22 @@ class PowerSGD:
         """
         sizes = [torch.Size(shape) for shape in shapes]
         labels = [str(i) for i in range(len(sizes))] if names is None else list(names)
-        kind = AlternatingLowRank if self.alternate else LowRank
-        return kind(self, sizes, labels, dtype, torch.device(device))
+        return self._kind(self, sizes, labels, dtype, torch.device(device))
+
+    @torch.no_grad()
+    def take_over(self, state: LowRank | AlternatingLowRank) -> LowRank | AlternatingLowRank | None:
+        """Makes a state that goes on with the residuals of another one.
+
+        Args:
+            state: of another configuration, between two steps. Its memory is taken over, so that it cannot be used any more.
+
+        Returns:
+            The state, with factors as `start` makes them; None, and nothing is taken, if other tensors are compressed.
+        """
+        if not state.compresses_as(self):
+            return None
+        return self._kind(self, state.shapes, state.names, state.dtype, state.device, state)
+
+    @property
+    def _kind(self) -> type[LowRank] | type[AlternatingLowRank]:
+        return AlternatingLowRank if self.alternate else LowRank

@@ -61,27 +61,50 @@ class Stacks:
         passes: compiled passes over all stacks; None where tensor operations take their place.
     """
 
-    def __init__(self, matrices: list[Matrix], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, matrices: list[Matrix], dtype: torch.dtype, device: torch.device, before: Stacks | None = None
+    ) -> None:
+        """Begins with residuals and factors of zero.
+
+        Args:
+            matrices: in any order.
+            dtype: of everything.
+            device: of everything.
+            before: stacks of the same matrices, whatever their ranks, whose residuals and memory are taken over.
+        """
         # What is alike lies side by side in the flat buffers, so that it is computed in one call.
         matrices = sorted(matrices, key=lambda m: (m.rows, m.rank, m.columns))
         zeros = partial(torch.zeros, dtype=dtype, device=device)
         left_size, right_size = sum(m.rows * m.rank for m in matrices), sum(m.columns * m.rank for m in matrices)
         areas = [m.rows * m.columns for m in matrices]
-        self._scratch = zeros(2, max(areas, default=0))
+        self._room: torch.Tensor | None = None
         self.left, self.right = zeros(left_size), zeros(right_size)
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank, m.columns))]
-        wholes = [views(zeros(sum(areas)), groups, "rows", "columns") for _ in range(2)]
+        if before is None:
+            # A step writes `total` before it reads it.
+            flats = [torch.empty(sum(areas), dtype=dtype, device=device), zeros(sum(areas))]
+            wholes = [views(flat, groups, "rows", "columns") for flat in flats]
+        else:
+            before.settle()
+            wholes = [[s.total for s in before.each], [s.before for s in before.each]]
         lefts = [views(flat, groups, "rows", "rank") for flat in (zeros(left_size), self.left, zeros(left_size))]
-        flats = (self.right, zeros(right_size), zeros(right_size))
-        rights = [views(flat, groups, "columns", "rank") for flat in flats]
+        rights = [views(flat, groups, "columns", "rank") for flat in (self.right, zeros(right_size), zeros(right_size))]
         turned = [views(zeros(right_size), groups, "rank", "columns") for _ in range(2)]
         parts = zip(groups, *wholes, lefts[0], turned[0], lefts[1], *rights, turned[1], lefts[2], strict=True)
-        self.each = [Stack(*part) for part in parts]
+        self.each: list[Stack] = [Stack(*part) for part in parts]
         self.passes = Passes(self.memory()) if matrices and suits(self.left) else None
         self._due = [False] * len(self.each)  # True if the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]
         self._factors = views(self.left, groups, "rows", "rank")
+
+    @property
+    def _scratch(self) -> torch.Tensor:
+        """Room for a product and a term of it, made when tensor operations need it first."""
+        if self._room is None:
+            areas = (m.rows * m.columns for s in self.each for m in s.matrices)
+            self._room = self.left.new_empty(2, max(areas, default=0))
+        return self._room
 
     def orthonormalize_left(self) -> None:
         """Makes the columns of all left factors orthonormal."""
@@ -145,6 +168,14 @@ class Stacks:
                 before.sub_(product(left, right.t(), self._scratch))
             s.before_left.zero_()
             self._due[place] = False
+
+    def settle(self) -> None:
+        """Makes `before` of all stacks the residual itself, without more memory; its last bit is not that of `take_off`."""
+        for s in (s for s, due in zip(self.each, self._due, strict=True) if due):
+            for before, left, right in zip(s.before, s.before_left, s.before_right, strict=True):
+                for k in range(len(right)):
+                    before.addr_(left[:, k], right[k], alpha=-1.0)
+        self.forget_factors()
 
     def scale(self, factor: float) -> None:
         """Multiplies the residuals."""

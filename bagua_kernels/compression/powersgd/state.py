@@ -49,13 +49,21 @@ class LowRankState:
             too little. The caller sends them uncompressed.
         step: number of finished steps.
         left_size, right_size: elements of the factors.
+        shapes, names: of all tensors.
+        dtype, device: of residuals and factors.
     """
 
     _first = "left"  # the call that a step begins with
     _calls = "`left`, `right`, `finish`"
 
     def __init__(
-        self, config: Settings, shapes: list[torch.Size], names: list[str], dtype: torch.dtype, device: torch.device
+        self,
+        config: Settings,
+        shapes: list[torch.Size],
+        names: list[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        before: LowRankState | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"the state's dtype must be torch.float32 or torch.float64, got {dtype}")
@@ -63,17 +71,22 @@ class LowRankState:
             raise ValueError(f"expected a different name for each of {len(shapes)} shapes, got {names}")
         self.config = config
         self.step = 0
+        self.shapes, self.names, self.dtype, self.device = shapes, names, dtype, device
         found = [_compressed(config, i, name, shape) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))]
         matrices = [m for m in found if m is not None]
         self.dense = tuple(i for i, m in enumerate(found) if m is None)
         self.left_size = sum(m.rows * m.rank for m in matrices)
         self.right_size = sum(m.columns * m.rank for m in matrices)
-        self._count = len(shapes)
         self._next = self._first
-        self._owes = False  # True if a residual may be other than zero
+        self._owes: bool = before is not None and before._owes  # True if a residual may be other than zero
         self._small: list[bool] = []  # of the stacks of the step under way: True if no difference can overflow
-        self._stacks = Stacks(matrices, dtype, device)
+        self._stacks: Stacks = Stacks(matrices, dtype, device, None if before is None else before._stacks)
         self._draw()
+
+    def compresses_as(self, config: Settings) -> bool:
+        """True if another configuration compresses the same tensors."""
+        found = [_compressed(config, i, *one) for i, one in enumerate(zip(self.names, self.shapes, strict=True))]
+        return self.dense == tuple(i for i, m in enumerate(found) if m is None)
 
     @torch.no_grad()
     def finish(self, factor: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
@@ -249,8 +262,10 @@ class LowRankState:
             own.copy_(given)
 
     def _check_tensors(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self._count:
-            raise ValueError(f"expected {self._count} {what}, as many as `start` was given shapes, got {len(tensors)}")
+        if len(tensors) != len(self.shapes):
+            raise ValueError(
+                f"expected {len(self.shapes)} {what}, as many as `start` was given shapes, got {len(tensors)}"
+            )
         own = self._stacks.left
         for m in (m for s in self._stacks.each for m in s.matrices):
             t = tensors[m.place]

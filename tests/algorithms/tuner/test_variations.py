@@ -7,6 +7,7 @@ import torch
 
 from bagua_kernels import algorithms, optim
 from bagua_kernels.algorithms import Algorithm, AutoTune, ModelAlgorithm
+from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.tuner.cost.methods import methods
 from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator, run_ranks
@@ -49,6 +50,42 @@ def test_exact_means_have_the_same_bits_however_they_are_carried_out() -> None:
     everyone = run_ranks(2, rank)
     for found in everyone:
         assert all(torch.equal(a, b) for a, b in zip(found[0], everyone[0][1], strict=True))
+
+
+def test_what_fits_is_gone_on_with() -> None:
+    """Exchanges of a variation are the same; of another rank, they have the residuals of those before, and the same buckets."""
+
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
+        algorithm = AutoTune(model, optimizer, communicator=communicator, apply_in_backward=True)
+        engine = algorithm._engine
+        assert engine is not None
+        label = {rank: f"PowerSGD {rank}, 0.0056 MiB" for rank in (1, 4)}
+
+        def step_with(candidate: str) -> tuple[list[Exchange], dict[str, torch.Tensor]]:
+            force(algorithm, candidate)
+            owed = {name: owes.clone() for name, owes in owed_by(engine.buckets.state()).items()}
+            optimizer.zero_grad()
+            loss_of(algorithm, communicator.rank, 0).backward()
+            optimizer.step()
+            return list(engine.buckets.exchanges), owed
+
+        first, _ = step_with(label[1])
+        step_with(label[1])
+        owed = owed_by(engine.buckets.state())
+        assert any(bool(owes.any()) for owes in owed.values())
+        varied, handed = step_with(f"{label[1]}, steps at the end")
+        assert all(a is b for a, b in zip(first, varied, strict=True))
+        assert all(torch.equal(handed[name], owed[name]) for name in owed)
+        owed = owed_by(engine.buckets.state())
+        other, handed = step_with(label[4])
+        assert all(a.bucket is b.bucket for a, b in zip(first, other, strict=True))
+        for name, owes in owed.items():
+            torch.testing.assert_close(handed[name], owes)
+        algorithm.close()
+
+    run_ranks(2, rank)
 
 
 def test_means_by_nodes_are_a_candidate() -> None:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from bagua_kernels.compression.powersgd import PowerSGD
+from bagua_kernels.compression.powersgd import AlternatingLowRank, PowerSGD
 from bagua_kernels.compression.powersgd.stacks import Stack
 from bagua_kernels.launchers import low_rank
 from bagua_kernels.launchers.low_rank.passes import Passes
@@ -44,6 +44,48 @@ def test_saved_state_is_a_copy() -> None:
     saved = state.state_dict()
     exchange([state], [gradients([(4, 5)])])
     assert (saved["residuals"]["0"] == 0).all()
+
+
+@grid(dtype=[torch.float32, torch.float64], before__after=[(1, 4), (4, 1), (2, 2)], alternate=[False, True], cover=1)
+def test_a_state_of_another_rank_takes_residuals_over(
+    dtype: torch.dtype, before: int, after: int, alternate: bool
+) -> None:
+    """It goes on as a new one with these residuals does, in the memory of the old one."""
+    shapes, names = [(20, 30), (8,), (8, 4, 3, 3), (20, 30)], ["a", "b", "c", "d"]
+    old = PowerSGD(before, min_compression=0).start(shapes, names, dtype=dtype)
+    for step in range(3):
+        exchange([old], [gradients(shapes, step)])
+    saved = old.state_dict()["residuals"]
+    memory = {t.data_ptr() for s in old._stacks.each for t in (s.before, s.total)}
+    config = PowerSGD(after, seed=5, min_compression=0, alternate=alternate)
+    new, fresh = config.take_over(old), config.start(shapes, names, dtype=dtype)
+    assert new is not None
+    assert {t.data_ptr() for s in new._stacks.each for t in (s.before, s.total)} == memory
+    found = new.state_dict()
+    assert found["residuals"].keys() == {"a", "c", "d"}
+    for name, residual in saved.items():
+        assert residual.norm() > 0.1
+        torch.testing.assert_close(found["residuals"][name], residual)
+    fresh.load_state_dict({**fresh.state_dict(), "residuals": found["residuals"]})
+    for step in range(3, 7):
+        outs = []
+        for state in (new, fresh):
+            x = gradients(shapes, step)
+            if isinstance(state, AlternatingLowRank):
+                state.finish(state.factor(x), x)
+            else:
+                state.finish(state.right(state.left(x)), x)
+            outs.append([x[i] for i in (0, 2, 3)])
+        assert all(same(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_a_state_that_compresses_other_tensors_takes_nothing_over() -> None:
+    shapes = [(20, 30), (6, 6)]
+    old = PowerSGD(1).start(shapes)
+    exchange([old], [gradients(shapes)])
+    saved = old.state_dict()["residuals"]
+    assert PowerSGD(2).take_over(old) is None
+    assert all(same(residual, saved[name]) for name, residual in old.state_dict()["residuals"].items())
 
 
 def test_a_step_that_broke_off_is_repeated() -> None:
