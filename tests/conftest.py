@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,8 @@ if knobs.CUDA_SIMULATOR.get() and importlib.util.find_spec("numba_cuda"):
     from tests import simulator
 
     simulator.install()
+
+DOCS = Path(__file__).with_name("docs")
 
 # What a test uses that starts processes; it gets the marker `processes`.
 STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen", "Lab", "on_hosts"}
@@ -95,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the items of the tier: by default none that is slow, and in an emulated run a sample of those about kernels."""
+    """Keeps the items of the tier: by default a sample of those that are not slow; in an emulated run, of those about kernels."""
     for item in items:
         if starts_processes(getattr(item, "function", None), set()):
             item.add_marker(pytest.mark.processes)
@@ -105,10 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if EMULATED:
         # Everything else has been tested without.
         kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-        sample = {id(item) for item in emulated_sample([item for item in kept if not left_out(item)])}
-        for item in kept:
-            if id(item) not in sample:
-                item.add_marker(pytest.mark.beyond)
+    # All pairs that a grid covers are tested, and all pages, where no interpreter takes seconds for each.
+    whole = {item for item in kept if not EMULATED and (item.get_closest_marker("pair") or DOCS in item.path.parents)}
+    sample = whole.union(sample_of([item for item in kept if not left_out(item) and item not in whole]))
+    for item in kept:
+        if item not in sample:
+            item.add_marker(pytest.mark.beyond)
     if not config.getoption("--all"):
         kept = [item for item in kept if not left_out(item)]
     chosen = set(kept)
@@ -146,11 +152,14 @@ def starts_processes(function: Any, seen: set[Any]) -> bool:
     )
 
 
-def emulated_sample(items: list[pytest.Item]) -> list[pytest.Item]:
+def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
     """Returns items that have every test function, and of each parameter of a file's functions every value."""
+    # In an order that depends on nothing but names, so that functions do not all get the first value. With --all there are
+    # other numbers in them.
+    items = sorted(items, key=lambda item: hashlib.sha256(re.sub(r"\d+", "", item.nodeid).encode()).digest())
     parts: list[set[tuple[str, ...]]] = []
     for item in items:
-        values = item.callspec.params.items()
+        values = item.callspec.params.items() if hasattr(item, "callspec") else ()
         function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         parts.append({(function,), *((file, name, repr(value)) for name, value in values)})
     return [items[place] for place in grids.sample(parts)]

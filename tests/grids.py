@@ -29,8 +29,8 @@ def grid(
     """Parametrizes a test by a product of axes.
 
     By default, the items are a sample that has every pair of values of two axes that the full product has. The sample
-    depends on nothing but the arguments. With `--all`, the items are the full product; those outside the sample have the
-    marker `beyond`.
+    depends on nothing but the arguments. Its items have the marker `pair`, so that conftest.py leaves none of them out.
+    With `--all`, the items are the full product; those outside the sample have the marker `beyond`.
 
     Args:
         where: returns True for a combination that can be tested, which it gets by name; by default each can.
@@ -49,12 +49,13 @@ def grid(
         if where is None or where(**_arguments(axes, named, row))
     ]
     default = set(covering([row for row in rows if not _left_out(named, row)], cover))
+    paired = [pytest.mark.pair] * (cover > 1 and len(named) > 1)
     everything = set(rows) if most is None else default.union(covering(rows, most))
     cases = [
         pytest.param(
             *_arguments(axes, named, row).values(),
             id="-".join(axis[place].name for axis, place in zip(named, row, strict=True)),
-            marks=_marks(named, row, row in default),
+            marks=[*_marks(named, row, row in default), *(paired if row in default else ())],
         )
         for row in rows
         if row in (everything if EVERYTHING else default)

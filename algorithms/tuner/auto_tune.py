@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class AutoTune(GradientAlgorithm):
     """Synchronous data parallelism with the exchange that takes the least time, found in the first 60 steps.
 
-    1. Average gradients exactly for five steps. Measure their time, the bytes, what communication threads and backward wait for,
+    1. Average gradients exactly for four steps. Measure their time, the bytes, what communication threads and backward wait for,
        a message's latency, and what encoding and decoding costs here.
     2. Predict the time of a step with each candidate by `algorithms.tuner.cost`.
     3. The best three take turns of four steps, and exact means do where they are predicted to be near. What the payloads

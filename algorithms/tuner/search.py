@@ -11,8 +11,8 @@ BLOCK = 4  # steps of a turn; the first one hands residuals over and is not coun
 _FEW = 2  # variations, the base among them, that have two turns each
 TRIES = 3
 _WORTH = 1.5  # predicted times of the best within which a candidate is tried
-EXACT_STEPS = 5  # with plain means, which take long on slow links
-_WARM = 2  # of these that are not measured
+EXACT_STEPS = 4  # with plain means, which take long on slow links
+_WARM = 1  # of these that are not measured
 WINDOW = 25  # steps from one look at the network to the next
 _WINDOWS = 2  # looks that have to be off, one after the other
 _DRIFT = 1.5
@@ -37,7 +37,7 @@ class Search:
         tried: seconds of counted steps, by label, of the trial under way or the last one.
         reason: why the choice was made.
         slower: by which factor bytes have become slower than when they were measured; 1 at first.
-        exact_steps: with plain means at first; above 2, the first of which are not measured.
+        exact_steps: with plain means at first, 2 or more; the first one is not measured.
     """
 
     plain: str

@@ -170,7 +170,11 @@ def all_at_once(own, change, total, x, first, second):
 ALL_AT_ONCE = ElementwiseRule("all_at_once", all_at_once, arrays=6, writes=(0, 2, 3))
 
 
-@grid(codec={"8 bits": AbsMaxInt8(), "4 bits": AbsMaxInt4(), "1 bit": Sign(64, two_means=True)}, dtype=DTYPES, cover=1)
+@grid(
+    codec={"8 bits": AbsMaxInt8(), "4 bits": AbsMaxInt4(), "1 bit": Sign(64, two_means=True)},
+    dtype=only(DTYPES, torch.bfloat16),
+    cover=1,
+)
 @folded(counted=[True] if EMULATED else [False, True])
 def test_single_payloads_beside_their_sum(target: Target, codec: BlockCodec, dtype: torch.dtype, counted: bool) -> None:
     payloads = payloads_of(codec, N, 3, target)

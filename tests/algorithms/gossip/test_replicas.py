@@ -90,8 +90,8 @@ def moved(everyone: list[list[tuple[Held, torch.Tensor]]]) -> bool:
     ("case", "dtype"),
     only(
         itertools.product(CODECS, DTYPES),
-        *((case, torch.float32) for case in (CODECS[0], CODECS[4], CODECS[12])),
-        *((CODECS[0], dtype) for dtype in (torch.bfloat16, torch.float16)),
+        *((case, torch.float32) for case in (CODECS[4], CODECS[12])),
+        (CODECS[0], torch.bfloat16),
     ),
     ids=str,
 )

@@ -57,7 +57,7 @@ def take(model: Any, optimizer: Any, task: Task, rank: int, step: int) -> None:
     optimizer.step()
 
 
-@grid(codec=FEW, dtype=DTYPES, size=[2, 3, 4, 5, 8], cover=1)
+@grid(codec=FEW, dtype=DTYPES, size=[2, 3, 4, 5, 8], cover=1, most=2)
 def test_all_ranks_have_the_same_bits_after_each_round(codec: str, dtype: torch.dtype, size: int) -> None:
     """The outer parameters, and the parameters, which are the outer ones rounded to their dtype."""
 

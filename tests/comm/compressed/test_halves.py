@@ -22,7 +22,7 @@ def vectors(n: int, ranks: int) -> list[torch.Tensor]:
     return [torch.from_numpy(make("heavy", n, 1.0, rank)) for rank in range(ranks)]
 
 
-@grid(average=[True, False], ranks=[1, 2, 3, 8], codec=CODECS)
+@grid(average=[True, False], ranks=[1, 2, 3, 8], codec=CODECS, cover=1)
 def test_reduce_scatter(codec: Codec, ranks: int, average: bool) -> None:
     for n, pieces in ((0, 1), (1, 1), (63, 2), (65, 1), (1009, 3)):
         inputs = vectors(n, ranks)

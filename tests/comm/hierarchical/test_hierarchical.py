@@ -74,7 +74,7 @@ def tolerance(values: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float64
     return np.asarray((len(values) + 1) * torch.finfo(values[0].dtype).eps / 2 * magnitudes)
 
 
-@grid(layout=LAYOUTS, dtype=[*FLOATS, torch.int64], pieces=[None, 3])
+@grid(layout=LAYOUTS, dtype=[*FLOATS, torch.int64], pieces=[None, 3], cover=1)
 def test_sum(layout: list[list[int]], dtype: torch.dtype, pieces: int | None) -> None:
     for n in SIZES:
         values = inputs(ranks_of(layout), n, dtype)
@@ -122,7 +122,7 @@ def test_other_reductions_are_those_of_one_tier(layout: list[list[int]], op: Red
     assert torch.equal(reduced(layout, values, op=op), run_ranks(len(values), flat)[0])
 
 
-@grid(layout=LAYOUTS, dtype=[torch.float32, torch.float16, torch.bfloat16], op=[ReduceOp.AVG, ReduceOp.SUM])
+@grid(layout=LAYOUTS, dtype=[torch.float32, torch.float16, torch.bfloat16], op=[ReduceOp.AVG, ReduceOp.SUM], cover=1)
 def test_compressed_is_within_the_codecs_error(layout: list[list[int]], dtype: torch.dtype, op: ReduceOp) -> None:
     ranks, nodes = ranks_of(layout), len(layout)
     for n in SIZES:

@@ -71,7 +71,6 @@ def of_factors(state: State, part: Part, params: list[torch.nn.Parameter], given
             (4, 1, {}),
             (2, 1, {"alternate": True}),
         ],
-        (1, 1, {}),
         (2, 2, {}),
         (2, 1, {"alternate": True}),
     ),
