@@ -69,6 +69,7 @@ def trained(task: Task, rows: list[Row]) -> list[dict[str, Any]]:
     return last["rows"]
 
 
+@pytest.mark.slow
 def test_every_row_of_the_ring_runs(task: Task) -> None:
     rows = [row for row in ROWS if "ring" in row.tasks]
     assert len(rows) == len(gossip.ROWS) + 1

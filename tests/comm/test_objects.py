@@ -160,7 +160,9 @@ def _other_secrets(kind: str) -> None:
     # The ranks part at once: nobody has to wait for a timeout.
 
 
-@pytest.mark.parametrize(("kind", "odd"), [("init", "s" * 20), pytest.param("group", "", marks=pytest.mark.slow)])
+# Three interpreters that import everything.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "odd"), [("init", "s" * 20), ("group", "")])
 def test_ranks_with_different_secrets(kind: str, odd: str, tmp_path: Path) -> None:
     """All of them get an error that names the others and what to set."""
     script = tmp_path / "script.py"

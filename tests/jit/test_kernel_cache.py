@@ -110,6 +110,7 @@ def test_folder_in_place_of_an_entry_does_not_end_training(folder: Path, caplog:
     assert "could not be saved" in caplog.text
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_warning(tmp_path: Path) -> None:
     program = (
         "import resource, signal\n"

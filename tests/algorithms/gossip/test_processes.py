@@ -35,7 +35,8 @@ def report() -> None:
     comm.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_processes_compute_what_threads_compute(size: int) -> None:
     """Bit for bit, and within 1e-6 of the simulations."""
     results = run_processes(report, size, timeout=110)
