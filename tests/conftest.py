@@ -109,12 +109,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if EMULATED:
         # Everything else has been tested without.
         kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-    # All pairs that a grid covers are tested, and all pages, where no interpreter takes seconds for each.
-    whole = {item for item in kept if not EMULATED and (item.get_closest_marker("pair") or DOCS in item.path.parents)}
-    sample = whole.union(sample_of([item for item in kept if not left_out(item) and item not in whole]))
-    for item in kept:
-        if item not in sample:
-            item.add_marker(pytest.mark.beyond)
+    # Who names tests, or has a GPU, wants them all. Otherwise all pairs that a grid covers are tested, and all pages, where no
+    # interpreter takes seconds for each.
+    named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
+    if EMULATED or not (named or torch.cuda.is_available()):
+        whole = {i for i in kept if not EMULATED and (i.get_closest_marker("pair") or DOCS in i.path.parents)}
+        sample = whole.union(sample_of([item for item in kept if not left_out(item) and item not in whole]))
+        for item in kept:
+            if item not in sample:
+                item.add_marker(pytest.mark.beyond)
     if not config.getoption("--all"):
         kept = [item for item in kept if not left_out(item)]
     chosen = set(kept)
@@ -156,7 +159,7 @@ def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
     """Returns items that have every test function, and of each parameter of a file's functions every value."""
     # In an order that depends on nothing but names, so that functions do not all get the first value. With --all there are
     # other numbers in them.
-    items = sorted(items, key=lambda item: hashlib.sha256(re.sub(r"\d+", "", item.nodeid).encode()).digest())
+    items = sorted(items, key=lambda item: hashlib.sha256(re.sub(r"_?\d+", "", item.nodeid).encode()).digest())
     parts: list[set[tuple[str, ...]]] = []
     for item in items:
         values = item.callspec.params.items() if hasattr(item, "callspec") else ()

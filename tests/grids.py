@@ -35,7 +35,7 @@ def grid(
     Args:
         where: returns True for a combination that can be tested, which it gets by name; by default each can.
         cover: the number of axes of which every combination of values is in the sample. With 1, each value is in it, which
-            is enough where axes have nothing to do with each other.
+            is enough where axes have nothing to do with each other; of these, conftest.py takes each value once in a file.
         most: with `--all`, as `cover` of another sample, in place of the full product; where an item takes seconds.
         indirect: the parameters that are passed to the fixture of their name, as for `pytest.mark.parametrize`.
         axes: the values of each parameter; a mapping gives their names in test ids, too. An axis called `a__b` sets the

@@ -128,7 +128,7 @@ class Engine:
         takes_memory = self._device.type == "cpu" and all(each.takes_memory for each in self.buckets.exchanges)
         if takes_memory and not self._bucket_options.alone:
             self._bucket_options = replace(self._bucket_options, alone=True)
-            self.lay_out(order, state)
+            self.lay_out(order, state, before)
             return
         self._bucket_steps: list[BucketSteps] = []
         if self._options.steps is not None and self._in_backward:

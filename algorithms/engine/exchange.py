@@ -91,7 +91,8 @@ class Exchange(abc.ABC):
             other: of which no step is under way; if it was taken over, it cannot be used any more.
 
         Returns:
-            True if it was. The state is then as if `load` had got the other's, but for factors that do not fit here.
+            True if it was. The state is then as if `load` had got the other's, but for factors that do not fit here. An
+            exchange whose memory may be another one (`takes_memory`) returns False: it may be made twice.
         """
         return False
 

@@ -125,7 +125,10 @@ class LowRankExchange(Exchange):
             self._made = None
 
     def take_over(self, other: Exchange) -> bool:
-        """See `Exchange.take_over`: from an exchange of the same kind, whatever its rank."""
+        """See `Exchange.take_over`: from an exchange of the same kind, whatever its rank.
+
+        If a scaler skips the next step, its output is lost as in any other step of PowerSGD.
+        """
         if not isinstance(other, LowRankExchange) or other.bucket is not self.bucket or other._made is None:
             return False
         self._made = other._made if other._config == self._config else self._config.take_over(other._made)

@@ -335,7 +335,7 @@ class AutoTune(GradientAlgorithm):
         # What was remembered belongs to the candidate in use, which may not be the one that is next.
         self._use(self.candidates[found.get("used", self.search.current)])
         super()._load(states)
-        search, self._block = self.search, []
+        search, self._block, self._rows = self.search, [], []
         if self.facts is not None:
             predicted = self._predicted(self.facts.with_bandwidth(search.slower))
             if search.state == "trying":

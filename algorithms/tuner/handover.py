@@ -21,7 +21,7 @@ class Handover:
         """Begins a handover; collective where exchanges' states are.
 
         Args:
-            replaced: all exchanges that are replaced; no step of them is under way.
+            replaced: all exchanges that are replaced; no step of them is under way. None are where a state is loaded next.
             stays: True if they are replaced by exchanges that are made alike, so that those that fit are gone on with.
         """
         self._replaced = {exchange.bucket: exchange for exchange in replaced}
@@ -38,7 +38,8 @@ class Handover:
         if own is not None and made.take_over(own):
             return made
         owed = self._owed_to_all() if found is None else owed_by(found.state())
-        owes = not made.has_memory or any(name in owed for name in made.bucket.names)
+        # A state may hold what an exchange has no place for.
+        owes = not self._replaced or not made.has_memory or any(name in owed for name in made.bucket.names)
         return Repaying(made, owed) if owes else made
 
     def _owed_to_all(self) -> dict[str, torch.Tensor]:

@@ -89,10 +89,14 @@ class Repaying(Exchange):
 
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""
-        # Exact means remember nothing, so that what others have left is still owed.
-        names = set() if self.inner.has_memory else set(self.bucket.names)
-        self._owed = {name: vector for name, vector in owed_by(state).items() if name in names}
         self.inner.load(state)
+        kept, names = self.inner.state(), set(self.bucket.names)
+        # What the exchange has no place for is still owed: all of it by exact means, and before a payment was made.
+        lacking = {
+            key: {name: named[name] for name in named.keys() & names if name not in kept.get(key, {})}
+            for key, named in state.items()
+        }
+        self._owed = owed_by(lacking)
 
     def scale_to(self, loss_scale: float) -> None:
         """See `Exchange.scale_to`."""

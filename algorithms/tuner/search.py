@@ -16,7 +16,7 @@ _WARM = 1  # of these that are not measured
 WINDOW = 25  # steps from one look at the network to the next
 _WINDOWS = 2  # looks that have to be off, one after the other
 _DRIFT = 1.5
-_GAIN = 0.97  # of the time of the best: what a variation of it may take to be worth it
+_GAIN = 0.95  # of the time of the best: what a variation of it may take to be worth it; turns differ by some per cent
 
 State = Literal["measuring", "trying", "chosen"]
 

@@ -103,7 +103,8 @@ class Stacks:
         """Room for a product and a term of it, made when tensor operations need it first."""
         if self._room is None:
             areas = (m.rows * m.columns for s in self.each for m in s.matrices)
-            self._room = self.left.new_empty(2, max(areas, default=0))
+            with torch.inference_mode(False):  # later steps may be for training
+                self._room = self.left.new_empty(2, max(areas, default=0))
         return self._room
 
     def orthonormalize_left(self) -> None:

@@ -221,7 +221,11 @@ def test_what_is_owed_waits_for_a_step_that_is_taken(spoiled: str, following: st
         torch.testing.assert_close(after, before)
 
 
-def test_a_checkpoint_between_two_candidates_keeps_what_is_owed() -> None:
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("following", [PLAIN, TOPK, LOW_RANK])
+def test_a_checkpoint_between_two_candidates_keeps_what_is_owed(following: str, follows: bool) -> None:
+    """Whether the next one's exchanges have been made or not; and none of it is paid twice."""
+
     def rank(communicator: Communicator) -> None:
         whole, again = Wide(), Wide()
         algorithm = AutoTune(whole, sgd(whole), communicator=communicator, facts=SLOW)
@@ -231,13 +235,22 @@ def test_a_checkpoint_between_two_candidates_keeps_what_is_owed() -> None:
             algorithm.zero_grad()
             loss_of(algorithm, communicator.rank, step).backward()
         # The next candidate's turn has come, and no step of it.
-        algorithm.search.current, algorithm.search.state = PLAIN, "chosen"
-        owed = owed_of(algorithm)
+        algorithm.search.current, algorithm.search.state = following, "chosen"
+        owed = {name: vector for name, vector in owed_of(algorithm).items() if vector.any()}
+        assert owed
+        if follows:
+            algorithm.follow()
+        again.load_state_dict(whole.state_dict())
         other.load_algorithm_state_dict(algorithm.algorithm_state_dict())
-        assert other.used == PLAIN
+        assert other.used == following
         found = owed_of(other)
-        assert found.keys() == owed.keys()
         assert all(torch.equal(found[name], owed[name]) for name in owed)
+        algorithm.follow()
+        for each, model in ((algorithm, whole), (other, again)):
+            each.zero_grad()
+            loss_of(each, communicator.rank, 3).backward()
+            sgd(model).step()
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
         algorithm.close()
         other.close()
 
