@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_kernels.algorithms import Algorithm, ByteGrad, Exchange, GradientAlgorithm, GradientAllReduce
+from bagua_kernels.algorithms import Algorithm, ByteGrad, Exchange, GradientAlgorithm, GradientAllReduce, SignSGD
 from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.errors import CommunicationError
@@ -35,6 +35,39 @@ def test_threads_and_model_go_with_the_algorithm(kind: type[Algorithm]) -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
     assert communication_threads() == 0
+
+
+def test_what_is_remembered_outlives_another_order_of_buckets() -> None:
+    """After the first pass buckets are laid out in the order in which gradients came, here that of registration."""
+
+    def rank(communicator: Communicator) -> None:
+        class Backwards(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.last, self.first = nn.Parameter(torch.ones(40, 1)), nn.Parameter(torch.ones(40, 1))
+
+            def forward(self) -> torch.Tensor:
+                first = self.first.exp() * 3
+                return (first + self.last.sin() * torch.arange(40.0)[:, None]).square().sum()
+
+        module = Backwards()
+        algorithm = SignSGD(module, communicator=communicator, bucket_bytes=1, exact=(), min_numel=0)
+        plain = Backwards()
+        plain().backward()
+        algorithm().backward()
+        assert algorithm._engine is not None
+        state = algorithm.algorithm_state_dict()
+        assert state["order"] == ["last", "first"]
+        for name, p in module.named_parameters():
+            produced = plain.get_parameter(name).grad
+            assert p.grad is not None
+            assert produced is not None
+            # Both ranks have the same gradients, so that owners' payloads lack nothing.
+            lacking = state["vectors"]["worker"][name].view_as(produced)
+            torch.testing.assert_close(p.grad + lacking, produced, rtol=1e-4, atol=1e-4)
+            assert lacking.any()
+
+    run_ranks(2, rank)
 
 
 def test_close_removes_hooks() -> None:

@@ -13,6 +13,7 @@ from bagua_kernels.comm.compressed import (
     CompressedReduceScatter,
     all_reduce_for,
 )
+from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.compression import from_spec
 from tests.grids import grid, only
 from tests.oracles.vectors import make
@@ -165,3 +166,10 @@ def test_shared_scales_allow_no_residual() -> None:
             all_reduce_for(from_spec("terngrad:shared=true"), communicator, N, worker_residual=True)
 
     run_ranks(2, rank)
+
+
+def test_a_vector_is_added_across_parts() -> None:
+    residuals = Residuals(from_spec("sign:block=64"), [(0, 5), (1, 7), (2, 3)], torch.device("cpu"))
+    residuals.add(3, torch.arange(1.0, 11.0))
+    residuals.add(0, torch.tensor([100.0]))
+    assert residuals.state().tolist() == [100, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]

@@ -79,6 +79,17 @@ def test_a_state_of_another_rank_takes_residuals_over(
         assert all(same(a, b) for a, b in zip(*outs, strict=True))
 
 
+def test_residuals_in_another_unit() -> None:
+    """The last output, which is still to be taken off, is in the unit of before."""
+    state = PowerSGD(2, min_compression=0).start([(20, 30), (20, 30)])
+    for step in range(2):
+        exchange([state], [gradients([(20, 30), (20, 30)], step)])
+    before = state.state_dict()["residuals"]
+    state.scale(8.0)
+    for name, residual in state.state_dict()["residuals"].items():
+        assert same(residual, 8 * before[name])
+
+
 def test_a_state_that_compresses_other_tensors_takes_nothing_over() -> None:
     shapes = [(20, 30), (6, 6)]
     old = PowerSGD(1).start(shapes)
