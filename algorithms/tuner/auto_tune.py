@@ -182,7 +182,7 @@ class AutoTune(GradientAlgorithm):
             return
         # Buckets are for training, whatever mode this is called in.
         with torch.inference_mode(False), torch.no_grad():
-            self._handover = Handover(engine.buckets.exchanges, stays=candidate.recipe is self._used.recipe)
+            self._handover = Handover(engine.buckets, stays=candidate.recipe is self._used.recipe)
             self._used = candidate
             options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
             self._use_sockets(candidate.sockets)

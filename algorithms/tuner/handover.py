@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from bagua_kernels.algorithms.engine.buckets import Buckets
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.tuner.repaying import Repaying, owed_by
 
@@ -17,19 +16,22 @@ class Handover:
     memory that no rank has touched yet.
     """
 
-    def __init__(self, replaced: Sequence[Exchange] = (), stays: bool = False) -> None:
+    def __init__(self, before: Buckets | None = None, stays: bool = False) -> None:
         """Begins a handover; collective where exchanges' states are.
 
         Args:
-            replaced: all exchanges that are replaced; no step of them is under way. None are where a state is loaded next.
+            before: buckets with the exchanges that are replaced; no step of them is under way. None where a state is loaded next.
             stays: True if they are replaced by exchanges that are made alike, so that those that fit are gone on with.
         """
-        self._replaced = {exchange.bucket: exchange for exchange in replaced}
-        self._stays = stays
+        self._before, self._stays = before, stays
         self._owed: dict[str, torch.Tensor] | None = None
+        self._replaced = {} if before is None else {exchange.bucket: exchange for exchange in before.exchanges}
 
     def to(self, made: Exchange) -> Exchange:
         """Returns what is to average a bucket from now on, for which `made` was made."""
+        if self._before is None:
+            # The state may hold what an exchange has no place for.
+            return Repaying(made, {})
         found = self._replaced.get(made.bucket)
         if found is not None and self._stays and found.communicator is made.communicator:
             return found
@@ -38,14 +40,12 @@ class Handover:
         if own is not None and made.take_over(own):
             return made
         owed = self._owed_to_all() if found is None else owed_by(found.state())
-        # A state may hold what an exchange has no place for.
-        owes = not self._replaced or not made.has_memory or any(name in owed for name in made.bucket.names)
+        owes = not made.has_memory or any(name in owed for name in made.bucket.names)
         return Repaying(made, owed) if owes else made
 
     def _owed_to_all(self) -> dict[str, torch.Tensor]:
-        """What is owed where parameters lie in other buckets than before."""
+        """What is owed to all parameters, which lie in other buckets than before; collective at the first call."""
+        # No `cached_property`: before Python 3.12 its lock is one for all objects, and ranks that are threads would wait for it.
         if self._owed is None:
-            self._owed = {}
-            for exchange in self._replaced.values():
-                self._owed |= owed_by(exchange.state())
+            self._owed = {} if self._before is None else owed_by(self._before.state())
         return self._owed

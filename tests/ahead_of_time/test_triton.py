@@ -170,8 +170,6 @@ def test_any_length(name: str, n: str) -> None:
     ),
     name=[*BLOCKWISE, *FUSED],
     cover=1,
-    # A second each: of all rules, those that differ in what is compiled with all kernels.
-    most=1,
 )
 def test_every_rule(rule: BlockQuantizer, name: str) -> None:
     """One architecture: what differs between them, `test_encode` and the table of registers show."""

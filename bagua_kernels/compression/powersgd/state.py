@@ -72,9 +72,8 @@ class LowRankState:
         self.config = config
         self.step = 0
         self.shapes, self.names, self.dtype, self.device = shapes, names, dtype, device
-        found = [_compressed(config, i, name, shape) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))]
-        matrices = [m for m in found if m is not None]
-        self.dense = tuple(i for i, m in enumerate(found) if m is None)
+        matrices = _compressed(config, names, shapes)
+        self.dense = _others(matrices, len(shapes))
         self.left_size = sum(m.rows * m.rank for m in matrices)
         self.right_size = sum(m.columns * m.rank for m in matrices)
         self._next = self._first
@@ -85,8 +84,7 @@ class LowRankState:
 
     def compresses_as(self, config: Settings) -> bool:
         """True if another configuration compresses the same tensors."""
-        found = [_compressed(config, i, *one) for i, one in enumerate(zip(self.names, self.shapes, strict=True))]
-        return self.dense == tuple(i for i, m in enumerate(found) if m is None)
+        return self.dense == _others(_compressed(config, self.names, self.shapes), len(self.shapes))
 
     @torch.no_grad()
     def finish(self, factor: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
@@ -277,8 +275,18 @@ class LowRankState:
                 )
 
 
-def _compressed(config: Settings, place: int, name: str, shape: torch.Size) -> Matrix | None:
-    rows, columns = shape[:1].numel(), shape[1:].numel()
-    rank = min(config.rank, rows, columns)
-    too_large = (rows + columns) * rank * config.min_compression > rows * columns
-    return None if len(shape) < 2 or rank == 0 or too_large else Matrix(place, name, shape, rows, columns, rank)
+def _compressed(config: Settings, names: Sequence[str], shapes: Sequence[torch.Size]) -> list[Matrix]:
+    """The tensors that a configuration compresses."""
+    found = []
+    for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        rows, columns = shape[:1].numel(), shape[1:].numel()
+        rank = min(config.rank, rows, columns)
+        too_large = (rows + columns) * rank * config.min_compression > rows * columns
+        if len(shape) > 1 and rank and not too_large:
+            found.append(Matrix(place, name, shape, rows, columns, rank))
+    return found
+
+
+def _others(matrices: Sequence[Matrix], count: int) -> tuple[int, ...]:
+    """The places of `count` tensors at which no matrix is."""
+    return tuple(sorted(set(range(count)) - {m.place for m in matrices}))
