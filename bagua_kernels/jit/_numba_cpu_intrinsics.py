@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
+from numba.core import cgutils, errors
+from numba.np import arrayobj
 
 
 @extending.intrinsic
@@ -36,6 +37,73 @@ def keep(context, elements):
         return context.get_dummy_value()
 
     return types.void(elements), generate
+
+
+def _contiguous(context: Any, builder: Any, kind: Any, data: Any, *shape: Any) -> Any:
+    """Generates an array whose elements follow one another in memory that it does not own."""
+    made = context.make_array(kind)(context, builder)
+    itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    strides = [itemsize]
+    for length in shape[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], length))
+    arrayobj.populate_array(made, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
+    return made._getvalue()
+
+
+@extending.intrinsic
+def part(context, elements, begin, end):
+    """The elements from `begin` up to `end` of a contiguous vector, which must have them.
+
+    A slice is held to the ends of its array and shares its memory. What that takes is removed again where it is not needed, but
+    with a dozen of them it is half of what is compiled.
+    """
+    if not isinstance(elements, types.Array) or (elements.ndim, elements.layout) != (1, "C"):
+        raise errors.NumbaTypeError(f"expected a contiguous vector, got {elements}")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        begin, end = arguments[1:]
+        size = builder.sub(end, begin)
+        return _contiguous(context, builder, signature.return_type, builder.gep(start, [begin]), size)
+
+    return elements(elements, types.intp, types.intp), generate
+
+
+@extending.intrinsic
+def row(context, elements, number):
+    """A row of a matrix whose rows are contiguous, as a contiguous vector; see `part`."""
+    if not isinstance(elements, types.Array) or elements.ndim != 2 or elements.layout == "F":
+        raise errors.NumbaTypeError(f"expected a matrix with contiguous rows, got {elements}")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        matrix = context.make_array(signature.args[0])(context, builder, arguments[0])
+        size = builder.extract_value(matrix.shape, 1)
+        begin = builder.mul(builder.extract_value(matrix.strides, 0), arguments[1])
+        start = builder.gep(builder.bitcast(matrix.data, ir.IntType(8).as_pointer()), [begin])
+        return _contiguous(context, builder, signature.return_type, builder.bitcast(start, matrix.data.type), size)
+
+    return types.Array(elements.dtype, 1, "C")(elements, types.intp), generate
+
+
+def view_as(element: Any) -> Any:
+    """A function of a contiguous vector that returns its memory as elements of another Numba type; see `part`."""
+
+    @extending.intrinsic
+    def view(context: Any, elements: Any) -> Any:
+        if not isinstance(elements, types.Array) or (elements.ndim, elements.layout) != (1, "C"):
+            raise errors.NumbaTypeError(f"expected a contiguous vector, got {elements}")
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            whole = context.make_array(signature.args[0])(context, builder, arguments[0])
+            own, other = (context.get_abi_sizeof(context.get_data_type(t)) for t in (elements.dtype, element))
+            size = builder.mul(whole.nitems, ir.Constant(ir.IntType(64), own))
+            size = builder.sdiv(size, ir.Constant(ir.IntType(64), other))
+            data = builder.bitcast(whole.data, context.get_data_type(element).as_pointer())
+            return _contiguous(context, builder, signature.return_type, data, size)
+
+        return types.Array(element, 1, "C")(elements), generate
+
+    return view
 
 
 def request_line(builder: Any, address: Any) -> None:
@@ -80,6 +148,7 @@ def wide_vectors(context):
 
 
 VECTOR_BYTES = 32
+CACHE_LINE = 64
 
 
 @extending.intrinsic
@@ -168,15 +237,24 @@ def store_fence(context):
     return types.void(), generate
 
 
-def _pointer_to(element: Any) -> Any:
+def array_at(element: Any, dimensions: int = 1) -> Any:
+    """A function of an address and a shape, a number or a pair, that returns the array which is there."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = builder.inttoptr(arguments[0], context.get_data_type(element).as_pointer())
+        return _contiguous(context, builder, signature.return_type, data, *arguments[1:])
+
+    kind = types.Array(element, dimensions, "C")
+
     @extending.intrinsic
-    def pointer(context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+    def vector(context: Any, address: Any, size: Any) -> Any:
+        return kind(types.int64, types.intp), made
 
-        return types.CPointer(element)(types.int64), generate
+    @extending.intrinsic
+    def matrix(context: Any, address: Any, rows: Any, columns: Any) -> Any:
+        return kind(types.int64, types.intp, types.intp), made
 
-    return pointer
+    return vector if dimensions == 1 else matrix
 
 
 @extending.intrinsic
@@ -198,6 +276,19 @@ def prefetch_address(context, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@extending.intrinsic(prefer_literal=True)
+def prefetch_lines(context, address, size):
+    """Asks for the cache lines of a constant number of bytes at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        for line in range(0, size.literal_value, CACHE_LINE):
+            here = builder.add(arguments[0], ir.Constant(ir.IntType(64), line))
+            request_line(builder, builder.inttoptr(here, ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, size), generate
 
 
 MASK_BITS = 64
@@ -245,10 +336,15 @@ def count_bits(context, mask):
     return types.int64(types.uint64), generate
 
 
-# Turns the address of a tensor's memory into a pointer for `numba.carray`.
-POINTER = {
-    torch.float64: _pointer_to(types.float64),
-    torch.float32: _pointer_to(types.float32),
-    torch.float16: _pointer_to(types.uint16),
-    torch.bfloat16: _pointer_to(types.uint16),
+# Numba has no floats of 16 bits: of these templates read the bits.
+_ELEMENT = {
+    torch.float64: types.float64,
+    torch.float32: types.float32,
+    torch.float16: types.uint16,
+    torch.bfloat16: types.uint16,
 }
+# By dtype: vectors of a tensor's memory, and of that of another vector.
+VECTOR = {dtype: array_at(element) for dtype, element in _ELEMENT.items()}
+VIEW = {dtype: view_as(element) for dtype, element in _ELEMENT.items()}
+as_bytes = view_as(types.uint8)
+as_int32 = view_as(types.int32)

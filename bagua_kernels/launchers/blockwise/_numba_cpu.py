@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, packing
+from bagua_kernels.jit._numba_cpu_intrinsics import VECTOR, VIEW, packing
 from bagua_kernels.jit._numba_cpu_threads import run_all
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
@@ -53,7 +53,8 @@ def bound(
         "store": STORE[inner],
         "load_input": LOAD[outer],
         "store_output": STORE[outer],
-        "pointer": POINTER[outer],
+        "vector": VECTOR[outer],
+        "as_output": VIEW[outer],
         **rule_constants(rule),
         **rule_bindings(rule),
     }

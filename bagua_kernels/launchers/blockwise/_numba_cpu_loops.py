@@ -7,10 +7,9 @@ since a block takes a dozen slices, each of which would count references atomica
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, store_fence, wide_vectors
+from bagua_kernels.jit._numba_cpu_intrinsics import as_bytes, borrowed, keep, part, row, store_fence, wide_vectors
 from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.rules.calls import Rule
 
@@ -26,8 +25,8 @@ def encode_blocks(x, words, codes, counts, seed_low, seed_high, begin, end, thre
         start = block * BLOCK
         ask_for(x, start, BLOCK)
         ask_for(codes, block * STRIDE, STRIDE)
-        values = x[start : start + own_size(counts, block, min(BLOCK, x.size - start))]
-        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
+        values = part(x, start, start + own_size(counts, block, min(BLOCK, x.size - start)))
+        here = part(codes, block * STRIDE, min((block + 1) * STRIDE, codes.size))
         encode_block(values, words, here, scratch, block, start, seed_low, seed_high)
     keep(own)
 
@@ -40,19 +39,20 @@ def encode_pieces_blocks(addresses, sizes, firsts, words, codes, seed_low, seed_
     words, codes = borrowed(words), borrowed(codes)
     own = np.empty((ROWS + 1, BLOCK), np.float32)
     scratch = borrowed(own)
-    padded_block = scratch[-1]
+    padded_block = row(scratch, ROWS)
     piece = 0
     for block in range(begin, end):
         while block >= firsts[piece + 1]:
             piece += 1
-        x = numba.carray(pointer(addresses[piece]), (sizes[piece],))
+        x = vector(addresses[piece], sizes[piece])
         start = (block - firsts[piece]) * BLOCK
         ask_for(x, start, BLOCK)
-        values = x[start : min(start + BLOCK, x.size)]
+        values = part(x, start, min(start + BLOCK, x.size))
         for i in range(values.size):
             padded_block[i] = load_input(values[i])
-        here = codes[block * STRIDE : (block + 1) * STRIDE]
-        encode_block(padded_block[: values.size], words, here, scratch, block, block * BLOCK, seed_low, seed_high)
+        here = part(codes, block * STRIDE, (block + 1) * STRIDE)
+        padded = part(padded_block, 0, values.size)
+        encode_block(padded, words, here, scratch, block, block * BLOCK, seed_low, seed_high)
     keep(own)
 
 
@@ -63,13 +63,13 @@ def decode_blocks(words, codes, out, begin, end, threads, launcher):
     words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
     own = np.empty((2, BLOCK), out.dtype)
     scratch = borrowed(own)
-    decoded, loose = scratch[0], scratch[1].view(np.uint8)
+    decoded, loose = row(scratch, 0), as_bytes(row(scratch, 1))
     streamed = is_streamed(out)
     for block in range(begin, end):
         start = block * BLOCK
-        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]
-        target = out[start : min(start + BLOCK, out.size)]
-        values = decoded[: target.size] if streamed else target
+        here = part(codes, block * STRIDE, min((block + 1) * STRIDE, codes.size))
+        target = part(out, start, min(start + BLOCK, out.size))
+        values = part(decoded, 0, target.size) if streamed else target
         decode_block(words, here, values, loose, block)
         if streamed:
             stream_block(values, target)
@@ -85,15 +85,15 @@ def decode_sum_blocks(words, codes, weights, out, divisor, scale, begin, end, th
     words, codes, weights, out = borrowed(words), borrowed(codes), borrowed(weights), borrowed(out)
     own = np.empty((3, BLOCK), np.float32)
     scratch = borrowed(own)
-    totals, rounded, loose = scratch[0], scratch[1].view(out.dtype), scratch[2].view(np.uint8)
+    totals, rounded, loose = row(scratch, 0), as_output(row(scratch, 1)), as_bytes(row(scratch, 2))
     streamed = is_streamed(out)
     for block in range(begin, end):
         start = block * BLOCK
-        target = out[start : min(start + BLOCK, out.size)]
-        total = totals[: target.size]
+        target = part(out, start, min(start + BLOCK, out.size))
+        total = part(totals, 0, target.size)
         # There are no replicas, and any matrix stands for them.
         sum_block(words, codes, weights, scratch, start, total, loose, divisor, scale, block)
-        values = rounded[: target.size] if streamed else target
+        values = part(rounded, 0, target.size) if streamed else target
         for i in range(target.size):
             values[i] = store_output(total[i])
         if streamed:
@@ -113,14 +113,14 @@ def reduce_blocks(
     weights, counts = borrowed(weights), borrowed(counts)
     own = np.empty((ROWS + 2, BLOCK), np.float32)
     scratch = borrowed(own)
-    totals, loose = scratch[-1], scratch[-2].view(np.uint8)
+    totals, loose = row(scratch, ROWS + 1), as_bytes(row(scratch, ROWS))
     for block in range(begin, end):
         start = block * BLOCK
-        total = totals[: own_size(counts, block, min(BLOCK, n - start))]
+        total = part(totals, 0, own_size(counts, block, min(BLOCK, n - start)))
         ask_for(out_codes, block * STRIDE, STRIDE)
         # There are no replicas, and any matrix stands for them.
         sum_block(words, codes, weights, scratch, start, total, loose, scale, scale, block)
-        here = out_codes[block * STRIDE : min((block + 1) * STRIDE, out_codes.size)]
+        here = part(out_codes, block * STRIDE, min((block + 1) * STRIDE, out_codes.size))
         encode_block(total, out_words, here, scratch, block, start, seed_low, seed_high)
     keep(own)
 

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 import numpy as np
-import torch
+from numba import types
 
 from bagua_kernels.jit._numba_cpu import compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, borrowed, keep, store_fence
+from bagua_kernels.jit._numba_cpu_intrinsics import array_at, borrowed, keep, store_fence
 from bagua_kernels.launchers.low_rank import FIELDS, KEEP_LEFT, KEEP_NOTHING
 from bagua_kernels.launchers.low_rank._numba_cpu_orthonormal import power_of_two
 from bagua_kernels.launchers.low_rank._numba_cpu_rows import AHEAD, VECTORS
@@ -19,10 +18,6 @@ from bagua_kernels.launchers.low_rank._numba_cpu_vectors import nothing, total_o
 
 _LINE = 64  # bytes of a cache line
 _NEAR = 6 << 10  # bytes of sums that cost little to come back to; a part of the nearest cache
-
-
-def matrix(address, rows, columns):
-    return numba.carray(pointer(address), (rows, columns))
 
 
 def copy(source, destination):
@@ -107,6 +102,7 @@ def parts() -> dict[str, Any]:
     sizes = {"LINE": _LINE, "NEAR": _NEAR, "AHEAD": AHEAD, "KEEP_NOTHING": KEEP_NOTHING, "KEEP_LEFT": KEEP_LEFT}
     names: dict[str, Any] = {
         "np": np,
+        "matrix": array_at(types.float32, 2),
         "VECTORS": VECTORS,
         "nothing": nothing,
         "total_of": total_of,
@@ -114,7 +110,6 @@ def parts() -> dict[str, Any]:
         **fields,
         **memory,
     }
-    names["matrix"] = compile_template(matrix, {"numba": numba, "pointer": POINTER[torch.float32]}, helper=True)
     names["power_of_two"] = compile_template(power_of_two, {"np": np}, helper=True)
     for rule in (copy, choose_right, turn_right, keep_factors, keep_finite):
         names[rule.__name__] = compile_template(rule, names, helper=True)

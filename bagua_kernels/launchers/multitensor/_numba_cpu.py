@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import POINTER, prefetch_address, wide_vectors
+from bagua_kernels.jit._numba_cpu_intrinsics import VECTOR, prefetch_lines, wide_vectors
 from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.jit._numba_cpu_threads import run, threads_for
 from bagua_kernels.jit.source import function_from_source
@@ -19,7 +19,6 @@ from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Va
 CHUNK = 32768
 # What lies ahead is asked for a block at a time: with four to six streams the processor's own prefetcher leaves some waits.
 BLOCK = 64
-CACHE_LINE = 64
 AHEAD = 2048
 HAS_FLOAT64 = True
 NEEDS_TENSORS = False
@@ -71,15 +70,16 @@ def _piece(variant: Variant) -> list[str]:
     lines, scalars = [], _scalars(variant)
     for i, dtype in enumerate(variant.dtypes):
         lines.append(f"p{i} = addresses[tensor, {i}] + start * {dtype.itemsize}")
-        lines.append(f"a{i} = numba.carray(pointer_{i}(p{i}), (n,))")
     lines += [f"{name} = {value}" for name, value in scalars.items()]
     if variant.stochastic:
         lines.append("key, second_key = random_key(keys[tensor, 0], keys[tensor, 1], np.uint32(start >> 32))")
     lines.append(f"for first in range(0, n, {BLOCK}):")
+    lines.append(f"    size = min({BLOCK}, n - first)")
     for i, dtype in enumerate(variant.dtypes):
-        for line in range(0, BLOCK * dtype.itemsize, CACHE_LINE):
-            lines.append(f"    prefetch_address(p{i} + first * {dtype.itemsize} + {AHEAD + line})")
-    block = [f"a{c}[first:min(first + {BLOCK}, n)]" for c in range(len(variant.dtypes))]
+        lines.append(f"    here = p{i} + first * {dtype.itemsize}")
+        lines.append(f"    a{i} = vector_{i}(here, size)")
+        lines.append(f"    prefetch_lines(here + {AHEAD}, {BLOCK * dtype.itemsize})")
+    block = [f"a{c}" for c in range(len(variant.dtypes))]
     call = f"over_block({', '.join([*block, *scalars, *_keys(variant)])}, start + first)"
     lines.append(f"    {'totals = ' if variant.rule.sums else ''}{call}")
     return lines + [f"    partials[task, {i}] += totals[{i}]" for i in range(variant.rule.sums)]
@@ -96,11 +96,11 @@ def _template(variant: Variant, name: str) -> Any:
 def _names(variant: Variant) -> dict[str, Any]:
     """What the templates read, the kernel over a block among it."""
     literal = np.float64 if variant.double else np.float32
-    pointers = {f"pointer_{i}": POINTER[dtype] for i, dtype in enumerate(variant.dtypes)}
+    vectors = {f"vector_{i}": VECTOR[dtype] for i, dtype in enumerate(variant.dtypes)}
     # Sums may be taken in any order, which lets them be taken in vectors; the order is the same at each call.
     fastmath = {"reassoc", "nsz"} if variant.rule.sums else False
-    names = {**bindings(variant, LOAD, STORE), **pointers}
-    names |= {"wide_vectors": wide_vectors, "prefetch_address": prefetch_address, "shared": shared}
+    names = {**bindings(variant, LOAD, STORE), **vectors}
+    names |= {"wide_vectors": wide_vectors, "prefetch_lines": prefetch_lines, "shared": shared}
     block = compile_template(_template(variant, "over_block"), names, literal=literal, fastmath=fastmath, helper=True)
     return {**names, "over_block": block}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
 from bagua_kernels.jit._numba_cpu import LOAD, STORE, array, compile_template
-from bagua_kernels.jit._numba_cpu_intrinsics import borrowed, keep, wide_vectors
+from bagua_kernels.jit._numba_cpu_intrinsics import as_bytes, borrowed, keep, part, row, wide_vectors
 from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.arguments import Weights, seed_halves
@@ -24,10 +23,12 @@ from bagua_kernels.rules.quantizers import BlockQuantizer
 
 NAMES = {
     "__name__": __name__,
-    "numba": numba,
     "np": np,
     "borrowed": borrowed,
     "keep": keep,
+    "part": part,
+    "row": row,
+    "as_bytes": as_bytes,
     "shared": shared,
     "wide_vectors": wide_vectors,
 }
@@ -38,14 +39,15 @@ def sum_rows(replicas, weights, start, total, divisor):
     """Sums up the block of all replicas, in their order; the first of its elements has the number `start`."""
     wide_vectors()
     for rank in range(replicas.shape[0]):
-        ask_for(replicas[rank], start, BLOCK)
-        row = replicas[rank, start : start + total.size]
+        replica = row(replicas, rank)
+        ask_for(replica, start, BLOCK)
+        values = part(replica, start, start + total.size)
         weight = weights[rank]
         for i in range(total.size):
             before = np.float32(0.0) if rank == 0 else total[i]
-            total[i] = before + weighed(row[i], weight)
+            total[i] = before + weighed(values[i], weight)
     if replicas.shape[0] == 0:
-        total[:] = 0
+        clear(total, 0)
     if DIVIDED:
         for i in range(total.size):
             total[i] = quotient(total[i], divisor)
@@ -73,17 +75,17 @@ def message_source(message: MessageRule, summed: bool) -> str:
         *(f"    a{i} = borrowed(a{i})" for i in arrays),
         "    own = np.empty((ROWS + 3, BLOCK), np.float32)",
         "    scratch = borrowed(own)",
-        "    values, loose, sums = scratch[-1], scratch[-2].view(np.uint8), scratch[-3]",
+        "    values, loose, sums = row(scratch, ROWS + 2), as_bytes(row(scratch, ROWS + 1)), row(scratch, ROWS)",
         "    for block in range(begin, end):",
         "        start = block * BLOCK",
-        "        sent = values[: own_size(counts, block, min(BLOCK, n - start))]",
-        "        here = codes[block * STRIDE : min((block + 1) * STRIDE, codes.size)]",
+        "        sent = part(values, 0, own_size(counts, block, min(BLOCK, n - start)))",
+        "        here = part(codes, block * STRIDE, min((block + 1) * STRIDE, codes.size))",
         *(f"        ask_for(a{i}, start, BLOCK)" for i in arrays),
-        *(f"        b{i} = a{i}[start : start + sent.size]" for i in arrays),
+        *(f"        b{i} = part(a{i}, start, start + sent.size)" for i in arrays),
     ]
     if summed:
         lines += [
-            f"        b{last} = sums[: sent.size]",
+            f"        b{last} = part(sums, 0, sent.size)",
             f"        sum_rows(replicas, weights, start, b{last}, divisor)",
         ]
     loads = [f"            v{i} = load_{i}(b{i}[i])" for i in arrays] + [f"            v{last} = b{last}[i]"] * summed
@@ -127,22 +129,22 @@ def apply_source(update: ElementwiseRule, scalars: int, mixture: Mixture) -> str
         *(f"    a{i} = borrowed(a{i})" for i in others),
         f"    own = np.empty(({2 + len(mixture.each)}, BLOCK), np.float32)",
         "    scratch = borrowed(own)",
-        "    totals, loose = scratch[0], scratch[1].view(np.uint8)",
+        "    totals, loose = row(scratch, 0), as_bytes(row(scratch, 1))",
         "    for block in range(begin, end):",
         "        start = block * BLOCK",
-        "        total = totals[: own_size(counts, block, min(BLOCK, n - start))]",
+        "        total = part(totals, 0, own_size(counts, block, min(BLOCK, n - start)))",
         *(f"        ask_for(a{i}, start, BLOCK)" for i in others),
         "        sum_block(words, codes, weights, replicas, start, total, loose, divisor, scale, block)",
     ]
     for j, position in enumerate(mixture.each):
         lines += [
-            f"        b{position} = scratch[{2 + j}, : total.size]",
-            f"        here = codes[{j}, block * STRIDE : min((block + 1) * STRIDE, codes.shape[1])]",
-            f"        decode_block(words[{j}], here, b{position}, loose[:BLOCK], block)",
+            f"        b{position} = part(row(scratch, {2 + j}), 0, total.size)",
+            f"        here = part(row(codes, {j}), block * STRIDE, min((block + 1) * STRIDE, codes.shape[1]))",
+            f"        decode_block(row(words, {j}), here, b{position}, part(loose, 0, BLOCK), block)",
         ]
     if update.writes:
         lines += [
-            *(f"        b{i} = a{i}[start : start + total.size]" for i in others),
+            *(f"        b{i} = part(a{i}, start, start + total.size)" for i in others),
             "        for i in range(total.size):",
             f"            v{mixture.position} = total[i]",
             *(f"            v{position} = b{position}[i]" for position in mixture.each),
