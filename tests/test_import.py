@@ -38,6 +38,7 @@ def test_import_leaves_optional_packages_and_the_compiler_alone() -> None:
         assert sorted({*loaded} & {*OPTIONAL_PACKAGES, "numba"}) == []
 
 
+@pytest.mark.slow
 def test_import_is_fast() -> None:
     program = (
         "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"
@@ -45,6 +46,7 @@ def test_import_is_fast() -> None:
     assert any(float(run(program)) < 0.3 for _ in range(3))
 
 
+@pytest.mark.slow
 def test_parts_are_there_after_importing_the_package_alone() -> None:
     program = "import bagua_kernels\nprint(*dir(bagua_kernels))\n"
     names = ("algorithms.ByteGrad", "comm.init", "compression.MinMaxUInt8", "optim.AdamW")

@@ -29,6 +29,7 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_wheel_of_a_zip_archive_holds_all_floors(archive: Path, tmp_path: Path) -> None:
     assert (archive / "bagua_kernels/comm").is_file(), "the links have survived, so that this tests nothing"
     result = build(archive, tmp_path / "wheels")

@@ -52,6 +52,7 @@ def test_training_compiles_nothing_after_it(tmp_path: Path) -> None:
     assert kernels(tmp_path) == compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     only(

@@ -23,6 +23,7 @@ WHOLE = Record(64, 4096)
 SOURCES = only([(False, False), (True, False), (True, True)], (True, True))
 
 
+@pytest.mark.slow
 @grid(residual__start=SOURCES, dtype__sm=TARGETS, cover=1, most=1)
 def test_encode(residual: bool, start: bool, dtype: torch.dtype, sm: int) -> None:
     ptx = chunks_ptx("encode", WHOLE, dtype, sm, residual=residual, start=start)

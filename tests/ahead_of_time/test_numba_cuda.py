@@ -157,6 +157,7 @@ def test_smallest_and_largest_block(name: str, block: int, device: SimpleNamespa
     assert violations(ptx, sums_are_marked=False) == []
 
 
+@pytest.mark.slow
 @grid(message={message.name: message for message in [CHOCO, DCD_TOTAL]}, dtype=[FLOAT32, BFLOAT16], cover=1)
 def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype, device: SimpleNamespace) -> None:
     dtypes = (dtype, *(FLOAT32,) * (message.arrays - 1))
@@ -164,6 +165,7 @@ def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype, device:
     assert violations(fused_ptx(kernel, dict(enumerate(dtypes)), 90, device), sums_are_marked=False) == []
 
 
+@pytest.mark.slow
 @grid(weighted__divided=only([(False, False), (False, True), (True, False), (True, True)], (True, False)))
 def test_sums_of_replicas_before_encoding(weighted: bool, divided: bool, device: SimpleNamespace) -> None:
     rows = RowSum(weighted, divided)
@@ -204,6 +206,7 @@ def multitensor_ptx(variant: Variant, sm: int, device: SimpleNamespace) -> str:
     return compiled(multitensor.kernel(variant), (*tables, *columns), sm, device)
 
 
+@pytest.mark.slow
 @grid(residual__start=SOURCES, dtype__sm=TARGETS, cover=1, most=1)
 def test_encoding_of_chunks(residual: bool, start: bool, dtype: torch.dtype, sm: int, device: SimpleNamespace) -> None:
     kernel = chunks.kernel("encode", WHOLE, dtype, residual, start)
@@ -241,6 +244,7 @@ def check_update(make: Callable[[], str], real: str, monkeypatch: pytest.MonkeyP
         assert count(ptx, name, real) == count(plain, name, real)
 
 
+@pytest.mark.slow
 @grid(rule={rule.name: rule for rule in [ADAM, SGD]}, dtype__sm=[*TARGETS, (FLOAT64, 90)], cover=1)
 def test_elementwise(
     rule: ElementwiseRule, dtype: torch.dtype, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +277,7 @@ MULTITENSOR = only(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sm"), MULTITENSOR, ids=str)
 def test_multitensor(name: str, sm: int, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = VARIANTS[name]

@@ -197,6 +197,7 @@ def test_every_rule(rule: BlockQuantizer, name: str) -> None:
         assert max(widths(ptx, "st.global")) >= 128
 
 
+@pytest.mark.slow
 @grid(
     message={message.name: message for message in [DCD_TOTAL, CHOCO]},
     dtype=only([FLOAT32, BFLOAT16], BFLOAT16),
@@ -211,6 +212,7 @@ def test_rules_before_encoding(message: MessageRule, dtype: torch.dtype) -> None
     assert min(widths(ptx, "st.global")) >= 32
 
 
+@pytest.mark.slow
 @grid(weighted__divided=only([(False, False), (False, True), (True, False), (True, True)], (True, False)))
 def test_sums_of_replicas_before_encoding(weighted: bool, divided: bool) -> None:
     ptx = message_ptx(MINMAX_UINT8, DCD, (FLOAT32, FLOAT32), 90, stochastic=True, rows=RowSum(weighted, divided))
@@ -228,6 +230,7 @@ def test_rules_after_decoding(counted: bool, divided: bool) -> None:
     assert min(widths(ptx, "st.global")) >= 128
 
 
+@pytest.mark.slow
 @grid(
     rule={rule.name: rule for rule in [MINMAX_UINT8, SIGN_TWO_MEANS]},
     name=only(["encode", "feedback", "reduce"], "encode", "feedback"),
@@ -272,6 +275,7 @@ def vectors_of(ptx: str, access: str) -> Counter[int]:
     return widths("\n".join(line for line in ptx.splitlines() if re.search(r"\.v\d", line)), access)
 
 
+@pytest.mark.slow
 @grid(name=list(VARIANTS), sm=ARCHITECTURES, cover=1)
 def test_multitensor(name: str, sm: int) -> None:
     variant = VARIANTS[name]

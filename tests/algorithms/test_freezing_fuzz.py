@@ -125,7 +125,7 @@ CASES = [(name, mode) for name in ALL_ROWS for mode in MODES if mode == "after" 
 
 
 @grid(
-    name=only(ALL_ROWS, *list(ALL_ROWS)[::2]),
+    name=only(ALL_ROWS, *list(ALL_ROWS)[::4]),
     mode=list(MODES),
     where=lambda name, mode: (name, mode) in CASES,
     cover=1,

@@ -102,6 +102,7 @@ def test_votes_are_signs(ranks: int) -> None:
 NO_BIAS = ("qsgd", "qsgd_2_bits", "bytegrad_stochastic", "terngrad", "terngrad_shared", "natural")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only([*NO_BIAS, "fp8_e5m2_stochastic"], *NO_BIAS))
 def test_random_rounding_has_no_bias(name: str) -> None:
     """U = N |mean - v|^2 / E |C(v) - v|^2 is 1 on average, with a standard deviation of about sqrt(2 / n)."""

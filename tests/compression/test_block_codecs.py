@@ -213,7 +213,7 @@ def test_non_finite_blocks_decode_to_nan(target: Target, case: Case, bad: float)
 
 @every_case
 @given(x=vectors() | raw_vectors(allow_nonfinite=True), seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=2 if EMULATED else 50)
+@settings(max_examples=2 if EMULATED else 50 if grids.EVERYTHING else 10)
 def test_any_vector(target: Target, case: Case, x: np.ndarray, seed: int) -> None:
     payload = case.codec.encode(torch.from_numpy(x).to(target.device), seed=seed)
     expected = oracle.encode(case.spec, x, seed)
@@ -223,7 +223,7 @@ def test_any_vector(target: Target, case: Case, x: np.ndarray, seed: int) -> Non
 
 @every_case
 @given(data=st.data())
-@settings(max_examples=3 if EMULATED else 25)
+@settings(max_examples=3 if EMULATED else 25 if grids.EVERYTHING else 8)
 def test_any_bytes_decode(target: Target, case: Case, data: st.DataObject) -> None:
     """Whatever the bytes, decoding ends, writes every element, and writes nothing beside them."""
     n = data.draw(st.integers(1, 300))
@@ -246,6 +246,7 @@ def draws(case: Case, x: torch.Tensor, count: int) -> torch.Tensor:
     return torch.stack([case.codec.decode(case.codec.encode(x, seed=seed), out).double() for seed in range(count)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(EMULATED, reason="a statistic of the bytes, which other tests compare with the native ones")
 @grid(kind=["gaussian", "heavy"], case=only(STOCHASTIC, *(case for case in STOCHASTIC if case in SAMPLED)), cover=1)
 def test_unbiased(target: Target, case: Case, kind: str) -> None:

@@ -110,6 +110,7 @@ def test_unbiased_codecs_are_scaled_or_refused(codec: Codec) -> None:
         ErrorFeedback(codec, scale_unbiased=False)
 
 
+@pytest.mark.slow
 def test_scaling_is_what_keeps_it_from_diverging() -> None:
     """QSGD of 2 bits and the Euclidean norm: bounded with the factor, beyond all bounds without."""
     codec = from_spec("qsgd:bits=2,norm=l2,block=512")

@@ -59,7 +59,7 @@ def test_error_on_three_laws(target: Target, law: str) -> None:
     assert [error, *others] == pytest.approx(stated, abs=0.01)
 
 
-@folded(exponent=[-100, -40, -7, 3, 40, 100])
+@folded(exponent=[-100, 40] if EMULATED else [-100, -40, -7, 3, 40, 100])
 def test_powers_of_two_only_scale(target: Target, exponent: int) -> None:
     x = make("gaussian", 300, 1.0, 2)
     factor = 2.0**exponent
@@ -67,7 +67,7 @@ def test_powers_of_two_only_scale(target: Target, exponent: int) -> None:
     assert np.array_equal(scaled, decoded(TwoMagnitudes(64), x, target) * factor)
 
 
-@folded(value=[1.0, -0.7, 3e38, 2.0**-126, 1.2345e-20], n=[1, 77, 256])
+@folded(value=[1.0, -0.7, 3e38, 2.0**-126, 1.2345e-20], n=[77] if EMULATED else [1, 77, 256])
 def test_equal_magnitudes_are_exact_to_bfloat16(target: Target, value: float, n: int) -> None:
     x = np.full(n, value, np.float32) * np.random.default_rng(0).choice([-1, 1], n).astype(np.float32)
     assert np.array_equal(decoded(TwoMagnitudes(), x, target), torch.from_numpy(x).bfloat16().double().numpy())
@@ -97,7 +97,7 @@ def worst(block: int, part: float) -> F32:
     return x
 
 
-@pytest.mark.parametrize("block", [32, 256] if EMULATED else only([32, 64, 256, 4096], 64, 256))
+@pytest.mark.parametrize("block", [32] if EMULATED else only([32, 64, 256, 4096], 64, 256))
 def test_bound_holds_and_is_close(target: Target, block: int) -> None:
     """Six over the block of the square norm are kept of any block, and not many more of the worst ones."""
     codec = TwoMagnitudes(block)
@@ -109,10 +109,11 @@ def test_bound_holds_and_is_close(target: Target, block: int) -> None:
 
 def test_feedback_brings_what_is_lost(target: Target) -> None:
     """The mean of what is sent of one vector comes to it, elements far below the magnitudes and zeros included."""
-    x = make("heavy", 256, 1.0, 1)
+    n, steps = (64, 5) if EMULATED else (256, 400)
+    x = make("heavy", n, 1.0, 1)
     x[:5] = 0.0
-    given, residual = torch.from_numpy(x).to(target.device), torch.zeros(256, device=target.device)
-    codec, sent, steps = TwoMagnitudes(64), torch.zeros(256, device=target.device), 20 if EMULATED else 400
+    given, residual = torch.from_numpy(x).to(target.device), torch.zeros(n, device=target.device)
+    codec, sent = TwoMagnitudes(64), torch.zeros(n, device=target.device)
     for _ in range(steps):
         sent += codec.decode(codec.encode_feedback(given, residual), torch.empty_like(given))
     assert torch.allclose(sent + residual, steps * given, rtol=1e-3, atol=1e-3)

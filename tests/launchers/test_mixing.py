@@ -10,7 +10,7 @@ import torch
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules import mixing
 from tests.conftest import Target
-from tests.grids import grid
+from tests.grids import grid, only
 
 N = 1037
 THIRDS = (2 / 3, 1 / 6, 1 / 6, 0.3, 0.05)
@@ -45,7 +45,7 @@ def test_own_value_becomes_the_sum(target: Target, terms: int, own: int, mean: b
         assert torch.equal(array.cpu(), expected if place == own else arrays[place])
 
 
-@grid(neighbours=[1, 2, 3, 4], divisor=[1.0, 6.0], cover=1)
+@grid(neighbours=only([1, 2, 3, 4], 1, 3), divisor=[1.0, 6.0], cover=1)
 def test_flows_change_corrections_and_parameters(target: Target, neighbours: int, divisor: float) -> None:
     *others, own, correction, x = values(neighbours + 3, torch.float32)
     x, weights, flow = x.bfloat16(), [1.0, 4.0, 2.0, 0.3][:neighbours], np.zeros(N, np.float32)

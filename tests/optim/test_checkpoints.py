@@ -119,6 +119,7 @@ def check_same(
     name=list(IN_TORCH),
     carrier=["dict", "file"],
     start__end={"to_torch": (optim, torch.optim), "from_torch": (torch.optim, optim)},
+    cover=1,
 )
 def test_switching_changes_nothing(name: str, start: Any, end: Any, carrier: str) -> None:
     parameters, expected = new_parameters(name), new_parameters(name)

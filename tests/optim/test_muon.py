@@ -12,6 +12,7 @@ from tests.grids import grid
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim has no Muon before 2.9")
 
 
+@pytest.mark.slow
 @grid(dtype=[torch.float32, torch.float64], rate=[torch.float32, torch.float64], shape=[(), (1,)])
 def test_rate_is_rounded_as_by_torch(dtype: torch.dtype, rate: torch.dtype, shape: tuple[int, ...]) -> None:
     """All bits: products of a float32 tensor are rounded to float32, whatever the parameters have."""

@@ -269,6 +269,7 @@ def test_capturable_is_for_accelerators(name: str) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.slow
 @torch_imports_its_past
 @pytest.mark.parametrize("name", only(OPTIONS, "AdamW", "LAMB", "SGD", "Muon"))
 def test_compiled_steps(name: str) -> None:
@@ -306,6 +307,7 @@ def test_gradients_released_during_backward(name: str, by: str) -> None:
     close(name, model, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(OPTIONS, "SGD", "LAMB", "Muon"))
 def test_threads_do_not_meet(name: str) -> None:
     """Eight threads, each with a model of its own, large enough that steps run in parallel themselves."""

@@ -13,7 +13,7 @@ from tests.oracles.vectors import (
 )
 from tests.oracles.vectors import deterministic as thorough
 
-deterministic = settings(thorough, max_examples=50 if grids.EVERYTHING else 15)
+deterministic = settings(thorough, max_examples=50 if grids.EVERYTHING else 6)
 
 NEAREST = {
     "minmax8": Spec("minmax", 256),

@@ -141,6 +141,7 @@ def test_momentum_and_weight_decay_are_those_of_torch() -> None:
     assert np.allclose(x.detach().numpy(), mine, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_d2_needs_no_equal_data() -> None:
     """With unequal minima and a constant learning rate D2 and exact means end at the common one, D-PSGD besides it."""
     w, size = gossip.lazy(Ring(8).matrix()), 8

@@ -18,6 +18,7 @@ def unbiasedness(x: F32, codecs: list[F32]) -> float:
     return float(len(codecs) * np.sum(errors.mean(axis=0) ** 2) / np.mean(np.sum(errors**2, axis=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "low", "high"), [("gaussian", 0.85, 1.2), ("heavy", 0.7, 1.35), ("ties", 0.8, 1.25)])
 def test_stochastic_rounding_is_unbiased(kind: str, low: float, high: float) -> None:
     """Neighbouring seeds are independent draws, and their mean converges to the input."""

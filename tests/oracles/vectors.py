@@ -17,7 +17,7 @@ FLOAT32_TINIEST = 2.0**-149
 BLOCKS = (32, 64, 256, 4096)
 KINDS = ("gaussian", "heavy", "constant", "one_hot", "subnormal", "offset", "ties", "zeros", "mixed_scales")
 
-deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=150 if grids.EVERYTHING else 40)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=150 if grids.EVERYTHING else 15)
 
 
 def f32(*values: float) -> F32:

@@ -125,6 +125,7 @@ def test_groups_have_betas_of_their_own(kind: Kind) -> None:
     corrected=CORRECTIONS,
     size=[1, 2, 3],
     kind=KINDS,
+    cover=1,
 )
 def test_effective_learning_rate(kind: Kind, size: int, corrected: dict[str, str]) -> None:
     """A constant gradient, of one magnitude, which codecs keep: Adam moves every element by the learning rate.

@@ -70,6 +70,7 @@ def test_an_exception_within_a_step_is_no_deadlock(make: Make) -> None:
     assert all(torch.equal(each, everyone[0]) for each in everyone)
 
 
+@pytest.mark.slow
 @several
 def test_ranks_that_train_longer_than_the_timeout(name: str) -> None:
     """One rank ends at once, the others train ten times as long as the timeout."""

@@ -86,6 +86,7 @@ def until_it_fails(kind: str, state: str, victim: int) -> None:
     print("ENDED", time.monotonic() - started, flush=True)
 
 
+@pytest.mark.slow
 @grid(
     kind=only(KINDS, next(iter(KINDS))),
     how=only(["SIGKILL", "SIGSTOP"], "SIGSTOP"),

@@ -216,6 +216,7 @@ def test_factors_are_multiplied_where_they_are_used(kind: type[PowerSGD]) -> Non
     assert bool(left.any()) == (kind is Watching)
 
 
+@pytest.mark.slow
 def test_sizes_of_powersgd_buckets() -> None:
     def sizes(communicator: Communicator, width: int, **options: Any) -> list[int]:
         module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))

@@ -149,6 +149,7 @@ def test_examples_by_label_need_a_correction(steps: int, seed: int) -> None:
     assert corrected <= NEAR * expected
 
 
+@pytest.mark.slow
 @lengths
 def test_guard_speaks_before_a_value_is_not_finite(steps: int, seed: int) -> None:
     """Differences of DCD grow with a codec that loses more than it sends."""

@@ -63,6 +63,7 @@ def test_the_mean_stays(case: Case, size: int) -> None:
     assert steps_of_means(gossiped(case, spread(size), 12)).max() <= 1
 
 
+@pytest.mark.slow
 @grid(
     name__peers=[("d2", "lazy_ring"), ("choco", "ring"), ("push", "one_peer_exponential")],
     steps=[60, pytest.param(150, marks=pytest.mark.beyond)],

@@ -173,7 +173,7 @@ def test_differences_go_through_the_codec(case: CodecCase) -> None:
         ("minmax_uint4", 5, 0.4, 40),
         pytest.param("qsgd:bits=4", 3, 0.3, 40, marks=pytest.mark.slow),
         pytest.param("fp8", 2, 0.3, 20, marks=pytest.mark.slow),
-        ("sign", 3, 0.2, 120),
+        pytest.param("sign", 3, 0.2, 120, marks=pytest.mark.slow),
         pytest.param("two_magnitudes", 3, 0.3, 60, marks=pytest.mark.slow),
         pytest.param("topk:ratio=0.1", 2, 0.1, 150, marks=pytest.mark.slow),
     ],

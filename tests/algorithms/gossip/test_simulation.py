@@ -80,6 +80,7 @@ OTHERS: dict[str, list[Callable[[int], Topology]]] = {
 }
 
 
+@pytest.mark.slow
 @grid(name__peers=[(name, peers) for name, several in OTHERS.items() for peers in several], size=[4, 5, 8], cover=1)
 def test_other_topologies(name: str, peers: Callable[[int], Topology], size: int) -> None:
     case = CASES[name]

@@ -311,6 +311,7 @@ def test_what_does_not_fit_is_refused(kind: Any, options: dict[str, Any], text: 
     run_ranks(2, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_virtual_clock_repeats_whole_trainings(seed: int) -> None:
     def trained_once() -> list[list[torch.Tensor]]:

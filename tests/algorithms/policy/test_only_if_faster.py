@@ -219,6 +219,7 @@ def test_slowest_rank_decides_for_all_and_one_says_so(caplog: pytest.LogCaptureF
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [ByteGrad, PowerSGD])
 def test_real_clock(wrap: type) -> None:
     """Whatever comes out, all ranks say the same and have the same parameters."""

@@ -80,6 +80,7 @@ def test_one_pass_conserves(spec: str, pieces: int | None) -> None:
         check_conservation(3, results)
 
 
+@pytest.mark.slow
 def test_feedback_helps() -> None:
     """The mean of what signs of one gradient decode to is the gradient, with both residuals, and far from it without."""
 

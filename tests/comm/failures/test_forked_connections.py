@@ -83,6 +83,7 @@ def parent() -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_killed_rank_with_a_child_is_missed_by_its_connections() -> None:
     """Gloo's sockets too."""
     with Processes(parent, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}, fresh=True) as processes:

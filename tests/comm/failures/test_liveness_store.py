@@ -190,6 +190,7 @@ def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             store.get("a")
 
 
+@pytest.mark.slow
 def test_everything_ends_with_the_host() -> None:
     """Neither the process nor a file descriptor is left, and its clients notice."""
     gc.collect()
@@ -245,6 +246,7 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
         host.close()
 
 
+@pytest.mark.slow
 def test_server_ends_with_a_killed_owner_whose_child_lives(tmp_path: Path) -> None:
     """A forked child that has inherited everything keeps neither the server nor its connections."""
     owner = (

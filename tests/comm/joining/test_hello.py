@@ -229,6 +229,7 @@ def test_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not host.gate._callers
 
 
+@pytest.mark.slow
 def test_flood_is_read_for_80_bytes_only() -> None:
     """Megabytes without a pause cost the listener no more memory than an opening."""
     with hosting(Secret.random()) as host, socket.create_connection(host.address) as sock:

@@ -25,8 +25,8 @@ LETTER, LEAVE, PING, PONG = range(4)
 
 
 def schedules(count: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by `seeds` of random schedules: twelve by default, in pieces of up to fifty with `--all`."""
-    bounds = [0, 12, *range(50, count + 1, 50)]
+    """Parametrizes a test by `seeds` of random schedules: four by default, in pieces of up to fifty with `--all`."""
+    bounds = [0, 4, *range(50, count + 1, 50)]
     pieces = [range(*ends) for ends in pairwise(bounds)]
     return pytest.mark.parametrize(
         "seeds",

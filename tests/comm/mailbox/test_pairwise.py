@@ -34,6 +34,7 @@ class Overwritten(Model):
         self.x = (self.copy + difference[0]) % PRIME
 
 
+@pytest.mark.slow
 def test_overwriting_the_model_loses_steps() -> None:
     lost = 0
     for seed in range(20):

@@ -75,6 +75,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_survivors_go_on(fault: signal.Signals | None) -> None:
     """Every other rank hears which one is lost, within the timeout: also the one that is no neighbour of it."""

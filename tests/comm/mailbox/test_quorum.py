@@ -182,6 +182,7 @@ def test_random_schedules_with_losses(seeds: range) -> None:
         scheduled(Case.draw(seed, losses=True))
 
 
+@pytest.mark.slow
 def test_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.comm.mailbox.test_quorum.open_mailbox", over_sockets)
     for seed in range(10):

@@ -120,11 +120,11 @@ def test_trees_by_xor_leave_ranks_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(line.fresh for line in changed[1][2].executions) > 0
 
 
-@pytest.mark.parametrize("first", [pytest.param(k, marks=pytest.mark.slow if k else ()) for k in range(0, 50, 10)])
+@pytest.mark.parametrize("first", [pytest.param(k, marks=pytest.mark.slow if k else ()) for k in range(0, 50, 5)])
 def test_over_sockets(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In real time, among threads."""
     monkeypatch.setattr(triggered_runs, "open_mailbox", over_sockets)
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         case = Case.draw(seed)
         with leaving_nothing():
             results = run_ranks(case.size, rank, case, lambda seconds: time.sleep(seconds / 1000), lambda: None)

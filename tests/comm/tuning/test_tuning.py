@@ -236,6 +236,7 @@ def tuned(size: int, fn: Callable[[StripedCommunicator], Any], stripes: int = 1,
     return run_ranks(size, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apply", only([True, False], True))
 def test_ranks_agree_and_results_stay_right(
     apply: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -106,6 +106,7 @@ def test_error_feedback_loses_nothing(of: torch.dtype, dtype: torch.dtype, close
         assert error(given[i], sent[i] + left_over.reshape(SHAPES[i])) < close
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_converges_to_the_best_approximation(rank: int) -> None:
     """Of the same matrix without residuals, whose next approximation begins with the factor that was made."""

@@ -100,6 +100,7 @@ def test_deficient_matrix_is_exact(rank: int) -> None:
             assert error(x, exchange([state], [[x]])[0][0]) < close
 
 
+@pytest.mark.slow
 def test_rank_of_the_matrix_is_exact() -> None:
     """Clipped to the lesser side, also where the matrix is of lower rank or zero."""
     shapes = [(6, 40), (40, 6), (1, 9), (9, 1), (1, 1), (6, 40), (5, 5)]

@@ -30,6 +30,7 @@ def configurations() -> list[tuple[str, dict[str, object]]]:
     return found
 
 
+@pytest.mark.slow
 @grid(
     name__options=one_of_each(
         (pytest.param(*each) for each in configurations()),

@@ -49,6 +49,7 @@ def exchanges(c: Communicator, seed: int) -> list[torch.Tensor]:
     return list(results.values())
 
 
+@pytest.mark.slow
 def test_two_hundred_orders() -> None:
     """Random exchanges of two to eight ranks end well in every order, and no time passes."""
     orders = set()

@@ -46,6 +46,7 @@ def test_contract(case: Callable[[Communicator], None], size: int) -> None:
         striped(size, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", only([2, 3], 3))
 def test_contract_around_rings(size: int) -> None:
     """Where the table says so for every size."""
