@@ -41,6 +41,7 @@ def test_three_processes_end_bit_identical(spec: str) -> None:
     assert reports[0]["sent"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "spec"), only([(0, "bytegrad"), (1, "bytegrad"), (1, "allreduce")], (0, "bytegrad"))
 )

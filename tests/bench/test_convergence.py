@@ -160,6 +160,7 @@ def short(row: Row, interval: int = 2) -> Row:
     return dataclasses.replace(row, options={**row.options, "interval": interval})
 
 
+@pytest.mark.slow
 def test_every_row_of_text_runs(text: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [ROWS[0], *map(short, local_steps.ROWS)]
     assert [row.label for row in ROWS if "text" in row.tasks] == [row.label for row in rows]

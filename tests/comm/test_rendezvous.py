@@ -252,14 +252,15 @@ def with_settings(variable: str, values: list[str]) -> None:
     print("FINE", flush=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "values"),
     [
         ("BAGUA_KERNELS_SOCKETS", ["0", "2"]),
-        pytest.param("BAGUA_KERNELS_SOCKETS", ["2", "4"], marks=pytest.mark.slow),
-        pytest.param("BAGUA_KERNELS_SOCKETS", ["2", "many"], marks=pytest.mark.slow),
-        pytest.param("BAGUA_KERNELS_TUNING", ["", "{"], marks=pytest.mark.slow),
-        pytest.param("BAGUA_KERNELS_TUNING", ["", "{}"], marks=pytest.mark.slow),
+        ("BAGUA_KERNELS_SOCKETS", ["2", "4"]),
+        ("BAGUA_KERNELS_SOCKETS", ["2", "many"]),
+        ("BAGUA_KERNELS_TUNING", ["", "{"]),
+        ("BAGUA_KERNELS_TUNING", ["", "{}"]),
     ],
 )
 def test_settings_that_differ_between_ranks(variable: str, values: list[str]) -> None:

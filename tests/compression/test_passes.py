@@ -209,6 +209,7 @@ def step_moved(sent, p, g, own, lr, weight_decay):
     return own + sent
 
 
+@pytest.mark.slow
 @grid(dtype=DTYPES, codec={"8 bits": MinMaxUInt8(stochastic=True), "1 bit": Sign()}, cover=1)
 def test_arrays_written_before_are_read_as_they_are_stored(
     target: Target, codec: BlockCodec, dtype: torch.dtype

@@ -175,6 +175,7 @@ def coarse(values: Floats, rank: int, round_: int) -> Floats:
     return np.asarray(np.floor(values / unit + draw) * unit, values.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [coarse, gossip.exact])
 def test_choco_keeps_the_mean_and_finds_it(through: gossip.Through) -> None:
     start = np.random.default_rng(3).standard_normal((8, D))

@@ -1,7 +1,7 @@
 """What block quantizers do with one block on the CPU.
 
 Each function is a template: its upper-case names and rule names are bound when a kernel is made, see `_numba_cpu`. A block is
-a `part` of its vector before its loop: inside `range(size)` over a part Numba needs no negative-index check, and LLVM
+made a `part` of its vector before its loop. Inside `range(size)` over a part Numba needs no negative-index check, and LLVM
 vectorises the loop. This reaches 80 instead of 5 per cent of the copy rate.
 """
 

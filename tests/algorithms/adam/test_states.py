@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 
 from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam
@@ -14,6 +15,7 @@ from tests.algorithms.adam.simulation import CORRECTIONS, KINDS, Given, Kind, bo
 from tests.grids import grid
 
 
+@pytest.mark.slow
 @grid(
     corrected=CORRECTIONS,
     bucket_bytes=[1, 1000, 10 << 20],

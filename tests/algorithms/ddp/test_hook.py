@@ -355,6 +355,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "refused": refused,
 }
 SLOW: dict[str, Callable[[], None]] = {"compiled": compiled, "many": many_runs}
+QUICK = ["page", "exact", "bytegrad", "feedback", "accumulated", "unused", "scaled", "resumed"]
 
 
 def play(names: list[str]) -> None:
@@ -368,10 +369,9 @@ def play(names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("names", "ranks"),
-    only([(list(SCENARIOS), 2), (list(SCENARIOS), 3), (["compiled"], 2), (["many"], 2)], (list(SCENARIOS), 2)),
+    only([(QUICK, 2), (list(SCENARIOS), 2), (list(SCENARIOS), 3), (["compiled"], 2), (["many"], 2)], (QUICK, 2)),
 )
 def test_scenarios(names: list[str], ranks: int) -> None:
     results = run_processes(play, ranks, args=(names,), timeout=100)
@@ -394,7 +394,7 @@ def lost() -> None:
     os._exit(0)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_lost_rank() -> None:
     results = run_processes(lost, 2, timeout=60)
     assert (results[0].returncode, results[0].stdout.strip()) == (0, "told"), results[0].stderr[-3000:]

@@ -35,6 +35,7 @@ def test_topologies_bit_for_bit(peers: str, size: int) -> None:
     assert np.array_equal(gossiped(case, start, 5, peers=peers), expected(case, PEERS[peers](size), start, 5))
 
 
+@pytest.mark.slow
 @grid(dtype=[torch.bfloat16, torch.float16], peers=[Ring, Complete, path], size=[3, 5], cover=1)
 def test_halves_are_mixed_in_float32(dtype: torch.dtype, peers: Callable[[int], Topology], size: int) -> None:
     """A step rounds once: what float32 makes of the sum of 16-bit values becomes one of 16 bits."""
@@ -73,6 +74,7 @@ def test_the_mean_stays_in_long_runs(name: str, peers: str, steps: int) -> None:
     assert steps_of_means(gossiped(CASES[name], spread(3), steps, peers=peers)).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "topology"),
     [

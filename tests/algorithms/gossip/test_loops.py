@@ -144,6 +144,7 @@ ALGEBRA = {
 }
 
 
+@pytest.mark.slow
 @grid(case=ALL, kind=list(ALGEBRA), cover=1)
 def test_optimizers_of_all_kinds(case: Case, kind: str) -> None:
     """Losses fall, states stay with their rank, and two groups with their own learning rates are two."""

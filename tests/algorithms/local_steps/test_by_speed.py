@@ -222,6 +222,7 @@ def dealt(communicator: Communicator, seconds: Any, samples: int, batch: int, ep
     return drawn
 
 
+@pytest.mark.slow
 @grid(size=[1, 2, 3, 5], samples=[17, 100, 301], batch=[1, 4])
 def test_samples_are_disjoint_and_complete(size: int, samples: int, batch: int) -> None:
     """Whatever the speeds: the first `samples` that are drawn are each sample once, and so are the next."""

@@ -236,6 +236,7 @@ def test_real_clock(wrap: type) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first[0], other[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [SLOWER, FASTER], ids=["slower", "faster"])
 @pytest.mark.parametrize("name", WRAPS)
 def test_checkpoint_keeps_the_verdict(name: str, seconds: dict[str, float]) -> None:

@@ -213,6 +213,7 @@ def subgroups(rank: int) -> None:
     communicator.close()
 
 
+@pytest.mark.slow
 def test_neither_goes_around_the_other() -> None:
     results = run_processes(around_and_inside, 2, timeout=100)
     for result in results:

@@ -284,9 +284,8 @@ def test_killed_rank_is_named(culprit: int) -> None:
         assert error["seconds"] < 10, error
 
 
-@pytest.mark.parametrize(
-    "culprit", [pytest.param(1, id="peer"), pytest.param(0, id="host_of_the_store", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [pytest.param(1, id="peer"), pytest.param(0, id="host_of_the_store")])
 def test_stopped_rank_is_named(culprit: int) -> None:
     """A rank that only stalls keeps its connections; the timeout ends the wait, and the silence gives it away."""
     for error in survivors(3, culprit, lambda p: p.send_signal(culprit, signal.SIGSTOP), 3):
@@ -304,6 +303,7 @@ def test_rank_that_stays_away_is_named() -> None:
         assert error["seconds"] < 8, error
 
 
+@pytest.mark.slow
 def test_rank_that_raises_is_named_with_its_exception() -> None:
     """The others learn why it left."""
     for error in survivors(3, 1, lambda p: None, 30, -1, 1):

@@ -182,11 +182,12 @@ def run(case: FailedOperation) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         FailedOperation(3, 1, "kill", "collective", child=True, busy=2, sockets=2, step=5, elements=3_000),
-        *(pytest.param(FailedOperation.draw(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in range(12)),
+        *(pytest.param(FailedOperation.draw(seed), id=f"seed{seed}") for seed in range(12)),
     ],
 )
 def test_every_survivor_is_told_who_is_at_fault(case: FailedOperation) -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from bagua_kernels import comm
@@ -102,6 +103,7 @@ def _trains(folder: str) -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 def test_attacked_job_goes_on(tmp_path: Path) -> None:
     """Each rank's sockets, those of a split too, and the store, from before `init` to the end."""
     secret = {"BAGUA_KERNELS_SECRET": "a secret that torch's store does not know"}

@@ -177,7 +177,8 @@ def exiting(how: str) -> None:
         raise ValueError("boom")
 
 
-@pytest.mark.parametrize("how", ["raises", pytest.param("returns", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "returns"])
 def test_process_that_ends_leaves(how: str) -> None:
     """Its end is neither held up nor silent."""
     with Processes(exiting, 2, args=[how]) as processes:

@@ -57,6 +57,7 @@ def test_sets_of_two_ranks_have_different_orders() -> None:
     assert first != second
 
 
+@pytest.mark.slow
 def test_signals_and_time_limits() -> None:
     with Processes(waits, 2) as processes:
         assert all(isinstance(process, ForkedProcess) for process in processes._processes)

@@ -263,6 +263,7 @@ def test_plan_has_several_under_way() -> None:
     assert tune_probe.plan([1 << 20, 1024]) == (Case(1024, 1), Case(1 << 20, 1), Case(1 << 20, 4))
 
 
+@pytest.mark.slow
 def test_probe_writes_its_result(tmp_path: Path) -> None:
     order = Order(str(tmp_path / "result"), HOST, "gloo", (Case(1024, 1), Case(4096, 4, 2)), seconds=0.1, spent=1.5)
     results = run_processes(tune_probe.main, 2, args=["--local-rank=0", json.dumps(asdict(order))])

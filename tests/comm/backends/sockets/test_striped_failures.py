@@ -163,6 +163,7 @@ def over_gloo() -> None:
     print("FINE", flush=True)
 
 
+@pytest.mark.slow
 def test_processes_over_gloo() -> None:
     """They find one another, fail as Gloo does, and end."""
     for result in run_processes(over_gloo, 2, timeout=60):

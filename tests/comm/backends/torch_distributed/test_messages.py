@@ -331,6 +331,7 @@ def forgetting() -> None:
     print("GOING", len(kept), flush=True)
 
 
+@pytest.mark.slow
 def test_process_ends_in_order_while_messages_are_under_way() -> None:
     """Threads that are in Gloo at the end of the interpreter would end the process with an abort."""
     with Processes(forgetting, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}) as processes:
