@@ -218,7 +218,7 @@ IN_LIBRARIES = one_of_each(
         *(pytest.param(torch.optim, case, id=f"torch-{case}") for case in TORCH_CASES),
         *(pytest.param(optim, case, id=str(case)) for case in CASES),
     ],
-    lambda given: given.values[1].optimizer if given.values[0] is torch.optim else str(given.values[1]),
+    lambda given: (given.values[0] is torch.optim, given.values[1].optimizer),
 )
 
 

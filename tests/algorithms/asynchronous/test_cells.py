@@ -13,7 +13,6 @@ from torch import nn
 from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, Wagma
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.mailbox.groups import Whole
-from tests import grids
 from tests.algorithms.asynchronous.common import flat
 from tests.algorithms.ranks import Odd, batch, fill
 
@@ -40,10 +39,11 @@ def test_the_table_has_all_eight() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), cells())
 def test_each_cell_trains(name: str, options: dict[str, Any]) -> None:
     """All ranks fit one function, each on examples of its own."""
-    size, steps = (4, 150) if grids.EVERYTHING else (3, 100)
+    size, steps = 4, 150
     generator = torch.Generator().manual_seed(1)
     truth = torch.randn(13, 7, generator=generator)
 
