@@ -180,6 +180,7 @@ def test_rules_after_decoding(counted: bool, divided: bool, device: SimpleNamesp
     assert violations(fused_ptx(kernel, {0: FLOAT32}, 90, device), sums_are_marked=False) == []
 
 
+@pytest.mark.slow
 @grid(
     rule=one_of_each(
         [pytest.param(rule, id=rule.name) for rule in RULES],

@@ -161,6 +161,7 @@ def test_any_length(name: str, n: str) -> None:
     check(blockwise_ptx(MINMAX_UINT8, name, FLOAT32, 90, stochastic=True, n=n, multiples=("size",)))
 
 
+@pytest.mark.slow
 @grid(
     rule=one_of_each(
         [pytest.param(rule, id=rule.name) for rule in RULES],

@@ -99,6 +99,7 @@ def loads(path: str, more: int) -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_resume_of_one_of_each_kind_through_files(tmp_path: Path) -> None:
     results = run_processes(resumes, 2, args=(str(tmp_path), 1), timeout=100)

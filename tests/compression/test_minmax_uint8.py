@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bagua_kernels.compression import Codec, Contractive, MinMaxUInt8, Unbiased, fold_seed, from_spec
 from tests.cases import DTYPES, LENGTHS, SHORT_LENGTHS, mixed_bucket
 from tests.conftest import EMULATED, Target
-from tests.grids import folded, grid
+from tests.grids import folded, grid, only
 from tests.oracles import minmax_uint8 as oracle
 from tests.oracles.vectors import KINDS, make, raw_vectors, same_bits, vectors
 
@@ -48,7 +48,7 @@ def test_same_bytes_as_the_oracle(target: Target, n: int, dtype: torch.dtype, se
     assert equal(out, rounded(oracle.decode(expected, n), dtype))
 
 
-@pytest.mark.parametrize("block", [32, 4096])
+@pytest.mark.parametrize("block", only([32, 4096], 32))
 def test_other_blocks(target: Target, block: int) -> None:
     codec = MinMaxUInt8(block, stochastic=True)
     n = block + 5 if EMULATED else 4 * 4096 + 5
@@ -63,6 +63,7 @@ def test_other_blocks(target: Target, block: int) -> None:
     n=[1, 257, 1009] if EMULATED else [0, 1, 257, 1009, 150_001],
     ranks=[1, 3],
     seed={"nearest": None, "stochastic": SEED},
+    cover=1,
 )
 def test_reduce_is_decode_sum_encode(target: Target, n: int, ranks: int, seed: int | None) -> None:
     codec = MinMaxUInt8(stochastic=seed is not None)

@@ -109,6 +109,7 @@ def test_what_choco_sends_and_makes_of_it(target: Target, case: Case) -> None:
     assert same(replica, moved)
 
 
+@pytest.mark.slow
 @every_case
 @folded(counted__weights=[(False, THIRDS), (True, WEIGHTS[:3])] if EMULATED else MIXTURES)
 def test_low_precision_gossip_with_a_replica_of_each_neighbour(
@@ -236,6 +237,7 @@ def test_arrays_written_before_are_read_as_they_are_stored(
         assert torch.equal(moved, torch.where(belongs, moved_expected, replica))
 
 
+@pytest.mark.slow
 @grid(dtype=DTYPES[1:], case=[ALL[0], ALL[3]], cover=1)
 def test_half_precision_beside_float32(target: Target, dtype: torch.dtype, case: Case) -> None:
     """Replicas are float32 whatever the parameter's dtype: the parameter is their rounded value."""

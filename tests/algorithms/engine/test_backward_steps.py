@@ -190,6 +190,7 @@ class Watching(PowerSGD):
         return Seen(bucket, communicator, self.policy, self.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PowerSGD, Watching])
 def test_factors_are_multiplied_where_they_are_used(kind: type[PowerSGD]) -> None:
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -124,6 +124,7 @@ def test_rounds_of_topologies_that_change_go_on(case: Case, interval: int) -> No
     run_ranks(5, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ALL))
 def test_buckets_may_have_another_size(name: str) -> None:
     """Vectors are saved by the names of parameters, not by buckets."""

@@ -87,6 +87,7 @@ def test_other_topologies(name: str, peers: Callable[[int], Topology], size: int
     assert error(trained(case, size, peers=peers(size)), simulated(case, peers(size))) <= TOLERANCE
 
 
+@pytest.mark.slow
 @grid(case=CASES, options=[{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "weight_decay": 0.01}], cover=1)
 def test_optimizers_with_states(case: Case, options: dict[str, float]) -> None:
     """Velocities stay with their rank; decay is that of the parameters that a step begins with."""
@@ -106,6 +107,7 @@ def test_intervals(case: Case, interval: int) -> None:
     assert error(found, simulated(case, topology, 11, interval=interval)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @grid(
     nodes=[[[0, 1], [2, 3]], [[0, 3], [1, 2], [4, 5]], [[0, 1, 2], [3, 4, 5]], [[0, 1, 2]], [[0], [1], [2]]],
     peers=["ring", "one_peer_exponential"],

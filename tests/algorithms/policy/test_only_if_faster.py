@@ -283,6 +283,7 @@ def test_checkpoint_within_a_trial_begins_it_anew() -> None:
         assert kinds == [place // BLOCK_STEPS % 2 == 0 for place in range(STEPS)] + [False] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the mean of bucket 0:RuntimeWarning")
 def test_guard_and_trial_decide_side_by_side() -> None:
     def rank(communicator: Communicator) -> tuple[str, list, str]:

@@ -62,6 +62,7 @@ def test_contract_around_rings(size: int) -> None:
     striped(size, all_of_it, rings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 16])
 def test_contract_among_more_ranks(size: int) -> None:
     """The lighter part of it."""
