@@ -185,7 +185,6 @@ def test_shift_one_meets_everyone_in_the_other_half_once(size: int) -> None:
     assert sorted(idle) == (list(range(half)) if size % 2 else [])
 
 
-@pytest.mark.slow
 @given(size=st.integers(1, 17), seed=st.integers(0, 2**64), step=st.integers(0, 2**40))
 def test_random_matching_pairs_all_but_at_most_one(size: int, seed: int, step: int) -> None:
     topology = RandomMatching(size, seed)
