@@ -110,12 +110,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if EMULATED:
         # Everything else has been tested without.
         kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-    # Who names tests, or has a GPU, wants them all. Otherwise all pairs that a grid covers are tested, and all pages, where no
-    # interpreter takes seconds for each.
+    # Who names tests, or has a GPU, wants them all. Otherwise all pairs that a grid covers are tested, and all pages. Where an
+    # interpreter takes seconds for each, pages are left to `make test-rest`.
     named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
-    if EMULATED or not (named or torch.cuda.is_available()):
-        whole = {i for i in kept if not EMULATED and (i.get_closest_marker("pair") or DOCS in i.path.parents)}
-        sample = whole.union(sample_of([item for item in kept if not left_out(item) and item not in whole]))
+    if not named and (EMULATED or not torch.cuda.is_available()):
+        pages = {item for item in kept if DOCS in item.path.parents}
+        whole = set() if EMULATED else pages.union(item for item in kept if item.get_closest_marker("pair"))
+        rest = [item for item in kept if not left_out(item) and item not in pages and item not in whole]
+        sample = whole.union(sample_of(rest))
         for item in kept:
             if item not in sample:
                 item.add_marker(pytest.mark.beyond)
