@@ -1,8 +1,8 @@
 """Block quantizers on the CPU: kernels over a range of blocks, one after the other.
 
 Each function is a template, see `_numba_cpu_block`. Two things decide the speed besides vectorised loops. Memory is asked for
-some blocks ahead, since the passes over a block make its reading and its arithmetic take turns. And arrays are `borrowed`,
-since a block takes a dozen slices, each of which would count references atomically.
+some blocks ahead, since the passes over a block make its reading and its arithmetic take turns. And arrays are `borrowed` and
+divided by `part` and `row`: a block takes a dozen slices, each of which would count references atomically.
 """
 
 from __future__ import annotations
