@@ -54,7 +54,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), which takes a minute or two"
 	@python3 -m venv $(VENV)
 	@$(PIP) --no-deps $(LARGE) & $(PIP) --no-deps $$(grep -vE '^#|^(torch|triton|pip)=' constraints.txt); wait
-	@$(PIP) --editable ".[examples,test,lint]"
+	@$(PIP) --no-build-isolation --editable ".[examples,test,lint]"
 	@touch $@
 
 train: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -101,8 +102,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the items of the tier: by default a sample of those that are not slow; in an emulated run, of those about kernels."""
+    starting = functools.cache(lambda function: starts_processes(function, set()))
     for item in items:
-        if starts_processes(getattr(item, "function", None), set()):
+        if starting(getattr(item, "function", None)):
             item.add_marker(pytest.mark.processes)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOWEST))

@@ -42,8 +42,8 @@ CASES = [
 # Of steps in backward one for each way in which means arrive.
 SAMPLE = only(
     CASES,
-    *((name, "after") for name in ROWS),
-    *((name, "in_backward") for name in ("allreduce", "bytegrad", "onebit", "topk", "dgc_masked", "powersgd")),
+    *((name, "after") for name in list(ROWS)[::2]),
+    *((name, "in_backward") for name in ("bytegrad", "onebit", "dgc_masked")),
 )
 
 

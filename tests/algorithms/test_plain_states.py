@@ -52,7 +52,7 @@ def optimizer_of(algorithm: Algorithm) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings("ignore:the mean of bucket:RuntimeWarning")
-@pytest.mark.parametrize("name", only(ROWS, *list(ROWS)[::2]))
+@pytest.mark.parametrize("name", only(ROWS, *list(ROWS)[::4]))
 def test_states_survive_a_file_and_go_on_bit_for_bit(name: str) -> None:
     first = BLOCK_STEPS * BLOCKS + 2 if "trial" in name else 4
 

@@ -204,6 +204,7 @@ def _bombed(folder: str) -> None:
         print(error)
 
 
+@pytest.mark.slow
 def test_pickles_during_the_introduction(tmp_path: Path) -> None:
     """They are neither read nor executed."""
     results = run_processes(_bombed, 2, args=[str(tmp_path)])

@@ -225,6 +225,7 @@ def dies_with_work_pending() -> None:
     del pending
 
 
+@pytest.mark.slow
 def test_exit_does_not_hang_when_a_peer_died() -> None:
     """Operations that can never finish do not keep a process from ending, nor an exception from being told."""
     started = time.monotonic()

@@ -87,7 +87,7 @@ def close(name: str, actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4 if name == "Muon" else 2e-6)
 
 
-@grid(name=list(OPTIONS), unscale={"": False, "unscale": True}, bad=[float("inf"), float("nan")])
+@grid(name=list(OPTIONS), unscale={"": False, "unscale": True}, bad=[float("inf"), float("nan")], cover=1)
 def test_scaler_skips_a_bad_step_exactly(name: str, unscale: bool, bad: float) -> None:
     """The first step and a later one are bad; what follows is what torch does."""
     models, optimizers = pair(name)
@@ -183,6 +183,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     name=["SGD", "AdamW", "NAdam", "RMSprop", "Lion", "LARS"],
     scheduler=list(SCHEDULERS),
     tensor={"number": False, "tensor": True},
+    cover=1,
 )
 def test_schedulers(name: str, scheduler: str, tensor: bool) -> None:
     models = Net(), Net()

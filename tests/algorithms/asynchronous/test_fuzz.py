@@ -175,7 +175,8 @@ def test_no_step_is_lost(first: int) -> None:
         check(Training.draw(seed))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 15))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(15))
 def test_quorums_end_with_equal_models(seed: int) -> None:
     """Random quorums, nets, delays and numbers of steps: all ranks end with the same bits, which are finite."""
     for number in range(4 * seed, 4 * seed + 4):

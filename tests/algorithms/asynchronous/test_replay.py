@@ -17,6 +17,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.mailbox.groups import Butterfly, Shuffled, Whole
 from tests.algorithms.asynchronous.common import flat
 from tests.algorithms.ranks import Odd, batch
+from tests.grids import EVERYTHING, grid
 
 RATE = 0.05
 
@@ -50,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@grid(case={name: CASES[name] for name in (CASES if EVERYTHING else ("shuffled", "paper"))})
 def test_recorded_and_replayed(case: tuple[int, dict[str, Any], bool], tmp_path: Path) -> None:
     size, options, unequal = case
     first = run_ranks(size, run, {**options, "record": tmp_path / "a"}, unequal, 1)

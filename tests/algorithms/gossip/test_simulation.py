@@ -131,6 +131,7 @@ def test_one_bucket_or_many(case: Case) -> None:
     assert np.array_equal(small, large)
 
 
+@pytest.mark.slow
 @grid(case=CASES, dtype=[torch.bfloat16, torch.float16], cover=1)
 def test_halves(case: Case, dtype: torch.dtype) -> None:
     """Parameters of 16 bits follow those of float32 with no more than their own rounding in each step."""

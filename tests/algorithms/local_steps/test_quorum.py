@@ -213,6 +213,7 @@ def test_a_rank_that_is_late_delays_nobody() -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0][0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [(0,), (2,), (0, 1), (3, 1)], ids=str)
 def test_lost_ranks_are_absent(lost: tuple[int, ...]) -> None:
     """Those that are left train on, and end with the mean of their parameters."""

@@ -83,6 +83,7 @@ def simulated(size: int, levels: int, **options: Any) -> tuple[outer.Result, np.
     return result, np.asarray(dense.owed), rounding.decided
 
 
+@pytest.mark.slow
 @grid(
     size=[2, 3, 4, 5],
     codec=list(LEVELS),

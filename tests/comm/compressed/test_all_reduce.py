@@ -58,6 +58,7 @@ def test_against_the_oracle(n: int, ranks: int, stochastic: bool) -> None:
         assert np.array_equal(exact, np.sum(flags, axis=0, dtype=np.float32) / np.float32(ranks))
 
 
+@pytest.mark.slow
 @grid(
     codec=only([MinMaxUInt8(64, True), Sign(), RandomK(0.3), TopK(0.3)], Sign(), RandomK(0.3)),
     dtype=[torch.float16, torch.bfloat16],

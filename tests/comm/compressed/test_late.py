@@ -56,6 +56,7 @@ def test_linear_all_reduce(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(result, at_once[0]) for result in late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", TWO_PASSES, ids=repr)
 def test_halves(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = vectors(3)

@@ -36,6 +36,7 @@ def calls(codec: Codec, communicator: Communicator) -> list[Callable[..., Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", only(RANDOM, *RANDOM[::3]), ids=repr)
 def test_a_seed_is_asked_for(codec: Codec) -> None:
     message = re.escape(f"{codec!r} draws random numbers: pass seed=fold_seed(seed, step, bucket)")

@@ -195,6 +195,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert not [one for one in report["findings"] if one["level"] == "error"]
 
 
+@pytest.mark.slow
 def test_missing_process(tmp_path: Path) -> None:
     """A rank that never starts is named, soon."""
     path = tmp_path / "report.json"

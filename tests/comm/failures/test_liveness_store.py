@@ -207,6 +207,7 @@ def test_everything_ends_with_the_host() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.slow
 def test_server_answers_while_this_interpreter_does_not() -> None:
     """A rank 0 that is busy in a call that holds the interpreter's lock keeps nobody waiting."""
     host = Host("127.0.0.1", KEY, 3)

@@ -189,7 +189,8 @@ def survives(ports: list[int]) -> None:
     print("FINE", flush=True)
 
 
-@pytest.mark.parametrize("same_port", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("same_port", [False, True])
 def test_survivors_start_anew(same_port: bool) -> None:
     """In the same processes, twice, where rank 0's store still listens or at another port."""
     port = [free_port(), free_port()]

@@ -164,6 +164,7 @@ def test_a_column_that_became_zero_recovers() -> None:
         assert float((x - out).norm()) <= 3e-6 * float(x.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_error_feedback_loses_nothing(of: torch.dtype, dtype: torch.dtype, close: float) -> None:

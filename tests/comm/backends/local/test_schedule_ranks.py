@@ -19,6 +19,7 @@ from tests.grids import grid
 CASES = [case for case in contract.CASES if case is not contract.case_many_threads_wait_for_one_work]
 
 
+@pytest.mark.slow
 @grid(case=CASES, size=[1, 2, 3, 4, 7], cover=1)
 def test_contract(case: Callable[[Communicator], None], size: int) -> None:
     """The contract of communicators holds in any order."""

@@ -240,22 +240,17 @@ def throw() -> None:
     raise RuntimeError("broken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "ranks", "texts"),
     [
         ("sizes", "MismatchError", [[0, 2], [1, 2]], ["8000 bytes", "4000 bytes", "model.join()"]),
-        pytest.param(
-            *("ways", "MismatchError", [[0, 2], [1, 2]], ["16000000 bytes", "4000 bytes", "model.join()"]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "message", "MismatchError", [[0, 1]], ["sent 8000 bytes", "expected 4000"], marks=pytest.mark.slow
-        ),
-        pytest.param("link", "LinkError", [[0, 1]], ["connection between ranks 0 and 1"], marks=pytest.mark.slow),
-        pytest.param(
+        ("ways", "MismatchError", [[0, 2], [1, 2]], ["16000000 bytes", "4000 bytes", "model.join()"]),
+        ("message", "MismatchError", [[0, 1]], ["sent 8000 bytes", "expected 4000"]),
+        ("link", "LinkError", [[0, 1]], ["connection between ranks 0 and 1"]),
+        (
             *("silence", "CollectiveTimeoutError", [[0, 1]]),
             ["nothing came through the connection between ranks 0 and 1"],
-            marks=pytest.mark.slow,
         ),
     ],
 )
