@@ -43,7 +43,7 @@ test-rest: REST := and (slow or beyond)
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
 	@echo "make train-text   train a transformer behind lines of RATE=$(RATE) Mbit/s (NPROC=$(NPROC) STEPS=$(STEPS) ALGORITHM=...)"
-	@echo "make test         every test function, on a sample of its parameters; minutes"
+	@echo "make test         every test function that is not slow, on a sample of its parameters; minutes"
 	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
