@@ -34,9 +34,9 @@ PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --duratio
 test test-all test-rest: export PYTHONDONTWRITEBYTECODE :=
 EMULATED_TESTS  := tests/compression tests/docs tests/launchers
 test-all:  TIER := --all
-# What `make test` leaves out of `make test-all`.
+# What `make test` leaves out of `make test-all`; hypothesis draws more examples there.
 test-rest: TIER := --all
-test-rest: REST := and (slow or beyond)
+test-rest: REST := and (slow or beyond or hypothesis)
 
 .PHONY: help train train-text tradeoff test test-all test-rest lint format bench gpu-check wheel clean
 
@@ -53,7 +53,8 @@ help:
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), which takes a minute or two"
 	@python3 -m venv $(VENV)
-	@$(PIP) --no-deps $(LARGE) & $(PIP) --no-deps $$(grep -vE '^#|^(torch|triton|pip)=' constraints.txt); wait
+	@$(PIP) --no-deps $(LARGE) & large=$$!; \
+	$(PIP) --no-deps $$(grep -vE '^#|^(torch|triton|pip)=' constraints.txt) && wait $$large
 	@$(PIP) --no-build-isolation --editable ".[examples,test,lint]"
 	@touch $@
 

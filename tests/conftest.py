@@ -167,10 +167,9 @@ def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
     items = sorted(items, key=lambda item: hashlib.sha256(re.sub(r"_?\d+", "", item.nodeid).encode()).digest())
     parts: list[set[tuple[str, ...]]] = []
     for item in items:
-        values = item.callspec.params.items() if hasattr(item, "callspec") else ()
-        function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         # In the interpreter and the simulator an element takes a millisecond: there every function is enough.
-        values = () if EMULATED else values
+        values = item.callspec.params.items() if hasattr(item, "callspec") and not EMULATED else ()
+        function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         parts.append({(function,), *((file, name, repr(value)) for name, value in values)})
     return [items[place] for place in grids.sample(parts)]
 

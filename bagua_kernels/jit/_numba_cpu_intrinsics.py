@@ -50,6 +50,11 @@ def _contiguous(context: Any, builder: Any, kind: Any, data: Any, *shape: Any) -
     return made._getvalue()
 
 
+def _check_vector(elements: Any) -> None:
+    if not isinstance(elements, types.Array) or (elements.ndim, elements.layout) != (1, "C"):
+        raise errors.NumbaTypeError(f"expected a contiguous vector, got {elements}")
+
+
 @extending.intrinsic
 def part(context, elements, begin, end):
     """The elements from `begin` up to `end` of a contiguous vector, which must have them.
@@ -57,8 +62,7 @@ def part(context, elements, begin, end):
     A slice is held to the ends of its array and shares its memory. What that takes is removed again where it is not needed, but
     with a dozen of them it is half of what is compiled.
     """
-    if not isinstance(elements, types.Array) or (elements.ndim, elements.layout) != (1, "C"):
-        raise errors.NumbaTypeError(f"expected a contiguous vector, got {elements}")
+    _check_vector(elements)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -90,8 +94,7 @@ def view_as(element: Any) -> Any:
 
     @extending.intrinsic
     def view(context: Any, elements: Any) -> Any:
-        if not isinstance(elements, types.Array) or (elements.ndim, elements.layout) != (1, "C"):
-            raise errors.NumbaTypeError(f"expected a contiguous vector, got {elements}")
+        _check_vector(elements)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             whole = context.make_array(signature.args[0])(context, builder, arguments[0])

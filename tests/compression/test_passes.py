@@ -26,7 +26,6 @@ from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL, TOWARDS
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import PLAIN_SGD, ElementwiseRule
-from tests import grids
 from tests.cases import DTYPES
 from tests.compression.codecs import ALL, Case
 from tests.compression.test_block_codecs import equal
@@ -142,8 +141,7 @@ def test_low_precision_gossip_with_a_replica_of_each_neighbour(
     assert torch.equal(again, rows)
 
 
-@pytest.mark.parametrize("case", only(ALL, ALL[0]), ids=str)
-@folded(ranks=[3] if EMULATED else [1, 3, 4, 5] if grids.EVERYTHING else [5])
+@grid(case=only(ALL, ALL[0]), ranks=[3] if EMULATED else only([1, 3, 4, 5], 5), cover=1)
 def test_weights_and_replicas(target: Target, case: Case, ranks: int) -> None:
     """The CPU takes four payloads at a time and then one."""
     payloads = payloads_of(case.codec, N, ranks, target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -90,7 +89,7 @@ def _keys(variant: Variant) -> list[str]:
 
 
 def _template(variant: Variant, name: str) -> Any:
-    return function_from_source(source(variant), name, {"__name__": __name__, "numba": numba, "np": np}, __file__)
+    return function_from_source(source(variant), name, {"__name__": __name__, "np": np}, __file__)
 
 
 def _names(variant: Variant) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from tests.grids import grid, only
 from tests.oracles import chunked as oracle
 from tests.oracles.vectors import F32, FLOAT32_MAX, KINDS, make, raw_vectors, same_bits
 
-# With 2, 0, 4 and 6 low bits; the second keeps all elements.
-# Of which kernels are compiled that nothing else needs.
+# The default tier's: for each dtype kernels are compiled that nothing else needs.
 FEW = torch.float32, torch.bfloat16
+# With 2, 0, 4 and 6 low bits; the second keeps all elements.
 CODECS = [ChunkedTopK(k=5, chunk=32), ChunkedTopK(k=32, chunk=32), ChunkedTopK(k=3, chunk=64)]
 CODECS += [] if EMULATED else [ChunkedTopK(k=64, chunk=4096)]
 # Whole chunks, and elements beyond them.
