@@ -240,6 +240,7 @@ class GradientAlgorithm(Algorithm):
         self._engine.check_idle()
         weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
         self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
+        # waits: where ranks join with unequal data, once for each of their passes.
         given = weights.tolist()
         check_weights(given)
         total = math.fsum(given)

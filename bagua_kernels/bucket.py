@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -186,6 +186,34 @@ class Bucket:
             view.copy_(tensor.detach())
         if gap.numel():
             gap.zero_()
+
+    def fill_together(self, tensors: Mapping[int, torch.Tensor | None], weight: float = 1.0) -> None:
+        """Does what `fill` does for several tensors, multiplied by a weight, in few launches: a GPU's cost time of the host.
+
+        Args:
+            tensors: by the position of the view; None stands for zeros.
+            weight: by which the views are multiplied.
+        """
+        copied, views = list[torch.Tensor](), list[torch.Tensor]()
+        cleared = [gap for slot in tensors if (gap := self.gaps[slot]).numel()]
+        for slot, tensor in tensors.items():
+            view = self.views[slot]
+            self.lent.pop(slot, None)
+            if tensor is None:
+                cleared.append(view)
+            elif not self._plain(slot, tensor):
+                view.copy_(tensor.detach())
+            elif tensor.data_ptr() != view.data_ptr():
+                copied.append(tensor.detach())
+                views.append(view)
+        if copied:
+            torch._foreach_copy_(views, copied)
+        if cleared:
+            torch._foreach_zero_(cleared)
+        if weight != 1.0:
+            # One by one: a weight is rare, and `_foreach_mul_` rounds it to bfloat16 on a CPU.
+            for slot in tensors:
+                self.views[slot].mul_(weight)
 
 
 def _exclusive(tensor: torch.Tensor) -> bool:

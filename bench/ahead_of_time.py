@@ -216,10 +216,10 @@ def elementwise_ptx(rule: ElementwiseRule, dtype: torch.dtype, sm: int, **option
     return compiled(kernel, signature, {"BLOCK": elementwise.BLOCK}, sm, num_warps=ELEMENTWISE_WARPS, **options)
 
 
-def multitensor_ptx(variant: Variant, sm: int, *, aligned: bool = True, **options: Any) -> str:
-    """The PTX of the kernel over many tensors, for addresses that are multiples of 16 or for any."""
+def multitensor_ptx(variant: Variant, sm: int, **options: Any) -> str:
+    """The PTX of the kernel over many tensors."""
     likes = {f"like{i}_ptr": POINTERS[dtype] for i, dtype in enumerate(variant.dtypes)}
-    constants = {"CHUNK": multitensor.CHUNK, "BLOCK": multitensor.BLOCK, "ALIGNED": aligned}
+    constants = {"CHUNK": multitensor.CHUNK, "BLOCK": multitensor.BLOCK}
     options = {**EXACT, **options}
     kernel, warps = multitensor.kernel(variant), multitensor.WARPS
     return compiled(kernel, MULTITENSOR_ARGUMENTS | likes, constants, sm, num_warps=warps, **options)

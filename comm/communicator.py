@@ -49,8 +49,10 @@ class Communicator(Collectives):
         mine = self.rank == src
         data = pack(obj) if mine else room(0)
         sealing = self._sealing("broadcast_object")
+        # waits: objects are sent at start and for checkpoints.
         header = (sealing.header(data, src) if mine else room(HEADER)).to(self.device)
         self.broadcast(header, src).wait()
+        # waits: objects are sent at start and for checkpoints.
         data = data.to(self.device) if mine else room(sealing.length(header, src), self.device)
         self.broadcast(data, src).wait()
         return sealing.read(data, header, src)
@@ -206,6 +208,7 @@ class Communicator(Collectives):
 
     def _gather_headers(self, sealing: Sealing, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Returns this rank's data, as long as the longest, and the headers and lengths of all ranks."""
+        # waits: objects are sent at start and for checkpoints.
         header = sealing.header(data, self.rank).to(self.device)
         headers = header.new_empty(self.size, HEADER)
         self.all_gather(headers, header).wait()

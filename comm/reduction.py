@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from bagua_kernels.quotient import divide_, divided
+
 
 class ReduceOp(enum.Enum):
     """The reduction of the values of all ranks to one.
@@ -85,13 +87,13 @@ def combine(op: ReduceOp) -> Callable[..., torch.Tensor]:
 def divide_first(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
     """Divides float16 and bfloat16 before they are summed over `size` ranks; see `ReduceOp`."""
     if op is ReduceOp.AVG and tensor.dtype in HALF:
-        tensor.div_(size)
+        divide_(tensor, size)
 
 
 def divide_last(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
     """Divides float32 and float64 after they were summed; see `ReduceOp`."""
     if op is ReduceOp.AVG and tensor.dtype not in HALF:
-        tensor.div_(size)
+        divide_(tensor, size)
 
 
 def divide_after(tensor: torch.Tensor, op: ReduceOp, size: int) -> Callable[[], None] | None:
@@ -111,9 +113,9 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor
     """
     fold = _COMBINE[op]
     divide_first = op is ReduceOp.AVG and parts[0].dtype in HALF
-    total = parts[0] / len(parts) if divide_first else parts[0].clone()
+    total = divided(parts[0], len(parts)) if divide_first else parts[0].clone()
     for part in parts[1:]:
-        fold(total, part / len(parts) if divide_first else part, out=total)
+        fold(total, divided(part, len(parts)) if divide_first else part, out=total)
     if op is ReduceOp.AVG and not divide_first:
-        total /= len(parts)
+        divide_(total, len(parts))
     return total

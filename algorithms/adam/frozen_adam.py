@@ -12,6 +12,7 @@ from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.optim.step.validation import check_betas, check_not_negative
+from bagua_kernels.quotient import divide_
 from bagua_kernels.rules.optimizers import ADAM
 
 Correction = Literal["continued", "none", "frozen"]
@@ -160,7 +161,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             if group["v_correction"] != "frozen":
                 continue
             for state in self._states(group):
-                state["exp_avg_sq"].div_(1 - float(group["betas"][1]) ** float(state["step"]))
+                divide_(state["exp_avg_sq"], 1 - float(group["betas"][1]) ** float(state["step"]))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -192,7 +193,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for (g, m, beta), momentum in zip(found, momenta, strict=True):
             # What is not to be clipped keeps its bits.
-            clipped = (momentum * factor).sub_(m, alpha=beta).div_(1 - beta)
+            clipped = divide_((momentum * factor).sub_(m, alpha=beta), 1 - beta)
             g.copy_(torch.where(factor < 1, clipped.to(g.dtype), g))
         return norm
 
@@ -235,4 +236,5 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             for group in self.param_groups
             for state in self._states(group)
         ]
+        # waits: norms decide once when v is frozen.
         return float(torch.stack([part.cpu() for part in parts]).sum())

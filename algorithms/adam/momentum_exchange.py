@@ -41,7 +41,7 @@ class MomentumExchange(CompressedExchange):
         if not self.momenta.optimizer.frozen:
             yield from super().run(step)
             return
-        bucket, scale, limit = self.bucket, self.momenta.scale(), self.momenta.limit
+        bucket, scale, limit = self.bucket, self.momenta.scale(step), self.momenta.limit
         self._sends_momentum = self.codec(step) is not None
         moments = [self.momenta.of(name) for name in bucket.names]
         sends = [self._sends_momentum and bucket.compressed(slot) for slot in range(len(moments))]
@@ -66,7 +66,7 @@ class MomentumExchange(CompressedExchange):
     @torch.no_grad()
     def end_step(self, unused: Sequence[int]) -> None:
         """Gives residuals back what was sent of parameters that no rank used; see `Exchange.end_step`."""
-        if not self.momenta.optimizer.frozen:
+        if not self.momenta.optimizer.frozen or not unused:
             return
         scale = self.momenta.scale()
         for slot in unused:
@@ -109,14 +109,23 @@ class Momenta:
         self.optimizer, self.limit = optimizer, limit
         self._groups, self._mask, self._scaler = groups, mask, scaler
         self._checked: set[str] = set()
+        self._scale: tuple[int, float] = (-1, 1.0)  # of a step, which is read once for all buckets
 
     def of(self, name: str) -> Moments:
         """What the optimizer knows of a parameter."""
         return Moments(self.optimizer, *self._groups[name])
 
-    def scale(self) -> float:
-        """By what losses are scaled now."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+    def scale(self, step: int | None = None) -> float:
+        """Returns by what the losses of a step are scaled; by what they are now if None."""
+        if self._scaler is None:
+            return 1.0
+        if step is None:
+            # waits: only for residuals that are handed over, and for parameters that no rank has used.
+            return self._scaler.get_scale()
+        if self._scale[0] != step:
+            # waits: once a step, on a communication thread.
+            self._scale = step, self._scaler.get_scale()
+        return self._scale[1]
 
     def stopped(self, name: str, v: Tensor) -> Tensor:
         """Which elements of a parameter have no momentum.
@@ -128,8 +137,10 @@ class Momenta:
         still = v <= 0
         if own is True:
             return still
+        # waits: once for each parameter's mask.
         stopped = torch.zeros_like(still) if own is False else own.to(v.device) == 0
         if name not in self._checked:
+            # waits: once for each parameter.
             if wrong := int((still & ~stopped).sum()):
                 raise ValueError(
                     f"{wrong} of the {v.numel()} elements of parameter {name!r} had no gradient up to the freeze, so v "

@@ -15,6 +15,7 @@ from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
 from bagua_kernels.algorithms.ddp.shares import BucketShares, Share
 from bagua_kernels.algorithms.engine.buckets import fill
 from bagua_kernels.algorithms.engine.interruption import Ending
+from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task
 from bagua_kernels.algorithms.engine.vectors import mean_of
@@ -113,6 +114,7 @@ class Hook:
         self._steps = 0
         self._passes = 0
         self._begun = 0.0
+        self._loss_scale: LossScale | None = None
         self._states: list[Mapping[str, Any]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,6 +189,8 @@ class Hook:
         assert self._algorithm is not None
         self._check()
         self._passes += 1
+        scaler = self._algorithm.scaler
+        self._loss_scale = None if scaler is None else LossScale(scaler)
         self._begun = self._algorithm.policy.now(self.communicators[0].device)
         if inside:
             torch.autograd.Variable._execution_engine.queue_callback(Ending(self, self._passes))
@@ -209,15 +213,15 @@ class Hook:
         finish()
 
     def _exchanges(self, parts: Sequence[Share], gradients: Sequence[torch.Tensor], step: int) -> Iterator[Work]:
-        scaler = None if self._algorithm is None else self._algorithm.scaler
+        loss_scale = self._loss_scale
         if self._finds_unused:
             yield from self._withhold_unused(parts, gradients)
         for part in parts:
             exchange = part.exchange
             if self._failed():
                 return
-            if scaler is not None:
-                exchange.scale_to(scaler.get_scale())
+            if loss_scale is not None:
+                exchange.scale_to(loss_scale.get())
             for work in exchange.run(step):
                 yield _Caught(work, self._fail)
                 if self._failed():
@@ -230,6 +234,7 @@ class Hook:
         """Keeps what is remembered of parameters without a gradient on any rank: DDP drops their means."""
         used = torch.stack([gradient.any() for gradient in gradients]).float()
         yield _Caught(parts[0].exchange.communicator.all_reduce(used), self._fail)
+        # waits: only with DDP's find_unused_parameters.
         unused = {position for position, count in enumerate(used.tolist()) if not count}
         for part in parts:
             part.exchange.bucket.frozen = [slot for slot, position in enumerate(part.positions) if position in unused]

@@ -9,6 +9,7 @@ import torch
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.interruption import Interruption
+from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.member import Member
 from bagua_kernels.algorithms.engine.options import BucketOptions
 from bagua_kernels.algorithms.engine.vectors import Named
@@ -135,14 +136,13 @@ def exchanged(
     exchange: Exchange,
     step: int,
     load: Callable[[], None],
-    scaler: torch.amp.GradScaler | None,
+    loss_scale: LossScale | None,
     updates: tuple[BucketSteps, list[bool]] | None,
 ) -> Iterator[Work]:
     """What a communication thread does with a bucket; refers to nothing of the engine, which may be deleted meanwhile."""
-    if not exchange.bucket.whole.is_cuda:
-        load()
-    if scaler is not None:
-        exchange.scale_to(scaler.get_scale())  # here, since on a GPU it waits
+    load()
+    if loss_scale is not None:
+        exchange.scale_to(loss_scale.get())  # here, since on a GPU it waits
     if updates is not None:
         updates[0].begin(updates[1])
     yield from exchange.run(step)

@@ -18,6 +18,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp, Work
 from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for
 from bagua_kernels.compression import Codec, Contractive, fold_seed
+from bagua_kernels.quotient import divided
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class CompressedExchange(Exchange):
 
     def state(self) -> dict[str, Named]:
         """The residuals; see `Exchange.state`."""
-        return {key: scatter(self.bucket, vector / self.loss_scale) for key, vector in self._vectors().items()}
+        return {key: scatter(self.bucket, divided(vector, self.loss_scale)) for key, vector in self._vectors().items()}
 
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""
@@ -174,6 +175,8 @@ class CompressedExchange(Exchange):
     def residual_norm(self) -> float:
         """See `Exchange.residual_norm`."""
         kept = {} if self._all_reduce is None else self._all_reduce.residuals()
+        # waits: for statistics.
         norms = [float(each.norm()) for each in kept.values() if each is not None]
+        # waits: for statistics.
         norms += [float(vector.norm()) for vector in self._recalled.values()]
         return math.sqrt(math.fsum((norm / self.loss_scale) ** 2 for norm in norms))

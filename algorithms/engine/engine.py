@@ -15,6 +15,7 @@ from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, f
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.gradient_hook import gradient_hook
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
+from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.member import EngineCounters, Member, Place
 from bagua_kernels.algorithms.engine.options import EngineOptions, Manner
 from bagua_kernels.algorithms.engine.participation import Participation, frozen_elsewhere
@@ -26,6 +27,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.jit import compiling
+from bagua_kernels.upload import Numbers
 
 # Steps between two looks at whether gradients came in another order, where a look waits for the device.
 _LOOK_EVERY = 64
@@ -37,7 +39,7 @@ class Engine:
     1. When a parameter's gradient is complete, its hook stores it. What later hooks make of it is not exchanged.
     2. A bucket starts when all of its gradients are there and all buckets before it have been started. A communication
        thread copies them into the bucket, if its exchange does not read them in place, and runs the exchange. Backward goes
-       on meanwhile. On a GPU backward's stream makes the copy.
+       on meanwhile. On a GPU backward's stream makes the copy, of all gradients of a bucket at once.
     3. At the end of backward, buckets with parameters that took no part are completed with zeros and started. All are waited
        for. Each `grad` becomes the view of its bucket, unless the optimizer's step was taken meanwhile. A parameter
        without a gradient on any rank keeps `grad` None, unless error feedback still had something for it. So does a frozen
@@ -86,6 +88,7 @@ class Engine:
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
         self._in_backward = True
         self._device = members[0].parameter.device
+        self._flags = Numbers(self._device)
         self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
         self.weight = 1.0
@@ -112,6 +115,8 @@ class Engine:
         self._takes_part = True
         self._missing: list[int] = []
         self._taken: list[list[Taken]] = []
+        self._streams: list[dict[torch.cuda.Stream, None]] = []
+        self._loss_scale: LossScale | None = None
         self._tasks: list[Task] = []
         engine = weakref.ref(self)
         self._hooks = [
@@ -185,8 +190,8 @@ class Engine:
         self._begin()
         self._takes_part = False
         try:
-            for bucket, slot in self.buckets.slots.values():
-                bucket.fill(slot, None)
+            for bucket in self.buckets.all:
+                bucket.fill_together(dict.fromkeys(range(len(bucket.views))))
             self._start_rest([None] * len(self._rows))
             self._wait()
             self._read_flags()
@@ -234,6 +239,9 @@ class Engine:
         self._arrived = {}
         self._missing = [len(group) for group in self.buckets.groups]
         self._taken = [[] for _ in self.buckets.groups]
+        self._streams = [{} for _ in self.buckets.groups]
+        scaler = self._options.scaler
+        self._loss_scale = None if scaler is None else LossScale(scaler)
         self._tasks = []
         for position in self.participation.begin():
             # What stays frozen is not waited for.
@@ -260,13 +268,30 @@ class Engine:
                 )
             self.participation.present.add(position)
         bucket, slot = self.buckets.slots[position]
-        # On a GPU on backward's stream, of which the allocator knows that it reads the gradient. And what hooks after this
-        # one make of a gradient is not exchanged, however long that takes.
-        now = bucket.whole.is_cuda or len(member.parameter._post_accumulate_grad_hooks or ()) > 1
-        adopts = gradient is not None and not now and not (steps is not None and steps.updates(member.name))
-        self._taken[bucket.index].append((slot, gradient, member.parameter if adopts else None))
+        # What hooks after this one make of a gradient is not exchanged, however long that takes.
+        now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, bucket.whole.is_cuda
+        adopts = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
+        taken = (slot, gradient, member.parameter if adopts else None)
         if now:
-            fill(bucket, self._taken[bucket.index], self.weight)
+            fill(bucket, [taken], self.weight)
+            return
+        self._taken[bucket.index].append(taken)
+        if on_gpu:
+            self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
+
+    def _fill_on_stream(self, index: int) -> None:
+        """Copies the gradients of a bucket on the current stream, on which the exchange waits for them."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams[index]:
+            if stream != current:
+                current.wait_stream(stream)
+        taken, self._taken[index] = self._taken[index], []
+        if len(self._streams[index]) > 1:
+            for _, gradient, _ in taken:
+                if gradient is not None:
+                    # It may be freed on the stream that it was made on, while this one still reads it.
+                    gradient.record_stream(current)
+        self.buckets.all[index].fill_together({slot: gradient for slot, gradient, _ in taken}, self.weight)
 
     def _start_complete(self) -> None:
         steps = self._options.steps
@@ -274,7 +299,9 @@ class Engine:
             bucket = self.buckets.all[index]
             if index == len(self.buckets.all) - 1:
                 flags = [*self.participation.flags(self._takes_part), float(self._asks_for_order())]
-                bucket.flags.copy_(torch.tensor(flags, dtype=torch.float32))
+                bucket.flags.copy_(self._flags.of(flags))
+            if bucket.whole.is_cuda:
+                self._fill_on_stream(index)
             positions = self.buckets.groups[index]
             if steps is not None:
                 for position in positions:
@@ -284,7 +311,7 @@ class Engine:
             exchange = self.buckets.exchanges[index]
             load = partial(fill, bucket, self._taken[index], self.weight, exchange, self.interruption)
             updates = (self._bucket_steps[index], [p in present for p in positions]) if self._bucket_steps else None
-            run = partial(exchanged, exchange, self._step, load, self._options.scaler, updates)
+            run = partial(exchanged, exchange, self._step, load, self._loss_scale, updates)
             self._start(bucket, run, several=not exchange.one_collective)
 
     def _start(self, bucket: Bucket | Rows, run: Run, several: bool) -> None:
@@ -360,6 +387,7 @@ class Engine:
                 continue
             bucket, slot = self.buckets.slots[position]
             remembers = self.buckets.exchanges[bucket.index].has_memory
+            # waits: only for parameters that no rank has used.
             if position not in self.participation.unused or (remembers and bool(bucket.views[slot].any())):
                 if steps is not None and steps.updates(member.name):
                     late[member.name] = bucket.views[slot]
@@ -393,6 +421,7 @@ class Engine:
         if not self.buckets.all:
             return
         flag = self.buckets.all[-1].flags[-1]
+        # waits: once in 64 steps until the order is known.
         if (not flag.is_cuda or self._step % _LOOK_EVERY == 0) and float(flag) > 0:
             own = list(self._arrived) if len(self._arrived) == len(self.members) else self.buckets.order
             order = self.communicators[0].broadcast_object(own)

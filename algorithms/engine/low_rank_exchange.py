@@ -16,6 +16,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp, Work
 from bagua_kernels.launchers.multitensor import TensorUpdate
+from bagua_kernels.quotient import divide_
 
 
 class LowRankExchange(Exchange):
@@ -100,7 +101,7 @@ class LowRankExchange(Exchange):
         """Residuals, factors, and how many steps they have seen; see `Exchange.state`."""
         state = self._factors.state_dict()
         steps = {name: torch.tensor(float(state["step"]), dtype=torch.float32) for name in state["residuals"]}
-        residuals = {name: residual.div_(self.loss_scale) for name, residual in state["residuals"].items()}
+        residuals = {name: divide_(residual, self.loss_scale) for name, residual in state["residuals"].items()}
         lefts = {"left": state["lefts"]} if "lefts" in state else {}
         return {"residual": residuals, "right": state["rights"], **lefts, "compressed_steps": steps}
 
@@ -109,6 +110,7 @@ class LowRankExchange(Exchange):
         own = self._factors.state_dict()
         names = list(own["residuals"])
         if names and all(name in state.get("residual", {}) for name in names):
+            # waits: a checkpoint is loaded.
             step, lefts = int(state["compressed_steps"][names[0]]), state.get("left", {})
             if "lefts" in own and not lefts:
                 # Steps that did not alternate have left Q alone, whose turn it is to be used.

@@ -60,6 +60,7 @@ class Participation:
         if len(self.present) == len(self._members):
             return
         # Reading flags waits for the device, so it is done only where one can be below 1.
+        # waits: only in a step in which a parameter has no gradient on this rank.
         flags = means.tolist()
         self.unused = {position for position, flag in enumerate(flags) if flag < self._least}
         for position in sorted(self.frozen) if takes_part else ():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bagua_kernels.comm import Communicator, Work
+from bagua_kernels.quotient import divide_
 
 
 class Rows:
@@ -36,9 +37,10 @@ class Rows:
         own = None if self.gradient is None else self.gradient.coalesce()
         width, device = self._shape[1:].numel(), self.whole.device
         # One more than the number of rows; 0 stands for no gradient at all.
-        mine = torch.tensor([0 if own is None else 1 + own._nnz()], dtype=torch.int64, device=device)
+        mine = torch.full((1,), 0 if own is None else 1 + own._nnz(), dtype=torch.int64, device=device)
         counts = mine.new_empty(communicator.size)
         yield communicator.all_gather(counts, mine)
+        # waits: numbers of rows are the sizes of what is sent.
         told = counts.tolist()
         if max(told) == 0:
             self.gradient = None
@@ -64,7 +66,7 @@ class Rows:
                             device=parts.device)  # fmt: skip
         for place, part in zip(places.split(list(used)), parts.split(list(used)), strict=True):
             total[place] += part
-        mean = (total / len(used)).to(parts.dtype).view(-1, *self._shape[1:])
+        mean = divide_(total, len(used)).to(parts.dtype).view(-1, *self._shape[1:])
         return torch.sparse_coo_tensor(
             touched.unsqueeze(0), mean, self._shape, is_coalesced=True, check_invariants=False
         )

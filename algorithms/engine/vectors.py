@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 
 Named = Mapping[str, torch.Tensor]
 
@@ -90,5 +91,5 @@ def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In float32, in which means of less are exact enough; of float64 and of whole numbers in float64."""
-    mean = torch.stack([tensor.double() for tensor in tensors]).mean(0)
+    mean = reduce_in_order([tensor.double() for tensor in tensors], ReduceOp.AVG)
     return mean.float() if tensors[0].is_floating_point() and tensors[0].dtype != torch.float64 else mean

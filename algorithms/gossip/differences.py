@@ -91,6 +91,7 @@ class Differences(RoundAlgorithm):
             self._counts[bucket.index] = None
             if isinstance(self.codec, BlockCodec):
                 counts = own_counts(bucket.own, bucket.flat.numel(), self.codec.block)
+                # waits: once for each bucket.
                 self._counts[bucket.index] = counts.to(bucket.flat.device)
 
     def encode(
@@ -178,7 +179,9 @@ class _Guard:
         self._first: list[float] = []
 
     def look(self, difference: torch.Tensor, decoded: torch.Tensor, turn: int) -> None:
+        # waits: a guard looks at few rounds.
         size = float(difference.double().square().sum())
+        # waits: a guard looks at few rounds.
         lost = float((decoded.double() - difference.double()).square().sum())
         if not size > 0:
             return

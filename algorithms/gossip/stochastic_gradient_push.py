@@ -62,12 +62,19 @@ class StochasticGradientPush(RoundAlgorithm):
         self.mixer = Mixer(mailbox, topology, self.flat)
         self.mixer.check(self._communicator, "columns")
         self._weighs = not topology.doubly_stochastic
+        # waits: at start.
         self._weight = self._weight.to(mailbox.device)
 
     @property
     def push_weight(self) -> float:
         """The weight w of this rank."""
+        # waits: for statistics and checkpoints.
         return float(self._weight)
+
+    @property
+    def _divisor(self) -> torch.Tensor:
+        """The weight as a tensor of no dimensions, which leaves quotients in the dtype of the vector."""
+        return self._weight[0]
 
     def restart(self) -> None:
         """See `ModelAlgorithm.restart`."""
@@ -86,7 +93,7 @@ class StochasticGradientPush(RoundAlgorithm):
         vector, weight = self._pushed(bucket), None
         if self._weighs:
             # What the parameters were set to, whatever their dtype.
-            before = (vector / self.push_weight).to(bucket.flat.dtype)
+            before = (vector / self._divisor).to(bucket.flat.dtype)
             vector.add_(bucket.flat.to(vector.dtype) - before.to(vector.dtype))
             # The last bucket brings the weight: those before have read the old one by then.
             weight = self._weight if bucket.index == len(self.flat.buckets) - 1 else None
@@ -105,7 +112,7 @@ class StochasticGradientPush(RoundAlgorithm):
         elif bucket.index == len(self.flat.buckets) - 1:
             # The weight that goes with all numerators came with the last one.
             for each in self.flat.buckets:
-                each.flat.copy_(self._pushed(each) / self.push_weight)
+                each.flat.copy_(self._pushed(each) / self._divisor)
 
     def _pushed(self, bucket: Bucket) -> torch.Tensor:
         """Returns what is pushed of a bucket: the numerator, or a copy of the parameters while weights stay 1."""

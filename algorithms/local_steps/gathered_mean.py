@@ -100,6 +100,7 @@ class GatheredMean(Exchange):
 
     def residual_norm(self) -> float:
         """See `Exchange.residual_norm`."""
+        # waits: for statistics.
         return 0.0 if self._residual is None else float(self._residual.norm())
 
 

@@ -76,6 +76,7 @@ class RoundSampler(Sampler[list[int]]):
         if epoch not in self._orders:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._orders = {old: order for old, order in self._orders.items() if old == epoch - 1}
+            # waits: of a CPU's numbers, once an epoch.
             self._orders[epoch] = torch.randperm(self._samples, generator=generator).tolist()
         return self._orders[epoch][index]
 

@@ -88,12 +88,12 @@ class SlowMo(OuterLoop):
         # Before a scheduler sets that of the next step.
         # A rank that is through takes no more steps, and has its last one's.
         own = 0.0 if self.is_through else float(self._optimizer.param_groups[number]["lr"])
-        rate = torch.full((1,), own, dtype=torch.float64)
-        rate = rate.to(bucket.flat.device)
+        rate = torch.full((1,), own, dtype=torch.float64, device=bucket.flat.device)
         yield from super().exchange(bucket, turn)
         if self._communicator.size > 1:
             # Outer parameters would differ between ranks if their learning rates did.
             yield self.rounds.all_reduce(rate, ReduceOp.MAX)
+        # waits: once a round: the outer step of the host takes the rate.
         self._sent_at[number] = float(rate)
 
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:

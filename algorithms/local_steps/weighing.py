@@ -41,9 +41,11 @@ class Weighing:
         norm = 0.0
         if self._penalty is not None:
             norm = self._norms[difference.index].judged(_norm(difference))
+        # waits: once a round, if ranks are weighed.
         own = torch.tensor([samples, speed, norm], dtype=torch.float64, device=difference.flat.device)
         everyone = own.new_empty((self._communicator.size, 3))
         yield self._communicator.all_gather(everyone, own)
+        # waits: once a round, if ranks are weighed.
         rows = everyone.tolist()
         if self._pace is not None:
             self._pace.measured([row[1] for row in rows])
@@ -59,8 +61,9 @@ class Weighing:
         """Clips a mean. Norms depend on the number of threads, so that rank 0's decides for all."""
         if self._penalty is None or self._penalty.clip is None:
             return
-        norm = torch.tensor([_norm(difference)], dtype=torch.float64, device=difference.flat.device)
+        norm = torch.full((1,), _norm(difference), dtype=torch.float64, device=difference.flat.device)
         yield self._communicator.broadcast(norm, 0)
+        # waits: once a round, if pseudo-gradients are clipped.
         factor = clip_factor(float(norm), self._penalty.clip)
         if factor != 1.0:
             difference.flat.mul_(factor)

@@ -66,8 +66,9 @@ class Sample:
             for slot, (name, span) in enumerate(zip(bucket.names, bucket.spans, strict=True))
             if bucket.compressed(slot)
         }
-        whole = torch.tensor([relative(bucket.flat, self._exact)], dtype=torch.float64, device=self._exact.device)
+        whole = torch.full((1,), relative(bucket.flat, self._exact), dtype=torch.float64, device=self._exact.device)
         self._communicator.broadcast(whole, 0).wait()
+        # waits: a guard looks at few steps.
         return whole.item(), named
 
 

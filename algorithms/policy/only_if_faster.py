@@ -109,9 +109,11 @@ class Trial:
             self._decide_together(communicator)
 
     def _decide_together(self, communicator: Communicator) -> None:
+        # waits: once, when the measurement ends.
         own = torch.tensor(self.seconds, dtype=torch.float64, device=communicator.device)
         everyone = own.new_empty(communicator.size * own.numel())
         communicator.all_gather(everyone, own).wait()
+        # waits: once, when the measurement ends.
         self.decide(everyone.view(communicator.size, -1).tolist())
         if communicator.rank == 0:
             level, what = (

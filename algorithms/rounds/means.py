@@ -57,9 +57,11 @@ def distance_from_mean(flat: FlatParameters, communicator: Communicator) -> floa
     for bucket in flat.buckets:
         mean = bucket.flat.double()
         communicator.all_reduce(mean, ReduceOp.AVG).wait()
+        # waits: for statistics.
         squares += [float((bucket.flat[span].double() - mean[span]).square().sum()) for span in bucket.spans]
-    total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=communicator.device)
+    total = torch.full((1,), math.fsum(squares), dtype=torch.float64, device=communicator.device)
     communicator.all_reduce(total).wait()
+    # waits: for statistics.
     return math.sqrt(float(total) / communicator.size)
 
 

@@ -26,6 +26,7 @@ from bagua_kernels.comm.topology import (
     whole,
 )
 from bagua_kernels.launchers import elementwise
+from bagua_kernels.quotient import divide_
 from bagua_kernels.rules import mixing
 
 Peers = str | Topology
@@ -106,7 +107,7 @@ class Terms:
             total = torch.zeros_like(correction)
             for peer, factor in others.items():
                 total.add_((self.values[peer] - own).mul_(factor))
-            correction.sub_(total.div_(divisor))
+            correction.sub_(divide_(total, divisor))
             x.sub_(correction)
 
     @property
@@ -155,7 +156,7 @@ class Mixer:
         self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._decay: float | None = None
         self._received: dict[int, dict[int, torch.Tensor]] = {}
-        self._disagreement: dict[int, float] = {}
+        self._disagreement: dict[int, torch.Tensor] = {}
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """Calls `Topology.check`; collective.
@@ -191,6 +192,7 @@ class Mixer:
             numbers[rank] = scalar
             weights = self.topology.weights(rank, turn)
             # On the host, in one order: a GPU's own product and sum may be rounded once.
+            # waits: once a round, on a communication thread, where weights are pushed.
             scalar.fill_(sum(float(numbers[peer]) * weight for peer, weight in weights.items() if weight))
 
     def terms(self, bucket: Bucket, x: torch.Tensor, turn: int) -> Terms:
@@ -203,7 +205,8 @@ class Mixer:
 
     def disagreement(self) -> float:
         """Returns the root mean square difference between a parameter here and at a neighbour, in the last exchange."""
-        found = self._disagreement.values()
+        # waits: for a statistic that the caller asks for.
+        found = [float(square) for square in self._disagreement.values()]
         return float((sum(found) / max(1, len(found))) ** 0.5)
 
     @property
@@ -224,11 +227,12 @@ def root_mean_square(parts: Iterable[torch.Tensor]) -> float:
     """Returns the root of the mean square of all elements of some tensors; 0 without elements."""
     squares, elements = 0.0, 0
     for part in parts:
+        # waits: for statistics.
         squares += float(part.double().square().sum())
         elements += part.numel()
     return float((squares / max(1, elements)) ** 0.5)
 
 
-def _difference(x: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Returns the mean square of differences, of the first elements only: that costs no pass over memory."""
-    return float((x[:_SAMPLE].float() - other[:_SAMPLE].float()).square().mean())
+    return (x[:_SAMPLE].float() - other[:_SAMPLE].float()).square().mean()

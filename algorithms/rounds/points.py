@@ -71,6 +71,7 @@ class Points:
         self._scale, self._counted = scale, False
 
     def _read_scale(self) -> float:
+        # waits: once a forward pass, where a scaler may have left out the step before.
         return 0.0 if self._scaler is None or not self._scaler.is_enabled() else float(self._scaler.get_scale())
 
     def _before_step(self, *_: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.comm import Communicator, ReduceOp
+from bagua_kernels.comm.reduction import reduce_in_order
 
 _COUNTERS = ("step",)  # of a parameter's state: numbers of updates are no vectors
 
@@ -55,6 +56,7 @@ def averaged_states(state: Mapping[str, Any], communicator: Communicator) -> dic
     )
     for key in sorted(everywhere, key=str):
         tensor = mine[key]
+        # waits: states are averaged on demand.
         mean = (
             tensor.detach()
             .to(communicator.device, torch.promote_types(tensor.dtype, torch.float32), copy=True)
@@ -72,7 +74,7 @@ def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         others = [_tensors(state) for state in states]
         for key, tensor in _tensors(loaded).items():
             found = [one[key].double() for one in others if key in one]
-            tensor.copy_(torch.stack(found).mean(0))
+            tensor.copy_(reduce_in_order(found, ReduceOp.AVG))
     return loaded
 
 

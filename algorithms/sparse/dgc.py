@@ -17,6 +17,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work
+from bagua_kernels.quotient import divided
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class MomentumCorrection(CompressedExchange):
 
     def state(self) -> dict[str, Named]:
         """The residuals, and the velocity; see `Exchange.state`."""
-        return {**super().state(), "velocity": scatter(self.bucket, self._velocity / self.loss_scale)}
+        return {**super().state(), "velocity": scatter(self.bucket, divided(self._velocity, self.loss_scale))}
 
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""

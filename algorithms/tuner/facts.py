@@ -117,8 +117,10 @@ def _seconds(run: Any, device: torch.device) -> float:
 
 def greatest(communicator: Communicator, values: Sequence[float]) -> list[float]:
     """The greatest of all ranks' values, place by place; collective."""
+    # waits: a measurement at start.
     found = torch.tensor(values, dtype=torch.float64, device=communicator.device)
     communicator.all_reduce(found, ReduceOp.MAX).wait()
+    # waits: a measurement at start.
     return found.tolist()
 
 

@@ -146,6 +146,7 @@ def _described_tensor(value: torch.Tensor) -> dict[str, Any]:
     kind = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, torch.nn.Parameter):
         return {_CLASS: kind}  # rank 0's are about to become everyone's
+    # waits: options are compared at start.
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return {_CLASS: kind, "sha256": hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]}
 

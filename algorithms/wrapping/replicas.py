@@ -83,15 +83,18 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
 
     Unlike pickled objects, a text from another process runs nothing when it is read.
     """
+    # waits: at start.
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(communicator.device)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device=communicator.device)
+    length = torch.full((1,), data.numel(), dtype=torch.int64, device=communicator.device)
     lengths = length.new_empty(communicator.size)
     communicator.all_gather(lengths, length).wait()
+    # waits: at start.
     sizes = [int(size) for size in lengths.tolist()]
     padded = data.new_zeros(max(sizes))
     padded[: data.numel()] = data
     everything = data.new_empty(communicator.size, padded.numel())
     communicator.all_gather(everything, padded).wait()
+    # waits: at start.
     rows = everything.cpu().numpy()
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 

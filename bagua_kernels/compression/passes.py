@@ -13,6 +13,7 @@ from bagua_kernels.compression.codec import Codec
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.launchers.arguments import Weights, checked_weights
+from bagua_kernels.quotient import divide_
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 
@@ -152,7 +153,7 @@ def _summed(terms: Iterable[torch.Tensor], total: torch.Tensor, weights: Weights
     for place, term in enumerate(terms):
         # Not with `alpha`, which would round the product and the sum once.
         total.add_(term if weights.factors is None else term * weights.factors[place])
-    return total.div_(weights.divisor) if weights.divisor != 1.0 else total
+    return divide_(total, weights.divisor) if weights.divisor != 1.0 else total
 
 
 @functools.cache

@@ -15,16 +15,13 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import cuda
 
-from bagua_kernels import knobs
 from bagua_kernels.jit import scalar
+from bagua_kernels.jit._numba_cuda_package import SIMULATED, cuda
 from bagua_kernels.jit.rule import rebuilt, with_literals
 from bagua_kernels.rules import rounding
 from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.calls import Rule, called_rules, code_of
-
-SIMULATED: bool = knobs.CUDA_SIMULATOR.get()
 
 if not SIMULATED:
     from numba.cuda import extending, libdevice, types

@@ -66,4 +66,6 @@ def rebuilt(
     copy.__qualname__ = function.__qualname__ + suffix
     copy.__module__ = function.__module__
     copy.__doc__ = function.__doc__
+    # Triton finds the constexpr arguments of a kernel by their annotations.
+    copy.__annotations__ = dict(function.__annotations__)
     return copy

@@ -73,6 +73,7 @@ def checked_weights(weights: torch.Tensor | Sequence[float] | None, terms: int, 
 @functools.lru_cache(maxsize=256)
 def _weights_on(weights: tuple[float, ...], device: torch.device) -> torch.Tensor:
     # Kept, since a copy to a GPU costs more than a launch, and a topology has few rows.
+    # waits: once for each row of weights, which is kept.
     return torch.tensor(weights, dtype=torch.float32, device=device)
 
 

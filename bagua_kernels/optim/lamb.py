@@ -14,7 +14,7 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.scalars import Counters
-from bagua_kernels.optim.step.trust import contiguous, multiply, ratio
+from bagua_kernels.optim.step.trust import multiplied, ratio, without
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.rules.optimizers import LAMB as STEP
@@ -82,7 +82,6 @@ class LAMB(Fused, Optimizer):
         variant = launch.variant
         moments = Variant(LAMB_MOMENTS, variant.dtypes, variant.scalars - 1, variant.extras)
         size = launch.column("step_size")
-        keep = [column for column in range(variant.width) if column != size]
-        sums = multitensor.launch(moments, launch.table, contiguous(rows[:, keep]))
-        multiply(rows, size, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
+        sums = multitensor.launch(moments, launch.table, without(rows, size))
+        rows = multiplied(rows, size, ratio(sums[:, 0].sqrt(), sums[:, 1].sqrt()))
         multitensor.launch(variant, launch.table, rows, keys)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
-from bagua_kernels.launchers.multitensor import FACTOR, SKIP, Table, Variant
+from bagua_kernels.launchers.multitensor import SCALARS, Table, Variant
 from bagua_kernels.optim.sgd import momentum_scalars
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.scalars import Counters
-from bagua_kernels.optim.step.trust import contiguous, multiply
+from bagua_kernels.optim.step.trust import multiplied
 from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.optim.step.validation import check_not_negative
 from bagua_kernels.rules.optimizers import LARS as RULE
 from bagua_kernels.rules.optimizers import NORMS, PLAIN_LARS
+from bagua_kernels.upload import uploaded
 
 PLAIN = Update(PLAIN_LARS)
 MOMENTUM = Update(RULE, ("momentum_buffer",), ("_fresh",))
@@ -99,7 +101,9 @@ class LARS(Fused, Optimizer):
         master = variant.column(multitensor.MASTER)
         weights = table.columns[0 if master is None else master]
         norms = Variant(NORMS, (variant.dtypes[0 if master is None else master], variant.dtypes[1]), scalars=0)
-        factors = contiguous(rows[:, [FACTOR, SKIP]])
+        # FACTOR and SKIP are the columns of a rule without scalars.
+        factors = rows[:, :SCALARS]
+        factors = factors.contiguous() if isinstance(factors, Tensor) else np.ascontiguousarray(factors)
         squares = multitensor.launch(norms, Table([weights, table.columns[1]]), factors)
         weight, gradient = squares.sqrt().unbind(1)
         coefficients = [
@@ -107,7 +111,7 @@ class LARS(Fused, Optimizer):
             for group, begin, end in launch.spans
             for _ in range(begin, end)
         ]
-        coefficient, decay, eps = torch.tensor(coefficients, dtype=torch.float64, device=table.device).unbind(1)
+        coefficient, decay, eps = uploaded(np.array(coefficients, np.float64), table.device).unbind(1)
         trust = coefficient * weight / (gradient + decay * weight + eps)
-        multiply(rows, launch.column("trust"), torch.where((weight > 0) & (gradient > 0), trust, 1.0))
+        rows = multiplied(rows, launch.column("trust"), torch.where((weight > 0) & (gradient > 0), trust, 1.0))
         multitensor.launch(variant, table, rows, keys)

@@ -17,8 +17,10 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.scalars import Counters
+from bagua_kernels.optim.step.trust import assign
 from bagua_kernels.optim.step.update import Group, Update, scalar_names
 from bagua_kernels.rules.optimizers import MUON_DIRECTION, MUON_STEP
+from bagua_kernels.upload import uploaded
 
 
 class Muon(Fused, torch.optim.Muon):
@@ -66,21 +68,25 @@ class Muon(Fused, torch.optim.Muon):
         variant, table = launch.variant, launch.table
         directions = [torch.empty_like(g) for g in table.columns[GRADIENT]]
         dtypes = (*variant.dtypes[:3], variant.dtypes[GRADIENT])
-        first = np.zeros((len(table), SCALARS + 3), rows.dtype)
-        first[:, FACTOR] = rows[:, FACTOR]
+        first: Any = np.zeros((len(table), SCALARS + 3), launch.rows.dtype)
         names = scalar_names(MUON_DIRECTION)
         momentum, rate, nesterov = (SCALARS + names.index(name) for name in ("momentum", "rate", "nesterov"))
         for group, begin, end in launch.spans:
             first[begin:end, momentum] = group["momentum"]
             first[begin:end, rate] = 1 - group["momentum"]
             first[begin:end, nesterov] = group["nesterov"]
+        if isinstance(rows, Tensor):
+            first = uploaded(first, rows.device)
+        first[:, FACTOR] = rows[:, FACTOR]
         multitensor.launch(Variant(MUON_DIRECTION, dtypes, 3), Table([*table.columns[:3], directions]), first)
+        decays, rates = np.ones(len(table)), np.zeros(len(table))
         for group, begin, end in launch.spans:
             lr: Any = group["lr"]
             if isinstance(lr, Tensor):
                 # PyTorch multiplies a tensor in its own dtype, which rounds where Python's numbers do not.
+                # waits: only if the learning rate is a tensor on a GPU.
                 lr = lr.detach().cpu().reshape(())
-            rows[begin:end, launch.column("decay")] = float(1 - lr * group["weight_decay"])
+            decays[begin:end] = float(1 - lr * group["weight_decay"])
             for i in range(begin, end):
                 options = group["ns_coefficients"], group["ns_steps"], group["eps"]
                 # The products round as PyTorch's only if the matrix lies in memory as its gradient does.
@@ -89,7 +95,9 @@ class Muon(Fused, torch.optim.Muon):
                 dtype = like.dtype if variant.double else torch.bfloat16
                 orthogonal = _zeropower_via_newtonschulz(direction, *options)
                 directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal)
-                rows[i, launch.column("lr")] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
+                rates[i] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
+        assign(rows, launch.column("decay"), decays)
+        assign(rows, launch.column("lr"), rates)
         rows[:, FACTOR] = 1.0
         columns = [table.columns[0], directions, *table.columns[2:]]
         step = replace(variant, dtypes=(variant.dtypes[0], directions[0].dtype, *variant.dtypes[2:]))

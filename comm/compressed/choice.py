@@ -130,8 +130,10 @@ def measure_plain_below(
         now = time.perf_counter()
         # Decisions are made on numbers that all ranks share, so that they all make the same.
         shared = torch.tensor([plain, compressed, now - begin, now - before], dtype=torch.float64)
+        # waits: a measurement at start.
         shared = shared.to(communicator.device)
         communicator.all_reduce(shared, ReduceOp.MAX).wait()
+        # waits: a measurement at start.
         plain, compressed, elapsed, last = shared.tolist()
         points.append(_Point(n, plain, compressed))
         return float(elapsed + 2 * last)

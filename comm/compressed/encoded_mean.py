@@ -53,6 +53,7 @@ class EncodedMean:
 
     def residual_norms(self) -> tuple[float, float]:
         """Returns the Euclidean norms of e and f."""
+        # waits: for statistics.
         return float(self._worker.norm()), float(self._owner.norm())
 
     def restart(self, reference: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.quotient import divide_
 
 _ROW_BYTES = 16
 
@@ -59,4 +60,4 @@ def mean_of(rows: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(rows[0], dtype=torch.float32)
     for row in rows:
         total += row
-    return total.div_(len(rows))
+    return divide_(total, len(rows))

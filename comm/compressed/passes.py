@@ -59,6 +59,7 @@ def block_counts(codec: Codec, layout: Layout, own: Sequence[slice] | None, devi
     """
     if own is None or not isinstance(codec, BlockCodec):
         return {}
+    # waits: once, and all streams may read it afterwards.
     counts = own_counts(own, layout.n, codec.block).to(device)
     parts = {(p, o): layout.part(p, o) for p in range(layout.pieces) for o in range(layout.owners)}
     return {at: counts[part.start // codec.block : -(-part.stop // codec.block)] for at, part in parts.items()}

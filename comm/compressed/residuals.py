@@ -107,6 +107,7 @@ class Residuals:
             ValueError: it has another number of elements.
         """
         self.check(state)
+        # waits: a checkpoint is loaded.
         parts = state.to(self._device, torch.float32).split([length for _, length in self._parts] or [0])
         named = {name: part for (name, _), part in zip(self._parts, parts, strict=False)}
         self._feedback.load_state_dict({"residuals": named})

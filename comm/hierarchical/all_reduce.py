@@ -21,6 +21,7 @@ from bagua_kernels.comm.hierarchical.scales import Scales
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import FINISHED, Steps, Together, Work, drive
 from bagua_kernels.compression import Codec, fold_seed
+from bagua_kernels.quotient import divide_
 
 _PIECE = 4 << 20  # bytes of the vector, against which the start of a collective is short
 _MOST_PIECES = 8
@@ -198,7 +199,7 @@ class HierarchicalAllReduce:
     def _run(self, x: torch.Tensor, seed: int) -> Steps:
         """Steps 1, 2 and 3 of each piece, on all ranks in one order, which is why none waits for ever for another."""
         if self._scales.before != 1:
-            x.div_(self._scales.before)
+            divide_(x, self._scales.before)
         # Compressed, step 2 has ended when it returns, and step 3 need not wait for the next piece's.
         lag = 1 if self._codec is None else 0
         count = len(self._pieces)
@@ -240,7 +241,7 @@ class HierarchicalAllReduce:
         """Step 3."""
         if self._scales.after != 1:
             for _, mine in self._mine(x, piece):
-                mine.div_(self._scales.after)
+                divide_(mine, self._scales.after)
         if self._scatters:
             return self.local.all_gather(self._whole(x, piece), self._own[piece])
         size, shards = self.local.size, enumerate(self._pieces[piece])

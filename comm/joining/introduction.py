@@ -97,7 +97,9 @@ class Introduction:
         """Returns bytes of all ranks, the same number of each."""
         if self._size == 1:
             return [data]
+        # waits: at start.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(everyone, mine, group=self._group)
+        # waits: at start.
         return [one.cpu().numpy().tobytes() for one in everyone]

@@ -67,6 +67,7 @@ class Sealing:
         Raises:
             CommunicationError: if the header was not signed by a rank of the job, for this operation.
         """
+        # waits: objects are sent at start and for checkpoints.
         data = header.cpu().numpy().tobytes()
         body, signature = data[: -Secret.NBYTES], data[-Secret.NBYTES :]
         if not self._key.verify(signature, body, f"{src}>{dst}".encode()):
@@ -83,8 +84,10 @@ class Sealing:
         Raises:
             CommunicationError: if these are not the bytes that were signed.
         """
+        # waits: objects are sent at start and for checkpoints.
         found = data.cpu().numpy().tobytes()
         # The digest is part of what was signed and no secret, so an ordinary comparison will do.
+        # waits: objects are sent at start and for checkpoints.
         if hashlib.sha256(found).digest() != header.cpu().numpy().tobytes()[_LENGTH.size :][:_DIGEST]:
             raise self._refusal(
                 f"{self._operation} received other bytes than rank {src} has signed, and has not read them"

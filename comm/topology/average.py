@@ -9,6 +9,7 @@ import torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import FLOATING, HALF
 from bagua_kernels.comm.topology.base import TOLERANCE, Topology
+from bagua_kernels.quotient import divide_
 
 _LARGEST = 64  # divisor of weights that count as whole numbers
 
@@ -72,7 +73,7 @@ def weighted_sum(values: Mapping[int, torch.Tensor], weights: Mapping[int, float
             product = torch.mul(values[peer].to(wide), weight, out=product)
             total.add_(product)
     if divisor != 1:
-        total.div_(divisor)
+        divide_(total, divisor)
     return total if total is out else out.copy_(total)
 
 

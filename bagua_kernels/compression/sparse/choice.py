@@ -14,6 +14,7 @@ import torch
 
 from bagua_kernels.launchers.select import Collected
 from bagua_kernels.rules.random import mix
+from bagua_kernels.upload import uploaded
 
 # A sample is made of runs, so that each cache line that is fetched is used.
 RUN = 32
@@ -41,7 +42,7 @@ def sample_keys(x: torch.Tensor, residual: torch.Tensor | None, size: int) -> to
     def taken(v: torch.Tensor) -> torch.Tensor:
         if size >= v.numel():
             return v.float()
-        runs = sampled_runs(v.numel(), size).to(v.device)
+        runs = uploaded(sampled_runs(v.numel(), size), v.device)
         return v[: v.numel() // RUN * RUN].view(-1, RUN).index_select(0, runs).view(-1).float()
 
     values = taken(x) if residual is None else taken(residual) + taken(x)
@@ -59,6 +60,7 @@ def largest(keys: torch.Tensor, k: int) -> int:
     if keys.device.type == "cpu":
         # NumPy selects with vector instructions.
         return int(np.partition(keys.numpy(), keys.numel() - k)[keys.numel() - k])
+    # waits: the threshold is an argument of the next launch.
     return int(torch.topk(keys, k, sorted=False).values.min())
 
 
@@ -126,6 +128,7 @@ def choose(
     above, equal = keys > threshold, keys == threshold
     ties = k - above.sum()
     chosen = above | (equal & (equal.cumsum(0) <= ties))
+    # waits: only if more elements reach the threshold than the payload takes.
     index = chosen.nonzero().view(-1)
     offsets[:k] = all_offsets[index]
     values[:k] = all_values[index]

@@ -155,6 +155,7 @@ class Largest(SparseCodec):
         """Raises unless headers count what is allowed, ends end there, and nothing was found wrong with the entries."""
         _, low, high = self._kept(form.n)
         allowed = f"{low}" if low == high else f"{low} to {high}"
+        # waits: a damaged payload raises before its values are used.
         for count, last in counts.tolist():
             if not low <= count <= high:
                 raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {allowed}")

@@ -181,6 +181,7 @@ class RandomK(SparseCodec):
         self, payload: torch.Tensor, form: SparseForm, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         header, _, _, encoded = form.parts(payload)
+        # waits: the seed of a payload chooses the positions, and a damaged header raises.
         count, seed = header.tolist()
         if count != form.capacity:
             raise ValueError(f"the payload is damaged: its header counts {count} entries, expected {form.capacity}")

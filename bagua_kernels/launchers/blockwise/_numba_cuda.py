@@ -147,6 +147,7 @@ def encode_pieces(
         start += padded(piece.numel(), form.block)
         if piece.numel() % form.block:
             counts[start // form.block - 1] = piece.numel() % form.block
+    # waits: Numba-CUDA copies pieces before it encodes them.
     encode(rule, flat, payload, form, seed, False, counts.to(payload.device))
 
 

@@ -9,7 +9,8 @@ rules do float arithmetic.
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
+
+from bagua_kernels.jit._numba_cuda_package import cuda
 
 LANES = 32
 

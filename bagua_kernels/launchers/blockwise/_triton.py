@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -15,6 +16,7 @@ from bagua_kernels.launchers.blockwise._triton_kernels import FUNCTIONS, TEMPLAT
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
 from bagua_kernels.rules.quantizers import BlockQuantizer
+from bagua_kernels.upload import uploaded
 
 # Each element of a piece has an address of 64 bits of its own; the assembler would rather spill than lower its occupancy.
 PIECES = {"maxnreg": 255}
@@ -85,9 +87,9 @@ def encode_pieces(
     rule: BlockQuantizer, pieces: Sequence[torch.Tensor], payload: torch.Tensor, form: BlockForm, seed: int | None
 ) -> None:
     """See `bagua_kernels.launchers.blockwise.encode_pieces`."""
-    addresses, sizes, firsts = map(torch.from_numpy, piece_table(pieces, form.block))
-    piece_of_block = torch.repeat_interleave(torch.arange(len(pieces)), firsts.diff())
-    tables = [t.to(payload.device, non_blocking=True) for t in (addresses, sizes, firsts, piece_of_block)]
+    addresses, sizes, firsts = piece_table(pieces, form.block)
+    piece_of_block = np.repeat(np.arange(len(pieces)), np.diff(firsts))
+    tables = [uploaded(table, payload.device) for table in (addresses, sizes, firsts, piece_of_block)]
     arguments = (*form.parts(payload), form.n, *map(signed, seed_halves(seed)))
     run = kernel("encode_pieces", rule, pieces[0].dtype)
     launch(run, rule, form, payload, *tables, bits(pieces[0]), *arguments, STOCHASTIC=seed is not None, **PIECES)

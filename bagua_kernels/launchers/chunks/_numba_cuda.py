@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
+from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.launchers.chunks import INFINITE, Record, add_in_turn
 from bagua_kernels.rules import two_magnitudes
 from bagua_kernels.rules.rounding import float_bits

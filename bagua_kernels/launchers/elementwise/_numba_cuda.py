@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
+from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.elementwise import call_lines
 from bagua_kernels.rules.optimizers import ElementwiseRule

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
+from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
+from bagua_kernels.upload import uploaded
 
 THREADS = 256
 ELEMENTS = 4
@@ -60,12 +61,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
     """See `bagua_kernels.launchers.multitensor.launch`."""
     device, sums = table.device, variant.rule.sums
-    rows = rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows).to(device)
+    rows = rows if isinstance(rows, torch.Tensor) else uploaded(rows, device)
     # Read only where rounding is stochastic.
     if keys is None:
         seeds = torch.zeros((1, 2), dtype=torch.uint32, device=device)
     else:
-        seeds = keys.view(torch.uint32) if isinstance(keys, torch.Tensor) else torch.from_numpy(keys).to(device)
+        seeds = keys.view(torch.uint32) if isinstance(keys, torch.Tensor) else uploaded(keys, device)
     totals = torch.zeros(len(table), sums, dtype=torch.float64, device=device)
     with launching(rows) as stream:
         run = kernel(variant)

@@ -13,6 +13,7 @@ import triton.language as tl
 from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template, on_device
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
+from bagua_kernels.upload import uploaded
 
 BLOCK = 1024
 # A program first loads addresses and scalars; several blocks share that wait.
@@ -26,25 +27,26 @@ NEEDS_TENSORS = False
 
 def read(mask: str, column: int) -> str:
     """The expression that loads a block of a column."""
-    return f"tl.load(a{column} + at{mask}{', other=0' if mask else ''})"
+    return f"tl.load(a{column} + at{mask}, other=0)" if mask else f"tl.load(b{column} + at)"
 
 
 def write(mask: str, column: int, value: str) -> str:
     """The statement that stores a block of a column."""
-    return f"tl.store(a{column} + at, {value}{mask})"
+    return f"tl.store({'a' if mask else 'b'}{column} + at, {value}{mask})"
 
 
 def source(variant: Variant) -> str:
     """The text of the kernel.
 
-    The `like` arguments give the columns' types. A whole piece takes a path without masks. The compiler does not know that a
-    mask from memory is constant, and would access element by element.
+    The `like` arguments give the columns' types. A whole piece of a tensor whose columns are all aligned takes a path without
+    masks. The compiler does not know that a mask from memory is constant, and would access element by element. Tensors that
+    are not aligned take the other path, and do not keep the rest of the launch from the first one.
     """
     columns, sums = range(len(variant.dtypes)), range(variant.rule.sums)
     likes = ", ".join(f"like{i}_ptr" for i in columns)
     lines = [
         f"def over_pieces(addresses_ptr, sizes_ptr, rows_ptr, keys_ptr, partials_ptr, tensors_ptr, pieces_ptr, {likes}, "
-        "CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):",
+        "CHUNK: tl.constexpr, BLOCK: tl.constexpr):",
         "    task = tl.program_id(0)",
         "    tensor = tl.cast(tl.load(tensors_ptr + task), tl.int64)",
         "    start = tl.cast(tl.load(pieces_ptr + task), tl.int64) * CHUNK",
@@ -58,10 +60,9 @@ def source(variant: Variant) -> str:
     if variant.width > SCALARS + variant.scalars:
         lines.append(f"    rate = tl.load(row_ptr + {SCALARS + variant.scalars})")
     for i in columns:
-        address = f"tl.load(addresses_ptr + tensor * {len(variant.dtypes)} + {i})"
-        lines.append(f"    a{i} = tl.cast({address}, like{i}_ptr.dtype, bitcast=True)")
-    lines.append("    if ALIGNED:")
-    lines += [f"        a{i} = tl.multiple_of(a{i}, {ALIGNMENT})" for i in columns]
+        lines.append(f"    place{i} = tl.load(addresses_ptr + tensor * {len(variant.dtypes)} + {i})")
+        lines.append(f"    a{i} = tl.cast(place{i}, like{i}_ptr.dtype, bitcast=True)")
+    lines.append(f"    odd = ({' | '.join(f'place{i}' for i in columns)}) & {ALIGNMENT - 1}")
     if variant.stochastic:
         lines += [
             "    seed_low = tl.cast(tl.load(keys_ptr + tensor * 2), tl.uint32)",
@@ -69,8 +70,11 @@ def source(variant: Variant) -> str:
             "    key, second_key = random_key(seed_low, seed_high, tl.cast(start >> 32, tl.uint32))",
         ]
     lines += [f"    total{i} = tl.zeros([BLOCK], tl.float64)" for i in sums]
-    for condition, mask in (("if left >= CHUNK:", ""), ("else:", ", mask=inside")):
-        lines += [f"    {condition}", "        for first in range(0, CHUNK, BLOCK):"]
+    for condition, mask in (("if (left >= CHUNK) & (odd == 0):", ""), ("else:", ", mask=inside")):
+        lines.append(f"    {condition}")
+        if not mask:
+            lines += [f"        b{i} = tl.multiple_of(a{i}, {ALIGNMENT})" for i in columns]
+        lines.append("        for first in range(0, CHUNK, BLOCK):")
         lines.append("            at = start + first + tl.arange(0, BLOCK)")
         if mask:
             lines.append("            inside = first + tl.arange(0, BLOCK) < left")
@@ -89,49 +93,59 @@ def kernel(variant: Variant) -> Any:
     return compile_template(template, bindings(variant, LOAD, STORE))
 
 
-# What CUDA graphs copy from at each replay, for as long as there may be one: a few kilobytes for each capture.
-CAPTURED: list[torch.Tensor] = []
+def sum_pieces(partials_ptr, firsts_ptr, totals_ptr, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the pieces of a tensor in one order, so that all ranks get the same bits: atomic additions have none."""
+    tensor = tl.program_id(0)
+    first = tl.load(firsts_ptr + tensor)
+    last = tl.load(firsts_ptr + tensor + 1)
+    for i in tl.static_range(SUMS):
+        total = tl.zeros([BLOCK], tl.float64)
+        for begin in range(first, last, BLOCK):
+            piece = begin + tl.arange(0, BLOCK)
+            total += tl.load(partials_ptr + piece * SUMS + i, mask=piece < last, other=0.0)
+        tl.store(totals_ptr + tensor * SUMS + i, tl.sum(total))
 
 
-def place(array: Any, device: torch.device) -> torch.Tensor:
-    """A NumPy array on the device; through page-locked memory to a GPU, so that the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type != "cuda":
-        return tensor
-    locked = tensor.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        CAPTURED.append(locked)
-    return locked.to(device, non_blocking=True)
+@functools.cache
+def kernel_of_sums() -> Any:
+    """The compiled `sum_pieces`."""
+    return compile_template(sum_pieces, {})
 
 
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
     """See `bagua_kernels.launchers.multitensor.launch`."""
     if variant.double:
         raise TypeError("Triton has no correctly rounded float64 rules; set the backend numba_cuda")
-    device = table.device
-    tasks = table.cached(("tasks",), lambda: [place(a, device) for a in (table.sizes, *table.tasks(CHUNK))])
+    device, sums = table.device, variant.rule.sums
+    sizes, tensors, pieces, firsts = table.cached(("tasks",), lambda: _tasks(table))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Filled by each replay, but not before the first.
-        addresses = place(table.addresses, device)
+        addresses = uploaded(table.addresses, device)
     else:
-        addresses = table.cached(("addresses",), lambda: place(table.addresses, device))
-    sizes, tensors, pieces = tasks
-    sums = variant.rule.sums
+        addresses = table.cached(("addresses",), lambda: uploaded(table.addresses, device))
     partials = torch.empty((len(tensors), sums), dtype=torch.float64, device=device)
-    likes = [bits(torch.empty(0, dtype=dtype, device=device)) for dtype in variant.dtypes]
-    rows = rows if isinstance(rows, torch.Tensor) else place(rows, device)
+    likes = table.cached(
+        ("likes", variant.dtypes), lambda: [bits(torch.empty(0, dtype=d, device=device)) for d in variant.dtypes]
+    )
+    rows = rows if isinstance(rows, torch.Tensor) else uploaded(rows, device)
     if keys is None:
         keys = sizes
     elif not isinstance(keys, torch.Tensor):
-        keys = place(keys.view(np.int32), device)
-    if len(tensors):
-        aligned = table.cached(("addresses", "aligned"), lambda: not (table.addresses % ALIGNMENT).any())
-        with on_device(sizes):
+        keys = uploaded(keys.view(np.int32), device)
+    totals = torch.empty(len(table), sums, dtype=torch.float64, device=device) if sums else None
+    with on_device(sizes):
+        if len(tensors):
             kernel(variant)[(len(tensors),)](
                 addresses, sizes, rows, keys, partials, tensors, pieces, *likes,
-                CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=aligned, num_warps=WARPS, **EXACT,
+                CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS, **EXACT,
             )  # fmt: skip
-    if not sums:
-        return None
-    totals = torch.zeros(len(table), sums, dtype=torch.float64, device=device)
-    return totals.index_add_(0, tensors.long(), partials)
+        if totals is not None and len(table):
+            kernel_of_sums()[(len(table),)](partials, firsts, totals, SUMS=sums, BLOCK=BLOCK, num_warps=4)
+    return totals
+
+
+def _tasks(table: Table) -> list[torch.Tensor]:
+    """On the table's device: the sizes of tensors; the tensor and the number of each piece; where each tensor's pieces begin."""
+    tensors, pieces = table.tasks(CHUNK)
+    firsts = np.searchsorted(tensors, np.arange(len(table) + 1)).astype(np.int32)
+    return [uploaded(each, table.device) for each in (table.sizes, tensors, pieces, firsts)]

@@ -16,6 +16,7 @@ import torch
 from bagua_kernels.jit.op import Op
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed, seed_halves
 from bagua_kernels.rules.random import random_key
+from bagua_kernels.upload import uploaded
 
 OP = Op(__name__)
 CHUNK = 65_536
@@ -57,6 +58,7 @@ class Collected:
         ends = torch.cumsum(counts, 0)
         self._starts = ends - counts
         self.ends = self._backend.chunk_ends(ends, x.numel())
+        # waits: the number of elements that were found decides what comes next.
         self.count = int(ends[-1])
 
     def write(self, offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -124,6 +126,7 @@ def place_in_turn(
 
 
 def _found(flags: torch.Tensor) -> int:
+    # waits: a damaged payload raises before its values are used.
     bad_ends, bad_offsets = flags.tolist()
     return (BAD_ENDS if bad_ends else 0) | (BAD_OFFSETS if bad_offsets else 0)
 
@@ -141,7 +144,7 @@ def permuted(n: int, count: int, seed: int, device: torch.device) -> torch.Tenso
         ValueError: the seed does not fit in 64 bits.
     """
     bits = half_bits(n)
-    keys = torch.from_numpy(round_keys(checked_seed(seed) or 0)).to(device)
+    keys = uploaded(round_keys(checked_seed(seed) or 0), device)
     positions = torch.empty(count, dtype=torch.int64, device=device)
     if count:
         OP.backend(device).permute(positions, keys, n, bits)

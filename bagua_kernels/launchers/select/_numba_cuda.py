@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, array, compile_template, launching
+from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.launchers.select import CHUNK, ROUNDS, place_in_turn
 from bagua_kernels.rules import selection
 

@@ -118,6 +118,7 @@ def _difference(
             )
             # One tensor is left out once, so that its count of steps differs from then on.
             skipped = i == 2 and step == _STEPS // 2
+            # waits: a probe at construction.
             left.grad, right.grad = (None if skipped else gradient.to(device).clone() for _ in range(2))
 
     for step in range(_STEPS):
@@ -137,6 +138,7 @@ def _difference(
         if difference is not None:
             return difference
     for p, before in zip(_params(plain), start, strict=True):
+        # waits: a probe at construction.
         if not p.isfinite().all() or torch.equal(p.detach().cpu(), before):
             raise _refusal(
                 optimizer, f"a trial says nothing: its step does not change a parameter of shape {tuple(p.shape)}"
@@ -150,6 +152,7 @@ def _first_difference(plain: Optimizer, fused: Optimizer) -> str | None:
     for p, q in zip(_params(plain), _params(fused), strict=True):
         shape = tuple(p.shape)
         if not torch.equal(p, q):
+            # waits: a probe at construction.
             return (
                 f"flattened, a parameter of shape {shape} comes out different by up to {(p - q).abs().max().item():.1g}"
             )
@@ -188,6 +191,7 @@ def _copied(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], start: list[torch.Tensor], device: torch.device
 ) -> Optimizer:
     """An optimizer like the given one, for copies of other tensors."""
+    # waits: a probe at construction.
     params = [torch.nn.Parameter(p.to(device, copy=True)) for p in start]
     # Whatever of the optimizer refers to its parameters, or to itself, must not lead back to them.
     memo: dict[int, Any] = {

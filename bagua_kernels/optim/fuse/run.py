@@ -119,6 +119,7 @@ def signature(p: torch.Tensor, state: defaultdict[Any, Any]) -> Any:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or (value.shape != p.shape and value.numel() != 1):
                 return None
+            # waits: once for each new state of an optimizer that is fused.
             scalar = None if value.shape == p.shape else (value.shape, value.item())
             signature.append((key, value.dtype, value.device, scalar))
         elif isinstance(value, _PLAIN):

@@ -92,9 +92,11 @@ class PayloadStep:
 
     def __init__(self, codec: BlockCodec, launches: Sequence[Launch], rows: Sequence[Any]) -> None:
         self._codec = codec
+        # waits: clipped gradients have their factors on the GPU, and this kernel takes scalars from the host.
+        on_host = [row.cpu().numpy() if isinstance(row, Tensor) else row for row in rows]
         self._places = {
             id(parameter): _Place.of(launch, row, index)
-            for launch, row in zip(launches, rows, strict=True)
+            for launch, row in zip(launches, on_host, strict=True)
             for index, parameter in enumerate(launch.params)
         }
 

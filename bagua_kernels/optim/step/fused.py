@@ -112,6 +112,7 @@ class Fused(States):
     def _run(self, launches: Launches, found_inf: Tensor | None, grad_scale: Tensor | None) -> bool:
         """Runs all launches, unless a gradient is known to be infinite; returns True if it did."""
         on_host = any(not launch.on_device for launch in launches.each)
+        # waits: steps that are counted on the host must not count a skipped one; `fused=True` counts on the GPU.
         if found_inf is not None and on_host and found_inf.item():
             return False
         due = [launch for launch in launches.each if launch.missing is None or not launch.missing.all()]
@@ -156,6 +157,7 @@ class Fused(States):
         if self._reported != reason:
             self._reported = reason
             logger.warning("%s: PyTorch's own step is used, since %s", type(self).__name__, reason)
+        # waits: PyTorch's own step takes no scaler.
         if found_inf is not None and found_inf.item():
             return
         factor = None if grad_scale is None else grad_scale.double().reciprocal()
@@ -270,8 +272,10 @@ class Fused(States):
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
         norm = total_norm([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+        # waits: the caller asks for an error.
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
+                # waits: the caller asks for an error.
                 f"the total norm of the gradients is {norm.item()}; set error_if_nonfinite=False to go on"
             )
         self._clipping = (max_norm / (norm + 1e-6)).clamp(max=1.0)

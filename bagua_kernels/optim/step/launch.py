@@ -75,6 +75,7 @@ class Launch:
         for name in entries[0].counters:
             if name.startswith("_"):
                 device = entries[0].kind_of(name)[1]
+                # waits: when a launch is made.
                 self.counters[name] = torch.tensor(
                     [float(e.fresh) for e in entries], dtype=torch.float32, device=device
                 )

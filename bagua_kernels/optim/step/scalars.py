@@ -14,7 +14,9 @@ from torch import Tensor
 from bagua_kernels.launchers.multitensor import AVERAGE, FACTOR, SCALARS, SKIP
 from bagua_kernels.optim.step.entry import DRAWS
 from bagua_kernels.optim.step.launch import Launch
+from bagua_kernels.optim.step.trust import multiplied
 from bagua_kernels.optim.step.update import Group
+from bagua_kernels.upload import uploaded
 
 MASK = 0xFFFFFFFF
 
@@ -63,9 +65,6 @@ class Scalars:
 
     def _on_host(self, launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
         rows, scalars = launch.rows, slice(SCALARS, SCALARS + launch.variant.scalars)
-        factor = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
-        if self.clipping is not None:
-            factor *= float(self.clipping)
         numbers = launch.numbers()
         counted = {name: values.copy() for name, values in numbers.items()}
         rows[:, SKIP] = 0.0 if launch.missing is None else launch.missing
@@ -73,7 +72,7 @@ class Scalars:
             rows[:, scalars.stop] = 1.0 - self.average
         for group, begin, end in launch.spans:
             options = as_numbers(group)
-            rows[begin:end, FACTOR] = -factor if options.get("maximize") else factor
+            rows[begin:end, FACTOR] = -1.0 if options.get("maximize") else 1.0
             present: Any = slice(begin, end)
             if launch.missing is not None:
                 present = begin + np.flatnonzero(~launch.missing[begin:end])
@@ -83,20 +82,31 @@ class Scalars:
                 rows[members, scalars] = self._count(launch, options, counters)
                 for name, values in counted.items():
                     values[members] = counters[name]
-        return rows, self._keys(launch, numbers.get(DRAWS)), counted
+        return self._scaled(rows, launch.table.device), self._keys(launch, numbers.get(DRAWS)), counted
+
+    def _scaled(self, rows: Any, device: torch.device) -> Any:
+        """Multiplies the factors of gradients by those of a scaler and of clipping; on a GPU the host does not wait for them."""
+        if self.grad_scale is None and self.clipping is None:
+            return rows
+        factor = 1.0 if self.grad_scale is None else self.grad_scale.double().reciprocal()
+        if self.clipping is not None:
+            factor = factor * self.clipping.double()
+        assert isinstance(factor, Tensor)
+        # waits: only if the scaler or the norm is on a GPU and this launch's parameters are on the CPU.
+        return multiplied(rows, FACTOR, factor.cpu() if device.type == "cpu" else factor.to(device))
 
     def _on_device(self, launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
         """The same from counters on a GPU, without waiting for it, and so that a CUDA graph can replay it."""
         device, length = launch.table.device, len(launch.table)
 
         def column(value: Any, length: int) -> Tensor:
-            if isinstance(value, Tensor):
-                return value.to(device, torch.float64).reshape(-1).expand(length)
+            if isinstance(value, Tensor) and value.device == device:
+                return value.double().reshape(-1).expand(length)
             return torch.full((length,), float(value), dtype=torch.float64, device=device)
 
         skip = column(0.0 if self.found_inf is None else self.found_inf, length)
         if launch.missing is not None:
-            skip = torch.maximum(skip, torch.from_numpy(launch.missing).to(device, torch.float64))
+            skip = torch.maximum(skip, uploaded(launch.missing, device).double())
         factor = column(1.0 if self.grad_scale is None else self.grad_scale, length).reciprocal()
         if self.clipping is not None:
             factor = factor * column(self.clipping, length)
@@ -131,9 +141,10 @@ class Scalars:
         """Seeds of stochastic rounding: of each parameter's number, and of how often it was rounded."""
         if not launch.variant.stochastic:
             return None
-        first = (launch.positions + (self.seed * 0x9E3779B9 & MASK)) & MASK
+        first = ((launch.positions + (self.seed * 0x9E3779B9 & MASK)) & MASK).astype(np.uint32)
         if isinstance(draws, Tensor):
-            low = torch.from_numpy(first.astype(np.uint32).view(np.int32)).to(draws.device)
+            device = draws.device
+            low = launch.table.cached(("seeds", self.seed), lambda: uploaded(first.view(np.int32), device))
             return torch.stack([low, draws.to(torch.int32)], 1)
         return np.stack([first, draws], 1).astype(np.uint32)
 
@@ -164,6 +175,7 @@ def as_numbers(group: Group) -> Group:
     def number(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(number(v) for v in value)
+        # waits: only if an option is a tensor on a GPU while steps are counted on the host; `fused=True` counts there.
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
     return {name: value if name == "params" else number(value) for name, value in group.items()}

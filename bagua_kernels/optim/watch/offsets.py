@@ -10,7 +10,10 @@ import torch
 
 WORD = 8
 # What is looked through for a known field: less than the objects' sizes in any release.
-OBJECT_WORDS, TENSOR_WORDS, STORAGE_WORDS, AUTOGRAD_WORDS = 5, 22, 7, 8
+OBJECT_WORDS, STORAGE_WORDS, AUTOGRAD_WORDS = 5, 7, 8
+# A tensor is looked through up to the word with its dispatch keys, the last field that is needed. It is word 21 of CPU builds and
+# word 22 of CUDA builds (torch 2.6 to 2.13), of an object of 25 words or more.
+FIRST_KEYS, LAST_KEYS = 12, 24
 # Of the tensors that fields are measured on, whatever torch's default is.
 F32 = torch.float32
 
@@ -77,17 +80,19 @@ def find_fields() -> Fields:
     """
     base = torch.zeros(20_000, dtype=F32)
     tensor = base[1237 : 1237 + 7 * 11 * 13].view(7, 11, 13)
-    found = words(tensor._cdata, TENSOR_WORDS)
+    keys = signed(torch._C._dispatch_keys(tensor).raw_repr())
+    size = 1 + next((i for i in range(FIRST_KEYS, LAST_KEYS) if words(tensor._cdata, i + 1)[i] == keys), LAST_KEYS)
+    found = words(tensor._cdata, size)
     storage = tensor.untyped_storage()
-    geometry = only([i for i in range(TENSOR_WORDS - 8) if found[i : i + 3] == [7, 11, 13]])
+    geometry = only([i for i in range(size - 8) if found[i : i + 3] == [7, 11, 13]])
     if found[geometry - 1] != 3 or found[geometry + 5 : geometry + 8] != [143, 13, 1]:
         raise LookupError("sizes and strides are not side by side")
     leaves = [torch.nn.Parameter(torch.zeros(3, dtype=F32)) for _ in range(3)]
     for leaf in leaves:
         leaf.grad = torch.zeros(3, dtype=F32)
-    insides = [words(leaf._cdata, TENSOR_WORDS) for leaf in leaves]
+    insides = [words(leaf._cdata, size) for leaf in leaves]
     plain = [torch.zeros(3, dtype=F32) for _ in range(3)]
-    others = [words(t._cdata, TENSOR_WORDS) for t in plain]
+    others = [words(t._cdata, size) for t in plain]
     autograd = only([
         i for i in range(geometry) if all(o[i] == 0 for o in others) and all(w[i] and w[i] % WORD == 0 for w in insides)
     ])  # fmt: skip
@@ -99,7 +104,6 @@ def find_fields() -> Fields:
     if any(g != gradients[0] for g in gradients):
         raise LookupError(f"gradients were found at {gradients}")
     without = torch.nn.Parameter(torch.zeros(3, dtype=F32))
-    keys = signed(torch._C._dispatch_keys(tensor).raw_repr())
     return Fields(
         tensor=only(where(words(id(tensor), OBJECT_WORDS), tensor._cdata)),
         storage=only(where(found, storage._cdata)),
@@ -109,5 +113,5 @@ def find_fields() -> Fields:
         last=only(where(found, keys)),
         offset=only(where(found, int(tensor.storage_offset()))),
         data=where(words(storage._cdata, STORAGE_WORDS), storage.data_ptr())[0],
-        undefined=words(words(without._cdata, TENSOR_WORDS)[autograd], AUTOGRAD_WORDS)[only(gradients[0])],
+        undefined=words(words(without._cdata, size)[autograd], AUTOGRAD_WORDS)[only(gradients[0])],
     )

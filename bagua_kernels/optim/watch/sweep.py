@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_kernels import knobs
-from bagua_kernels.optim.watch.offsets import F32, STORAGE_WORDS, TENSOR_WORDS, Fields, find_fields, words
+from bagua_kernels.optim.watch.offsets import F32, STORAGE_WORDS, Fields, find_fields, words
 
 # One of thousands fails, where memory holds by chance what is looked for.
 _ATTEMPTS = 3
@@ -47,11 +47,11 @@ class Watch:
         span = slice(fields.first, fields.last + 1)
         self._own = np.array([
             [t._cdata, t.untyped_storage()._cdata, *words(t.untyped_storage()._cdata, STORAGE_WORDS)[fields.data :],
-             *words(t._cdata, TENSOR_WORDS)[span]]
+             *words(t._cdata, span.stop)[span]]
             for t in tensors
         ])  # fmt: skip
         gradients = [p.grad for p in params if p.grad is not None]
-        self._gradients = np.array([words(g._cdata, TENSOR_WORDS)[span] for g in gradients])
+        self._gradients = np.array([words(g._cdata, span.stop)[span] for g in gradients])
         self._seen = np.zeros((len(params), 3), np.int64)
         self._item = gradients[0].element_size()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cuda
 
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, compile_template
+from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.jit.source import function_from_source
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cuda import bound, counted, flat_parts, launch, or_nothing
