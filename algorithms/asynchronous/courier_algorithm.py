@@ -83,6 +83,8 @@ class CourierAlgorithm(ModelAlgorithm):
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
         super()._start(module, optimizer)
+        # On a GPU: the courier's stream waits for the parameters and the references, which this stream has written.
+        self.model.end_write()
         self.courier.start()
 
     def at_forward(self, training: bool) -> None:

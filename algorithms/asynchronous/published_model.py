@@ -14,6 +14,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution
 from bagua_kernels.errors import CollectiveTimeoutError
+from bagua_kernels.quotient import divide_
 
 StaleRule = Literal["conservative", "paper"]
 BRING, FORWARD, WRITE = Event("bring"), Event("forward"), Event("write")
@@ -47,8 +48,9 @@ class PublishedModel:
         self._writing = self._resting = self._owed = False
         self._replacement: list[torch.Tensor] | None = None
         self._group_mean: tuple[list[torch.Tensor], int] | None = None
+        self._device = flat.buckets[0].flat.device if flat.buckets else torch.device("cpu")
         # On a GPU: what was queued before a moment at which the other thread may go on.
-        self._written: torch.cuda.Event | None = None
+        self._written = self._event()
         self._copied: torch.cuda.Event | None = None
         self.version = -1
 
@@ -66,9 +68,9 @@ class PublishedModel:
                 "algorithm's `with` block, or raise timeout=",
             )
             self._take_turn(event)
-            _wait_for(self._written)
+            self._wait_for(self._written)
             yield
-            self._copied = _event(self._flat)
+            self._copied = self._event()
 
     def _take_turn(self, event: Event) -> None:
         """Waits until a record has this event next; the caller holds the lock."""
@@ -99,6 +101,8 @@ class PublishedModel:
                     copy.copy_(source + self._debt(bucket))
                 else:
                     copy.copy_(source)
+            # The courier may be behind when training drops the parameters.
+            self._keep_memory(sources)
             return self.version, self._resting
 
     def rest(self, resting: bool) -> None:
@@ -141,26 +145,29 @@ class PublishedModel:
             self._take_turn(event)
             if not (self._owed or self._replacement or self._group_mean):
                 return
-            _wait_for(self._copied)
+            self._wait_for(self._copied)
             for place, bucket in enumerate(self._flat.buckets):
                 if self._replacement is not None:
                     bucket.flat.copy_(self._replacement[place])
                 if self._group_mean is not None:
                     means, members = self._group_mean
                     total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
-                    bucket.flat.copy_(total.add(means[place], alpha=members).div_(members + 1))
+                    bucket.flat.copy_(divide_(total.add(means[place], alpha=members), members + 1))
                 if self._owed:
                     bucket.flat.copy_(bucket.flat + self._debt(bucket))
+            # The courier's stream has made these tensors. It would reuse their memory at once, while this stream reads it.
+            self._keep_memory(self._replacement or [])
+            self._keep_memory(self._group_mean[0] if self._group_mean else [])
             self._replacement = self._group_mean = None
             self._clear_debt()
-            self._written = _event(self._flat)
+            self._written = self._event()
 
     def begin_write(self) -> None:
         """Keeps readers away until `end_write`; on the training thread."""
         with self._changed:
             # In its turn, for the courier reads no model that is being written: a replayed read must come first.
             self._take_turn(WRITE)
-            _wait_for(self._copied)
+            self._wait_for(self._copied)
             self._writing = True
 
     def end_write(self, version: int | None = None) -> None:
@@ -173,12 +180,14 @@ class PublishedModel:
             if version is not None:
                 self._take_turn(Event("step"))
                 self.version = version
-            self._written = _event(self._flat)
+            self._written = self._event()
             self._writing = False
             self._changed.notify_all()
 
     def _debt(self, bucket: Bucket) -> torch.Tensor:
-        return self._flat.kept(bucket, "debt", saved=False)
+        debt = self._flat.kept(bucket, "debt", saved=False)
+        self._keep_memory([debt])
+        return debt
 
     def _clear_debt(self) -> None:
         if self._owed:
@@ -186,16 +195,21 @@ class PublishedModel:
                 self._debt(bucket).zero_()
         self._owed = False
 
+    def _event(self) -> torch.cuda.Event | None:
+        """Returns an event behind the work of the current stream of the parameters' device; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-def _event(flat: FlatParameters) -> torch.cuda.Event | None:
-    """What is queued on the current stream so far; None on CPUs."""
-    if not flat.buckets or flat.buckets[0].flat.device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    def _wait_for(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-
-def _wait_for(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+    def _keep_memory(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps the memory of tensors, once they are freed, until the current stream has used them."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(stream)

@@ -22,7 +22,11 @@ _A_SLICE = timedelta(seconds=_SLICE)
 
 @dataclass(eq=False, repr=False)
 class SessionWork(Pending):
-    """One operation under way, of torch or of this package's own sockets: `handle` has the methods of torch's work."""
+    """One operation under way, of torch or of this package's own sockets: `handle` has the methods of torch's work.
+
+    Attributes:
+        device: the GPU whose current stream waits for the operation; None if the host waits.
+    """
 
     session: Session
     handle: Any
@@ -30,7 +34,7 @@ class SessionWork(Pending):
     number: int | None
     peer: int | None
     finish: Callable[[], None] | None
-    on_stream: bool
+    device: torch.device | None
     missing: Callable[[], list[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -43,26 +47,27 @@ class SessionWork(Pending):
         return self._done or self._error is not None or bool(self.session.ended) or bool(self.handle.is_completed())
 
     def _complete(self) -> None:
-        if self.on_stream:
+        if self.device is not None:
             self.session.guard(self.operation, self.handle.wait, self.number, self.peer)
         else:
             self._wait_on_host()
 
     def _conclude(self) -> None:
         if self.finish is not None:
-            if self.on_stream:
-                self._first_stream = torch.cuda.current_stream()
+            if self.device is not None:
+                self._first_stream = torch.cuda.current_stream(self.device)
             self.finish()
         self.session.finished(self.number)
 
     def _follow(self) -> None:
-        if not self.on_stream:
+        if self.device is None:
             return
+        stream = torch.cuda.current_stream(self.device)
         if self._first_stream is None:
             self.session.guard(self.operation, self.handle.wait, self.number, self.peer)
-        elif self._first_stream != torch.cuda.current_stream():
+        elif self._first_stream != stream:
             # `finish` ran on the stream of the first wait.
-            torch.cuda.current_stream().wait_stream(self._first_stream)
+            stream.wait_stream(self._first_stream)
 
     def _wait_on_host(self) -> None:
         if self.peer is not None:

@@ -8,7 +8,15 @@ from typing import Any, Self
 
 import torch
 
-from bagua_kernels.comm.backends.local.world import Collective, Combine, LocalGroup, LocalWork, LocalWorld, Parts
+from bagua_kernels.comm.backends.local.world import (
+    Collective,
+    Combine,
+    LocalGroup,
+    LocalWork,
+    LocalWorld,
+    Parts,
+    synchronize,
+)
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import CLOSED, FINISHED, Work
@@ -19,9 +27,9 @@ class LocalCommunicator(Communicator):
     """One rank of a `LocalWorld`; made by `LocalWorld.communicator` or `run_ranks`.
 
     Inputs are copied when an operation starts and outputs are written in `wait`, on the waiting thread. An algorithm that
-    does not wait gets no result. Reductions run in rank order, in the tensor's dtype, once for all ranks.
-    `send` is buffered. Ranks that call different operations, or the same with different arguments, all get a
-    `CommunicationError`. `bytes_sent` counts what the ring algorithms of a network would send.
+    does not wait gets no result. On a GPU the host waits for both copies. Reductions run in rank order, in the tensor's
+    dtype, once for all ranks. `send` is buffered. Ranks that call different operations, or the same with different
+    arguments, all get a `CommunicationError`. `bytes_sent` counts what the ring algorithms of a network would send.
     """
 
     def __init__(self, world: LocalWorld, group: LocalGroup, rank: int) -> None:
@@ -130,8 +138,10 @@ class LocalCommunicator(Communicator):
         return self._start(("barrier",), torch.empty(0, dtype=torch.uint8), None, lambda parts: parts, 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        letter = tensor.reshape(-1).clone()
+        synchronize(self.device)
         with self._world.changed:
-            self._group.mail[self._message(self.rank, dst, tag)] = tensor.reshape(-1).clone()
+            self._group.mail[self._message(self.rank, dst, tag)] = letter
             self._world.changed.notify_all()
         self.bytes_sent += tensor.nbytes
         return FINISHED
@@ -152,6 +162,7 @@ class LocalCommunicator(Communicator):
         """Brings this rank's part to collective number `_sequence`; the last rank to arrive computes for all."""
         if isinstance(brought, torch.Tensor):
             brought = brought.reshape(-1).clone()
+        synchronize(self.device)
         group, number = self._group, self._sequence
         self._sequence += 1
         self.bytes_sent += sent
@@ -174,6 +185,7 @@ class LocalCommunicator(Communicator):
             if not reason:
                 try:
                     results = combine([collective.brought[rank] for rank in range(self.size)])
+                    synchronize(self.device)
                 except ValueError as error:
                     reason = str(error)
             with self._world.changed:

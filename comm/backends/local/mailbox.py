@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
-from bagua_kernels.comm.backends.local.world import LocalWorld
+from bagua_kernels.comm.backends.local.world import LocalWorld, synchronize
 from bagua_kernels.comm.mailbox import Mailbox, late_error, left_reason, lost_error
 from bagua_kernels.comm.work import Pending, Work
 from bagua_kernels.errors import CommunicationError, MismatchError
@@ -126,6 +126,8 @@ class LocalMailbox(Mailbox):
                     raise ValueError(f"expected a new number for rank {dst}, got {number}, which is under way")
             for output in outputs.values():
                 _bytes(output).fill_(_POISON)
+            # Receivers copy the inputs on streams of their own.
+            synchronize(self.device)
             for dst, tensor in inputs.items():
                 if not self._why_lost(dst) and number >= office.below[dst]:
                     office.tensors[self.rank, dst, number] = tensor
@@ -176,6 +178,7 @@ class LocalMailbox(Mailbox):
         """Copies a tensor that its sender may change from now on, if it has not been received; the caller holds the lock."""
         if key in self._office.tensors:
             self._office.tensors[key] = self._office.tensors[key].clone()
+            synchronize(self.device)
 
 
 class LocalMailboxWork(Pending):
@@ -235,7 +238,11 @@ class LocalMailboxWork(Pending):
                         sorted(key[:2]),
                     )
             for key, output in self._received.items():
-                output.view(-1).copy_(tensors.pop(key).view(-1))
+                output.view(-1).copy_(tensors[key].view(-1))
+            # The sender may change or free the memory once its tensor is off the list.
+            synchronize(self._mailbox.device)
+            for key in self._received:
+                del tensors[key]
             self._settle()
 
     def _missing(self) -> list[int]:

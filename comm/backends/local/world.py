@@ -18,6 +18,15 @@ Parts = list[torch.Tensor]
 Combine = Callable[[list[Any]], Parts]
 
 
+def synchronize(device: torch.device) -> None:
+    """Blocks the host until the work of the current stream of a GPU is done; returns at once for a CPU.
+
+    Threads have streams of their own. A tensor passes from one thread to another only after this call.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class LocalGroup:
     """Ranks (numbers of the world), the collectives under way among them, and their undelivered messages."""
 
@@ -139,6 +148,8 @@ class LocalWork(Pending):
         if self.output.numel() != result.numel():
             raise MismatchError(f"{self.name} expects {self.output.numel()} elements where {result.numel()} were sent")
         self.output.view(-1).copy_(result)
+        # The memory of the result belongs to another thread's stream, which may use it again.
+        synchronize(self.world.device)
 
     def _ready(self) -> bool:
         """Returns True if all that is waited for is there; raises if it never will be."""

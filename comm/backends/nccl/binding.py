@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError
 
+OLDEST_CUPY = 14  # the first that releases the interpreter's lock in `NcclCommunicator()`, `abort` and `destroy`
 OLDEST = 21000  # NCCL 2.10, the first with bfloat16; 2.7 brought send and receive
 _GRACE = 1.0  # seconds that `Endpoint.abort` leaves a thread inside NCCL to come out by itself
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the driver's header cuda.h
@@ -63,17 +64,12 @@ class Runtime:
 
     def unique_id(self) -> bytes:
         """Returns a fresh name for a communicator, which its rank 0 makes and all its ranks pass to `connect`."""
-        return bytes(value & 0xFF for value in self.nccl.get_unique_id())
+        return bytes(self.nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> Any:
         """Returns NCCL's communicator on the current device; blocks until all ranks have called it."""
         with _nameless_statuses():
-            try:
-                return self.nccl.NcclCommunicator(size, unique_id, rank)
-            except TypeError:
-                # CuPy before 14 takes a tuple of C's signed characters.
-                signed = tuple(value - 256 if value > 127 else value for value in unique_id)
-                return self.nccl.NcclCommunicator(size, signed, rank)
+            return self.nccl.NcclCommunicator(size, unique_id, rank)
 
     def bounded(self, call: Callable[[], None], device: torch.device, limit: float) -> bool:
         """Makes a call that may never return, on a thread of its own.
@@ -108,10 +104,15 @@ def unavailable() -> str:
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
     try:
-        nccl = _module()
+        version, nccl = _modules()
     except ImportError as error:
         lines = str(error).splitlines()
         return f"cupy cannot be imported ({lines[0] if lines else error!r}): install bagua-kernels[cuda13] or [cuda12]"
+    if int(version.partition(".")[0]) < OLDEST_CUPY:
+        return (
+            f"cupy.__version__ is {version}, expected at least {OLDEST_CUPY}: install cupy-cuda13x>={OLDEST_CUPY} "
+            f"(or cupy-cuda12x>={OLDEST_CUPY}); with an older one a lost rank stops all threads of the others"
+        )
     if not getattr(nccl, "available", False):
         return "cupy.cuda.nccl.available is False: install nvidia-nccl-cu13 (or -cu12)"
     if nccl.get_version() < OLDEST:
@@ -127,24 +128,29 @@ def load() -> Runtime:
     """
     if reason := unavailable():
         raise BackendUnavailableError(f"NcclCommunicator needs a GPU and NCCL through CuPy: {reason}")
-    return Runtime(_module(), torch.cuda, torch.Tensor.record_stream, _ignore_captures, _open_stream)
+    return Runtime(_modules()[1], torch.cuda, torch.Tensor.record_stream, _ignore_captures, _open_stream)
 
 
 def share_unique_id(store: Store, rank: int, size: int, timeout: float, make: Callable[[], bytes]) -> bytes:
-    """Waits until all ranks are there, and returns what rank 0 made for all; for NCCL waits for ranks without a limit.
+    """Waits as `await_ranks` does, and returns what `make` returned on rank 0."""
+    if rank == 0:
+        store.set("id", make().hex())
+    await_ranks(store, rank, size, timeout)
+    return bytes.fromhex(store.get("id").decode())
+
+
+def await_ranks(store: Store, rank: int, size: int, timeout: float) -> None:
+    """Waits until all ranks have called it; NCCL itself waits for ranks without a limit.
 
     Args:
         store: used for this and nothing else.
         rank: this rank.
         size: the number of ranks.
         timeout: seconds.
-        make: called on rank 0.
 
     Raises:
         CollectiveTimeoutError: if not all ranks come; it names those.
     """
-    if rank == 0:
-        store.set("id", make().hex())
     store.set(f"here/{rank}", "")
     keys = [f"here/{r}" for r in range(size)]
     try:
@@ -156,7 +162,6 @@ def share_unique_id(store: Store, rank: int, size: int, timeout: float, make: Ca
             "waits for: make it on all of them, in the same order as others, or raise timeout=",
             missing,
         ) from error
-    return bytes.fromhex(store.get("id").decode())
 
 
 def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -279,20 +284,22 @@ class Endpoint:
 
 @contextlib.contextmanager
 def _nameless_statuses() -> Iterator[None]:
-    """Raises `RuntimeError` where CuPy fails to: its names of NCCL's statuses end before that of a lost peer."""
+    """Raises `RuntimeError` for a status of NCCL that CuPy has no name for, for which CuPy raises `KeyError`."""
     try:
         yield
     except KeyError as error:
         raise RuntimeError(f"NCCL returned status {error}") from error
 
 
-def _module() -> Any:
+def _modules() -> tuple[str, Any]:
+    """Returns the version of CuPy and its module `nccl`."""
     with warnings.catch_warnings():
         # CuPy warns if it lacks NCCL; `unavailable` returns the same reason.
         warnings.simplefilter("ignore")
+        import cupy
         from cupy.cuda import nccl
 
-        return nccl
+        return cupy.__version__, nccl
 
 
 def _ignore_captures() -> None:

@@ -14,6 +14,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.reduction import HALF, ReduceOp, divide_after, reduce_in_order
 from bagua_kernels.comm.work import Work
+from bagua_kernels.quotient import divided
 
 _Finish = Callable[[], None] | None
 
@@ -145,7 +146,7 @@ class NcclCollectives(Communicator):
 
     def _divided(self, tensor: torch.Tensor, op: ReduceOp, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns what goes into the sum: a new tensor, or `out`, where halves are averaged, else the tensor itself."""
-        return torch.div(tensor, self.size, out=out) if op is ReduceOp.AVG and tensor.dtype in HALF else tensor
+        return divided(tensor, self.size, out=out) if op is ReduceOp.AVG and tensor.dtype in HALF else tensor
 
 
 def _by_rank(tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:

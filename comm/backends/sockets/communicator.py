@@ -172,7 +172,7 @@ class StripedCommunicator(Communicator):
         assert self._loop is not None
         self._loop.submit(operation)
         counted, missing = number if collective else None, lambda: operation.missing()
-        return SessionWork(self.session, operation, name, counted, peer, finish, on_stream=False, missing=missing)
+        return SessionWork(self.session, operation, name, counted, peer, finish, device=None, missing=missing)
 
     def _pieces(self, size: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
         """Cuts flat tensors of one length at the same places, `size` bytes apart."""

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.torch_distributed.group import TorchGroup, open_group
+from bagua_kernels.comm.backends.torch_distributed.stream_end import StreamEnd
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
@@ -36,8 +37,8 @@ class TorchCommunicator(Communicator):
 
     All ranks must issue their operations in one order, also when several are under way; a future's callback has no such
     order on Gloo. The result of a reduction is in the order of the backend's algorithm; all ranks get the same bits.
-    On CUDA `wait` makes the current stream wait and does not block the host. Therefore torch's watchdog handles a lost
-    rank, not this class. Tags are ignored there, and sends to one rank must be received in their order.
+    On CUDA `wait` makes the current stream wait and does not block the host; only `close` does. Therefore torch's watchdog
+    handles a lost rank, not this class. Tags are ignored there, and sends to one rank must be received in their order.
 
     `bytes_sent` counts as follows, for n ranks and b bytes per rank. all_reduce: 2(n-1)/n b. all_gather: (n-1) b.
     reduce_scatter: (n-1)/n b of the input. all_to_all: the bytes for other ranks. reduce: (n-1)/n b, and b/n more except
@@ -113,6 +114,9 @@ class TorchCommunicator(Communicator):
             # A rank that closes its connections while others are still in an operation makes them fail.
             self.session.leaving = True
             self.barrier().wait()
+            if self.device.type == "cuda":
+                # Only the stream has waited so far.
+                SessionWork(self.session, StreamEnd(self.device), "close", None, None, None, None).wait()
         self.session.close()
         self._group.close()
         if self._owned_liveness is not None:
@@ -171,7 +175,8 @@ class TorchCommunicator(Communicator):
         peer = peers[0] if peers is not None and len(peers) == 1 else None
         self.bytes_sent += sent
         handle = self.session.guard(operation, call, number, peer)
-        return SessionWork(self.session, handle, operation, number, peer, finish, self.device.type == "cuda")
+        device = self.device if self.device.type == "cuda" else None
+        return SessionWork(self.session, handle, operation, number, peer, finish, device)
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         options = dist.BroadcastOptions()

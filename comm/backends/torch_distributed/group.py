@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,9 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.backends.nccl.binding import await_ranks
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.failures.forked import Sockets, forget_after_fork
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
+
+_PATIENCE = 10.0  # seconds for NCCL to free a backend
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -68,7 +75,7 @@ class TorchGroup:
         rank, size = ranks.index(self.rank), len(ranks)
         sockets = Sockets()
         with sockets.gather():
-            backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.host)
+            backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.device, self.host)
         return TorchGroup(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
@@ -125,6 +132,8 @@ class TorchGroup:
     def close(self) -> None:
         """Frees the connections, once all ranks are done with them."""
         self._sever()
+        if self._owns_nccl():
+            self._shut_down()
         self.backend = self.messages = None
 
     def abandon(self) -> None:
@@ -133,7 +142,7 @@ class TorchGroup:
         Gloo's destructor waits for its operations, even when the process exits, so it must never run.
         """
         self._sever()
-        if self.kind == "nccl" and self.backend is not None:
+        if self._owns_nccl():
             self.backend.abort()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
 
@@ -142,6 +151,31 @@ class TorchGroup:
         self.sockets.drop()
         if self.backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+
+    def _owns_nccl(self) -> bool:
+        # One rank uses the group of the user.
+        return self.kind == "nccl" and self.size > 1 and self.backend is not None
+
+    def _shut_down(self) -> None:
+        """Waits for NCCL's operations and frees the communicators; the destructor alone would abort the operations.
+
+        A receive that no rank serves never ends, so the call has a thread and a limit.
+        """
+        backend, problems = self.backend, []
+
+        def run() -> None:
+            try:
+                backend.shutdown()
+            except RuntimeError as error:
+                problems.append(f"{error}")
+
+        thread = threading.Thread(target=run, name="bagua_kernels nccl shutdown", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            problems.append(f"operations are still under way after {_PATIENCE:g} s")
+        for problem in problems:
+            _log.warning("NCCL did not shut down: %s", problem)
 
     def _sever(self) -> None:
         if self.messages is not None:
@@ -188,19 +222,27 @@ def open_group(
     own = kind in ("gloo", "nccl") and size > 1
     sockets = Sockets()
     with sockets.gather() if own else contextlib.nullcontext():
-        backend = _open(kind, store, name, rank, size, timeout, host) if own else group
+        backend = _open(kind, store, name, rank, size, timeout, device, host) if own else group
     return TorchGroup(backend, kind, store, rank, size, timeout, device, host, sockets)
 
 
-def _open(kind: str, store: Store, key: str, rank: int, size: int, timeout: float, host: str) -> Any:
+def _open(
+    kind: str, store: Store, key: str, rank: int, size: int, timeout: float, device: torch.device, host: str
+) -> Any:
     prefixed = PrefixStore(f"bagua_kernels/{key}", store)
     limit = timedelta(seconds=timeout)
     if size == 1:
         return None
     if kind == "nccl":
+        # NCCL itself waits for ranks without a limit.
+        await_ranks(PrefixStore("rendezvous", prefixed), rank, size, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        backend: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        # The first operation connects all ranks and waits for them, so an exchange among a few ranks must not be the first.
+        # `eager_connect_single_device` connects, too, but afterwards all sends and receives run one after the other.
+        backend.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
+        return backend
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit

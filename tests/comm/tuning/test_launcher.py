@@ -273,7 +273,7 @@ def test_probe_writes_its_result(tmp_path: Path) -> None:
     assert [(case.nbytes, case.in_flight) for case in result.cases] == [(1024, 1), (4096, 4)]
     assert result.cases[0].rounds >= 3
     assert result.cases[1].rounds == 2
-    assert all(0 < seconds < 5 for seconds in result.seconds)
+    assert all(seconds > 0 for seconds in result.seconds)
     with pytest.raises(ValueError, match="no result of a probe"):
         Result.from_json("{}")
 

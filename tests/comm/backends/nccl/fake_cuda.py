@@ -3,7 +3,7 @@
 A stream that was made is a queue, whose work runs in order and once it can. The stream that is current by default is
 the rank's own thread, which does everything at once, and blocks for what it is told to wait for. `MisuseError` is raised
 on all ranks for what CUDA would punish by a hang, by garbage or by an error: host waits and queries for captured events,
-captures that are not joined, memory that no tensor recorded on the stream owns.
+captures that are not joined, memory that no tensor recorded on the stream owns. `fake_memory` follows memory that is freed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+
+from tests.comm.backends.nccl.fake_memory import Memory, Timeline
 
 LIMIT = 30.0  # seconds that a rank's thread waits for the simulated GPU
 
@@ -42,10 +44,14 @@ class Machine:
         self.cudas: list[Cuda] = []
 
     def fail(self, text: str) -> NoReturn:
+        self.note_failure(text)
+        raise MisuseError(self.failure)
+
+    def note_failure(self, text: str) -> None:
+        """Lets the next operation of each rank raise `MisuseError`."""
         with self.changed:
             self.failure = self.failure or text
             self.changed.notify_all()
-        raise MisuseError(self.failure)
 
     def raise_failure(self) -> None:
         if self.failure:
@@ -105,13 +111,16 @@ class Event:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
         self.stream: Stream | None = None
+        self.clock: dict[int, int] = {}
         self.done = True
         self.captured = False
         self.queries = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = self.cuda.current_stream() if stream is None else stream
         self.cuda.enter("Event.record")
         with self.cuda.machine.changed:
+            self.clock = dict(stream.timeline.clock)
             self.stream, self.done, self.captured = stream, False, stream.capturing
             stream.put(Record(self))
 
@@ -147,18 +156,22 @@ class Stream:
 
     Attributes:
         own: it is the rank's own thread.
+        device: whose index the stream belongs to.
+        timeline: its operations, for `Memory`.
         recorded: the tensors that were recorded on it since the last event.
         log: the names of all work that it was given.
     """
 
-    def __init__(self, cuda: Cuda, *, own: bool = False) -> None:
+    def __init__(self, cuda: Cuda, *, own: bool = False, device: torch.device | None = None) -> None:
         self.cuda = cuda
         self.own = own
+        self.device = device
         self.capturing = False
         self.queue: deque[Any] = deque()
         self.recorded: list[torch.Tensor] = []
         self.log: list[str] = []
         self.cuda_stream = next(cuda.handles)
+        self.timeline = Timeline(self.cuda_stream, f"stream {self.cuda_stream} of {threading.current_thread().name!r}")
         cuda.streams[self.cuda_stream] = self
 
     def wait_event(self, event: Event) -> None:
@@ -168,7 +181,16 @@ class Stream:
                 self.capturing = True
             elif self.capturing:
                 self.cuda.machine.fail("a captured stream was made to wait for an event from outside the capture")
+            self.timeline.wait_for(event.clock)
             self.put(Wait(event))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        with self.cuda.machine.changed:
+            self.cuda.machine.block(lambda: not self.queue, "a stream")
+            self.cuda.memory.end(self.timeline)
 
     def record_event(self) -> Event:
         event = Event(self.cuda)
@@ -200,6 +222,7 @@ class Cuda:
     """One rank's `torch.cuda`.
 
     Attributes:
+        memory: which streams use which tensors.
         records: all calls of `record_stream`.
     """
 
@@ -211,6 +234,7 @@ class Cuda:
         self.records: list[tuple[torch.Tensor, Stream]] = []
         self.graph: list[tuple[Stream, Any]] = []
         self.threads = threading.local()
+        self.memory = Memory(machine.changed, machine.note_failure)
         machine.cudas.append(self)
 
     def enter(self, what: str) -> None:
@@ -219,28 +243,41 @@ class Cuda:
 
     def Stream(self, device: torch.device, priority: int = 0) -> Stream:
         self.priorities.append(priority)
-        return Stream(self)
+        return Stream(self, device=device)
 
     def Event(self) -> Event:
         return Event(self)
 
-    def set_device(self, device: torch.device) -> None:
-        self.threads.device = device
+    def set_device(self, device: torch.device | int) -> None:
+        self.threads.device = torch.device("cuda", device) if isinstance(device, int) else device
+
+    def current_device(self) -> int:
+        return getattr(self.threads, "device", torch.device("cpu")).index or 0
+
+    def _streams(self) -> dict[int, Stream]:
+        """The thread's current stream of each device, by index."""
+        if not hasattr(self.threads, "streams"):
+            self.threads.streams = {}
+        streams: dict[int, Stream] = self.threads.streams
+        return streams
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
-        if not hasattr(self.threads, "stream"):
+        index = self.current_device() if device is None or device.index is None else device.index
+        if index not in self._streams():
             with self.machine.changed:
-                self.threads.stream = Stream(self, own=True)
-        stream: Stream = self.threads.stream
-        return stream
+                self._streams()[index] = Stream(self, own=True, device=torch.device("cuda", index))
+        return self._streams()[index]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.threads.stream = self.current_stream(), stream
+        """Makes a stream the current one of its device."""
+        index = self.current_device() if stream.device is None or stream.device.index is None else stream.device.index
+        before = self.current_stream(torch.device("cuda", index))
+        self._streams()[index] = stream
         try:
             yield
         finally:
-            self.threads.stream = before
+            self._streams()[index] = before
 
     def is_current_stream_capturing(self) -> bool:
         return self.current_stream().capturing
@@ -250,6 +287,7 @@ class Cuda:
         if stream.capturing:
             self.machine.fail("record_stream was called in a capture")
         stream.recorded.append(tensor)
+        self.memory.record(tensor, stream.timeline)
         self.records.append((tensor, stream))
 
     @contextmanager

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from bagua_kernels.comm.backends.nccl.binding import Runtime
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator as Communicator
-from bagua_kernels.comm.failures.liveness import Liveness
-from tests.comm.backends.nccl.fake_cuda import Cuda, Machine, MisuseError, Stream
+from tests.comm.backends.nccl.fake_cuda import LIMIT, Cuda, Machine, MisuseError, Stream
+from tests.comm.backends.nccl.heartbeat_clock import HeartbeatClock
 
 CONSTANTS = {
     "NCCL_INT8": 0,
@@ -52,6 +52,7 @@ _DTYPES = {
     9: torch.bfloat16,
 }
 _COMBINE: dict[int, Callable[..., torch.Tensor]] = {0: torch.add, 1: torch.mul, 2: torch.maximum, 3: torch.minimum}
+NAMELESS = 7
 
 
 class FakeNcclError(RuntimeError):
@@ -86,7 +87,7 @@ class Gpu(Cuda):
     """One rank's `torch.cuda` and `cupy.cuda.nccl` at once.
 
     Attributes:
-        async_error: the status that `check_async_error` reports; CuPy has no name for those from 6 on.
+        async_error: the status that `check_async_error` reports; CuPy has no name for those from `NAMELESS` on.
     """
 
     def __init__(self, world: World) -> None:
@@ -100,10 +101,10 @@ class Gpu(Cuda):
     def get_unique_id(self) -> bytes:
         return next(self.world.ids).to_bytes(128, "big")
 
-    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> NcclCommunicator:
         if not hasattr(self.threads, "device"):
             self.world.fail("a communicator was made on a thread that has not set its device")
-        return NcclCommunicator(self, size, unique_id, rank)
+        return NcclCommunicator(self, ndev, commId, rank)
 
     def groupStart(self) -> None:
         self.enter("groupStart")
@@ -216,7 +217,7 @@ class Operation:
 
 
 class NcclCommunicator:
-    """One rank of a communicator."""
+    """One rank of a communicator; its methods have the arguments of CuPy's, by the same names."""
 
     def __init__(self, gpu: Gpu, size: int, unique_id: bytes, rank: int) -> None:
         if len(unique_id) != 128:
@@ -235,39 +236,49 @@ class NcclCommunicator:
             self.world.changed.notify_all()
             self.world.block(lambda: len(self.meeting.members) == size, "the other ranks of a communicator")
 
-    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         work = lambda parts: _scatter(parts, [_reduce(parts, op)] * len(parts))  # noqa: E731
-        self._collective("allReduce", (count, dtype, op), work, source, count, target, count, dtype, stream)
+        self._collective("allReduce", (count, datatype, op), work, sendbuf, count, recvbuf, count, datatype, stream)
 
-    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         work = lambda parts: _scatter([parts[root]], [_reduce(parts, op)])  # noqa: E731
         room = count if self.rank == root else 0
-        self._collective("reduce", (count, dtype, op, root), work, source, count, target, room, dtype, stream)
+        self._collective("reduce", (count, datatype, op, root), work, sendbuf, count, recvbuf, room, datatype, stream)
 
-    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
         n = self.meeting.size
         work = lambda parts: _scatter(parts, _reduce(parts, op).chunk(n))  # noqa: E731
-        self._collective("reduceScatter", (count, dtype, op), work, source, n * count, target, count, dtype, stream)
+        self._collective(
+            "reduceScatter",
+            (recvcount, datatype, op),
+            work,
+            sendbuf,
+            n * recvcount,
+            recvbuf,
+            recvcount,
+            datatype,
+            stream,
+        )
 
-    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         work = lambda parts: _scatter(parts, [parts[root].input.data.clone()] * len(parts))  # noqa: E731
-        self._collective("broadcast", (count, dtype, root), work, source, count, target, count, dtype, stream)
+        self._collective("broadcast", (count, datatype, root), work, sendbuff, count, recvbuff, count, datatype, stream)
 
-    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         n = self.meeting.size
         work = lambda parts: _scatter(parts, [torch.cat([p.input.data for p in parts])] * n)  # noqa: E731
-        self._collective("allGather", (count, dtype), work, source, count, target, n * count, dtype, stream)
+        self._collective("allGather", (count, datatype), work, sendbuf, count, recvbuf, n * count, datatype, stream)
 
-    def send(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        self._message("send", pointer, count, dtype, peer, stream)
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._message("send", sendbuf, count, datatype, peer, stream)
 
-    def recv(self, pointer: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        self._message("recv", pointer, count, dtype, peer, stream)
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._message("recv", recvbuf, count, datatype, peer, stream)
 
     def check_async_error(self) -> None:
         self._usable("check_async_error")
         if status := self.gpu.async_error:
-            raise FakeNcclError(f"NCCL_ERROR number {status}") if status < 6 else KeyError(status)
+            raise FakeNcclError(f"NCCL_ERROR number {status}") if status < NAMELESS else KeyError(status)
 
     def abort(self) -> None:
         with self.world.changed:
@@ -367,9 +378,10 @@ def run_ranks(
 ) -> list[Any]:
     """Runs a function on communicators of thread ranks, and closes those that are not ended."""
     world, store, signs_store = world or World(size), dist.HashStore(), dist.HashStore()
+    clock = HeartbeatClock(size)
 
     def run(rank: int) -> Any:
-        liveness = Liveness(dist.PrefixStore("signs", signs_store), rank, size, heartbeat=0.02) if signs else None
+        liveness = clock.join(dist.PrefixStore("signs", signs_store), rank) if signs else None
         try:
             given = {"timeout": timeout, "liveness": liveness, "runtime": world.runtime(rank)}
             made = Communicator.over(store, rank, size, key="test", device=torch.device("cpu"), **given)
@@ -393,7 +405,7 @@ def run_ranks(
 
 
 def threads_left() -> list[str]:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + LIMIT
     name = "bagua_kernels nccl"
     while (left := [t.name for t in threading.enumerate() if t.name.startswith(name)]) and time.monotonic() < deadline:
         time.sleep(0.01)

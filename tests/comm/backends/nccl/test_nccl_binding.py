@@ -7,7 +7,6 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,8 +27,9 @@ def test_the_reason_for_which_it_is_unavailable_is_told(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     assert "cupy cannot be imported" in nccl_binding.unavailable()
-    cuda = types.ModuleType("cupy.cuda")
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
+    cupy.__version__ = "14.2.0"
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     cuda.nccl = types.SimpleNamespace()
     assert "available is False: install nvidia-nccl" in nccl_binding.unavailable()
@@ -39,19 +39,23 @@ def test_the_reason_for_which_it_is_unavailable_is_told(monkeypatch: pytest.Monk
     assert nccl_binding.load().nccl is cuda.nccl
 
 
-def test_ids_become_what_either_cupy_takes() -> None:
-    class Old:
-        def get_unique_id(self) -> tuple[int, ...]:
-            return (-128, -1, 0, 127)
-
-        def NcclCommunicator(self, size: int, unique_id: Any, rank: int) -> Any:
-            if not isinstance(unique_id, tuple):
-                raise TypeError("expected tuple, got bytes")
-            return unique_id
-
-    runtime = nccl_binding.Runtime(Old(), None, lambda tensor, stream: None, lambda: None, lambda device: None)
-    assert runtime.unique_id() == b"\x80\xff\x00\x7f"
-    assert runtime.connect(2, runtime.unique_id(), 0) == (-128, -1, 0, 127)
+@pytest.mark.parametrize(
+    ("version", "fine"), [("13.6.0", False), ("9.1", False), ("14.0.0rc1", True), ("15.1.0", True)]
+)
+def test_old_cupy_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, fine: bool) -> None:
+    """Before version 14 the calls that wait for other ranks hold the interpreter's lock."""
+    cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
+    cupy.__version__ = version
+    cuda.nccl = types.SimpleNamespace(available=True, get_version=lambda: 22700)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    if fine:
+        assert nccl_binding.unavailable() == ""
+        return
+    text = rf"cupy\.__version__ is {version}, expected at least 14: install cupy-cuda13x>=14"
+    with pytest.raises(BackendUnavailableError, match=text):
+        nccl_binding.load()
 
 
 def test_a_call_that_does_not_return_is_left_and_one_that_raises_raises() -> None:

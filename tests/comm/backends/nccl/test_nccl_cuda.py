@@ -220,6 +220,10 @@ def aborting() -> None:
     """An abort from another thread ends what hangs on the GPU."""
     c = connect()
     pair = c.duplicate()
+    # NCCL connects two ranks at their first message. Only `groupEnd`, on the host, waits for that.
+    first = torch.ones(1000, device=c.device)
+    (pair.recv(first, 1) if c.rank == 0 else pair.send(first, 0)).wait()
+    torch.cuda.synchronize()
     c.barrier().wait()
     if c.rank == 0:
         threading.Timer(1.0, pair.abort).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,29 +16,33 @@ from bagua_kernels.errors import (
     CommunicationError,
     RankLostError,
 )
+from tests.comm.backends.nccl.fake_cuda import LIMIT
 from tests.comm.backends.nccl.fake_nccl import World, run_ranks
+from tests.comm.backends.nccl.waiting import await_end, await_heartbeats, go_on
 
 pytestmark = pytest.mark.usefixtures("short_breaks")
 
 
 def test_a_late_rank_is_named_and_later_calls_repeat_it() -> None:
-    given_up = threading.Barrier(3, timeout=20)
+    entered, given_up = threading.Barrier(2, timeout=LIMIT), threading.Barrier(3, timeout=LIMIT)
 
     def fn(c: NcclCommunicator) -> None:
         c.barrier().wait()
         if c.rank != 1:
-            c.all_reduce(torch.ones(2)).wait()
-            deadline = time.monotonic() + 10
-            while not c.session.ended and time.monotonic() < deadline:
-                time.sleep(0.01)
-            with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #1 .*rank 1\b") as caught:
-                c.all_reduce(torch.ones(2))
-            assert caught.value.ranks == (1,)
+            work = c.all_reduce(torch.ones(2))
+            # The time is up only when each of the two knows that the other one is in it.
+            entered.wait()
+            await_heartbeats(c)
+            c.set_timeout(0.1)
+            for call in (lambda: go_on(c, work), lambda: c.all_reduce(torch.ones(2))):
+                with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #1 .*rank 1\b") as caught:
+                    call()
+                assert caught.value.ranks == (1,)
             assert c._queue.endpoint._handle is None
         given_up.wait()
         c.abort()
 
-    run_ranks(3, fn, timeout=0.4, signs=True)
+    run_ranks(3, fn, signs=True)
 
 
 def test_a_timeout_is_raised_by_the_work_that_was_stuck() -> None:
@@ -46,45 +51,53 @@ def test_a_timeout_is_raised_by_the_work_that_was_stuck() -> None:
 
     def fn(c: NcclCommunicator) -> None:
         work, behind = c.broadcast(torch.ones(2)), c.barrier()
-        while not work.is_completed():
-            time.sleep(0.01)
+        c.set_timeout(0.2)
+        await_end(c)
+        assert work.is_completed()
         for each in (work, work, behind):
             with pytest.raises(CollectiveTimeoutError, match=r"broadcast #0 .* within 0.2 s"):
                 each.wait()
         with pytest.raises(CollectiveTimeoutError, match=r"broadcast #0 .* within 0.2 s"):
             c.barrier()
 
-    run_ranks(2, fn, timeout=0.2, world=world)
+    run_ranks(2, fn, world=world)
 
 
-def test_the_time_of_an_operation_starts_when_those_before_it_are_done() -> None:
+def test_the_time_of_an_operation_starts_when_those_before_it_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(nccl_watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    issued, ended = threading.Barrier(2, timeout=LIMIT), threading.Barrier(2, timeout=LIMIT)
+
     def fn(c: NcclCommunicator) -> None:
-        works = []
+        nonlocal now
+        looks = threading.Semaphore(0)
+        c.session.finished = lambda number: looks.release()
+        works = [c.barrier() for _ in range(4)] if c.rank == 0 else []
+        issued.wait()
         for _ in range(4):
             if c.rank == 1:
-                time.sleep(0.2)
+                now += 0.6 * c.timeout
                 c.barrier().wait()
-            else:
-                works.append(c.barrier())
+            # The time of the next one starts when the watch has seen this one end.
+            assert looks.acquire(timeout=LIMIT)
+            ended.wait()
         for work in works:
             work.wait()
         c.barrier().wait()
 
-    run_ranks(2, fn, timeout=0.5)
+    run_ranks(2, fn)
 
 
-@pytest.mark.parametrize(("status", "text"), [(2, "NCCL_ERROR number 2"), (6, "NCCL returned status 6")])
+@pytest.mark.parametrize(("status", "text"), [(2, "NCCL_ERROR number 2"), (7, "NCCL returned status 7")])
 def test_an_asynchronous_error_ends_the_communicator(status: int, text: str) -> None:
     world = World(2)
 
     def fn(c: NcclCommunicator) -> None:
         if c.rank == 0:
             world.gpus[0].async_error = status
-            c.all_reduce(torch.ones(1)).wait()
-            while not c.session.ended:
-                time.sleep(0.01)
+            work = c.all_reduce(torch.ones(1))
             with pytest.raises(CommunicationError, match=rf"all_reduce #0 .*{text}"):
-                c.barrier()
+                go_on(c, work)
         c.abort()
 
     run_ranks(2, fn, world=world)
@@ -95,9 +108,8 @@ def test_abort_from_another_thread_releases_what_hangs() -> None:
         if c.rank == 0:
             threading.Timer(0.1, c.abort).start()
             # The rank's thread is what waits in this simulation; on a GPU it is the stream.
-            c.recv(torch.ones(1), 1).wait()
             with pytest.raises(CommunicationError, match="it was aborted"):
-                c.barrier()
+                go_on(c, c.recv(torch.ones(1), 1))
             with pytest.raises(CommunicationError, match="it was aborted"):
                 c.split([0, 1])
         else:
@@ -112,15 +124,15 @@ def test_abort_from_another_thread_releases_what_hangs() -> None:
 
 def test_the_others_see_that_a_rank_gave_up() -> None:
     def fn(c: NcclCommunicator) -> None:
-        pair, started = c.duplicate(), time.monotonic()
+        pair = c.duplicate()
+        # No timeout can end the wait within this test.
+        pair.set_timeout(100 * LIMIT)
         if c.rank == 0:
             pair.abort("it had enough")
         else:
-            pair.recv(torch.ones(1), 0).wait()
             with pytest.raises(RankLostError, match="it had enough") as caught:
-                pair.barrier()
+                go_on(pair, pair.recv(torch.ones(1), 0))
             assert caught.value.ranks == (0,)
-            assert time.monotonic() - started < pair.timeout / 2
         c.barrier().wait()
         pair.close()
 
@@ -162,8 +174,7 @@ def test_without_a_watch_nothing_goes_on() -> None:
 
         c._queue.watchdog._prepare = broken
         work = c.all_reduce(torch.ones(1))
-        while not c.session.ended:
-            time.sleep(0.01)
+        await_end(c)
         with pytest.raises(CommunicationError, match=r"all_reduce #0 .*libcuda\.so\.1"):
             c.barrier()
         assert work.is_completed()
@@ -218,7 +229,7 @@ def test_the_watch_ends_when_nothing_is_under_way(monkeypatch: pytest.MonkeyPatc
     def fn(c: NcclCommunicator) -> None:
         for _ in range(2):
             c.barrier().wait()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + LIMIT
             while c._queue.watchdog._thread is not None and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert c._queue.watchdog._thread is None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,29 +15,19 @@ import torch
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl import communicator as nccl
-from bagua_kernels.comm.backends.nccl import watchdog as nccl_watchdog
 from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.nccl.work import Ticket
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from tests.comm.backends.nccl.fake_cuda import LIMIT
 from tests.comm.backends.nccl.fake_nccl import World, run_ranks
+from tests.comm.backends.nccl.waiting import go_on
+
+pytestmark = pytest.mark.usefixtures("short_breaks")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def short_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_watchdog, "_PERIOD", 0.005)
-    monkeypatch.setattr(nccl_watchdog, "_PATIENT", 0.1)
-
-
-def await_end(c: NcclCommunicator, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not c.session.ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def nameless(*arguments: Any) -> Any:
@@ -47,9 +35,8 @@ def nameless(*arguments: Any) -> Any:
     raise KeyError(6)
 
 
-@pytest.mark.parametrize("connect", [nameless, lambda size, name, rank: nameless() if type(name) is tuple else int([])])
-def test_a_status_without_a_name_while_connecting_is_an_error(connect: Callable[..., Any]) -> None:
-    module = SimpleNamespace(NcclCommunicator=connect)
+def test_a_status_without_a_name_while_connecting_is_an_error() -> None:
+    module = SimpleNamespace(NcclCommunicator=nameless)
     runtime = Runtime(module, None, lambda tensor, stream: None, lambda: None, lambda device: None)
     with pytest.raises(RuntimeError, match="NCCL returned status 6"):
         runtime.connect(2, bytes(128), 0)
@@ -68,10 +55,9 @@ def test_whatever_the_check_raises_ends_the_session() -> None:
     def fn(c: NcclCommunicator) -> None:
         if c.rank == 0:
             c._queue.watchdog._check = lambda: {}["it is broken"]
-            c.all_reduce(torch.ones(1)).wait()
-            await_end(c)
+            work = c.all_reduce(torch.ones(1))
             with pytest.raises(CommunicationError, match=r"all_reduce #0 .*it is broken"):
-                c.barrier()
+                go_on(c, work)
         c.abort()
 
     run_ranks(2, fn)
@@ -111,7 +97,7 @@ def test_relatives_are_closed_without_the_others() -> None:
                 assert each.is_ended()
                 assert each._order not in nccl._made
             closed.set()
-        assert closed.wait(10)
+        assert closed.wait(LIMIT)
         assert not stranger.is_ended()
         assert stranger.all_gather_object(c.is_ended()) == [True, False]
         stranger.close()
@@ -120,23 +106,62 @@ def test_relatives_are_closed_without_the_others() -> None:
     run_ranks(2, fn, world=world)
 
 
+class Leaver:
+    """Takes the place of a communicator at exit: its `close` takes some seconds of a clock that only it moves.
+
+    Attributes:
+        calls: what was called, with the limits of `close`.
+    """
+
+    now = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.session = SimpleNamespace(ended="", name="world")
+        self.calls: list[float | str] = []
+
+    def close(self, limit: float) -> None:
+        self.calls.append(limit)
+        Leaver.now += min(self.seconds, limit)
+        if self.seconds > limit:
+            raise CollectiveTimeoutError("nobody came", ())
+
+    def abort(self, reason: str) -> None:
+        self.calls.append(reason)
+
+
 def test_the_goodbye_at_exit_has_one_limit_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leaver, "now", 1000.0)
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: Leaver.now))
+    monkeypatch.setattr(nccl, "_LONGEST_GOODBYE", 30.0)
+    leavers = [Leaver(seconds) for seconds in (12.0, 10.0, 9.0, 0.0)]
+    monkeypatch.setattr(nccl, "_made", dict(enumerate(leavers)))
+    nccl._close_all()
+    given_up = "its process exited"
+    assert [each.calls for each in leavers] == [[30.0], [18.0], [8.0, given_up], [given_up]]
+    assert Leaver.now == 1030.0
+
+
+def test_the_goodbye_at_exit_ends_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(nccl, "_LONGEST_GOODBYE", 0.5)
     exited = threading.Event()
 
     def fn(c: NcclCommunicator) -> None:
         mine = [c, *(c.duplicate() for _ in range(4))]
+        for each in mine:
+            # No other limit can end the wait within this test.
+            each.set_timeout(100 * LIMIT)
         c.barrier().wait()
         if c.rank == 0:
-            monkeypatch.setattr(nccl, "_made", {each._order: each for each in mine})
-            started = time.monotonic()
-            nccl._close_all()
-            took = time.monotonic() - started
-            monkeypatch.undo()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nccl, "_made", {each._order: each for each in mine})
+                nccl._close_all()
             exited.set()
-            assert 0.3 < took < 1.5
+            assert "within 0.5 s" in c.session.ended
+            assert {each.session.ended for each in mine[1:]} == {"its process exited"}
         else:
-            assert exited.wait(10)
+            assert exited.wait(LIMIT)
         for each in mine:
             each.abort()
             nccl._made.pop(each._order, None)
@@ -173,13 +198,12 @@ def test_the_watch_leaves_time_for_the_verdict() -> None:
     def fn(c: NcclCommunicator) -> None:
         c.barrier().wait()
         if c.rank == 0:
+            # The timeout itself cannot be over within this test.
+            c.set_timeout(100 * LIMIT)
             c.session.patience = lambda: 0.1
-            started = time.monotonic()
-            c.all_reduce(torch.ones(1)).wait()
-            await_end(c)
-            assert time.monotonic() - started < c.timeout / 4
+            work = c.all_reduce(torch.ones(1))
             with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #1 "):
-                c.barrier()
+                go_on(c, work)
         c.abort()
 
     run_ranks(2, fn)
@@ -188,20 +212,20 @@ def test_the_watch_leaves_time_for_the_verdict() -> None:
 def test_the_peers_of_an_exchange_are_named() -> None:
     assert Ticket("all_reduce", 3).told() == ("all_reduce", 3, None)
     assert Ticket("send", None, (2,)).told() == ("send", None, 2)
-    over = threading.Barrier(4, timeout=20)
+    over = threading.Barrier(4, timeout=LIMIT)
 
     def fn(c: NcclCommunicator) -> None:
         if c.rank == 0:
             peers = (1, 3)
             outputs, inputs = ({peer: torch.ones(2) for peer in peers} for _ in range(2))
-            c.neighbour_exchange(outputs, inputs).wait()
-            await_end(c)
+            work = c.neighbour_exchange(outputs, inputs)
+            c.set_timeout(0.3)
             with pytest.raises(CommunicationError, match="neighbour_exchange with ranks 1, 3 of communicator"):
-                c.barrier()
+                go_on(c, work)
         over.wait()
         c.abort()
 
-    run_ranks(4, fn, timeout=0.3)
+    run_ranks(4, fn)
 
 
 def test_every_communicator_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +259,7 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
         # As if the other rank's environment said something else.
         monkeypatch.setenv("BAGUA_KERNELS_HEARTBEAT", "0.02")
 
-    meeting = threading.Barrier(2, action=turn, timeout=20)
+    meeting = threading.Barrier(2, action=turn, timeout=100)
     made: list[Any] = [None, None]
     secret = Secret.random()
 
@@ -247,13 +271,13 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
             meeting.wait()
             return found
 
-        made[rank] = liveness_store.connect(rank, 2, exchange, secret)
+        made[rank] = liveness_store.connect(rank, 2, exchange, secret, timeout=100)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     try:
         assert [one.heartbeat for one in made] == [0.05, 0.05]
     finally:

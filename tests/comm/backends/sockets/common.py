@@ -64,7 +64,7 @@ def wait(work: Operation, seconds: float = 10.0) -> None:
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits until the thread of a loop has come to something that it tells nobody."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.002)

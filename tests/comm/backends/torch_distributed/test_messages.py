@@ -111,7 +111,7 @@ def test_works_that_count_as_one_have_one_timeout() -> None:
     """A link on which each message takes most of the timeout does not multiply it."""
     session = Session("world", 2.0, 0, (0, 1, 2), None)
     handles = [Handle(), Handle()]
-    works = [SessionWork(session, handle, "recv", None, peer + 1, None, False) for peer, handle in enumerate(handles)]
+    works = [SessionWork(session, handle, "recv", None, peer + 1, None, None) for peer, handle in enumerate(handles)]
     threading.Timer(1.2, handles[0].ended.set).start()
     started = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="rank 2") as caught:
