@@ -1,8 +1,8 @@
 """Quotients of tensors and numbers with the same bits on every device.
 
 PyTorch's CUDA kernels multiply a tensor by the reciprocal of a Python number. The product may differ from the quotient in the
-last bit, so that a mean over three GPUs would differ from a mean over three CPUs, and a sum of thirds would not be whole. With
-a divisor that is a tensor on the device they divide.
+last bit. A mean over three GPUs would then differ from a mean over three CPUs, and three thirds would not make a whole. If the
+divisor is a tensor on the device, these kernels divide.
 """
 
 from __future__ import annotations

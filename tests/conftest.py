@@ -25,7 +25,7 @@ from bagua_kernels import knobs
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.testing.fork_server import servers
 from bagua_kernels.jit import op
-from tests import grids
+from tests import grids, parts
 
 EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
 
@@ -88,6 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="full products of parameters, and tests marked as slow")
+    parser.addoption("--part", metavar="K/N", default="0/1", help="part K of N of the items, from 0 on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # each 700, as Python does, takes a twentieth of each compilation.
     gc.set_threshold(20_000, 10, 1000)
     grids.EVERYTHING = config.getoption("--all")
+    parts.parse(config.getoption("--part"))
     if grids.EVERYTHING and not EMULATED:
         settings.load_profile("everything")
 
@@ -125,6 +127,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.beyond)
     if not config.getoption("--all"):
         kept = [item for item in kept if not left_out(item)]
+    part = parts.parse(config.getoption("--part"))
+    kept = [item for item in kept if parts.contains(part, item.nodeid)]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     # What takes longest comes first, or one worker would end with it while the others have nothing left. Processes come when

@@ -27,7 +27,8 @@ pytest.importorskip("numba_cuda", reason="needs numba_cuda")
 if knobs.CUDA_SIMULATOR.get():
     pytest.skip("Numba's CUDA simulator compiles nothing", allow_module_level=True)
 
-from numba import cuda
+# First, since it imports numba-cuda beside any NumPy.
+from bagua_kernels.jit._numba_cuda_package import cuda  # isort: skip
 from numba.cuda import types
 from numba.cuda.cudadrv import nvvm
 from numba.cuda.cudadrv.error import NvvmSupportError
