@@ -31,23 +31,28 @@ LARGE := torch triton
 WORKERS         ?= 3
 PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --durations-min=2
 # Where bytecode is not kept, all workers and all processes that tests start compile the same files again.
-test test-all test-rest: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 EMULATED_TESTS  := tests/compression tests/docs tests/launchers
+# What compiles Triton's kernels for a GPU.
+LAUNCH_TESTS    := $(wildcard tests/launch_path) $(patsubst %,tests/ahead_of_time/test_%.py,triton ptx select chunks)
 test-all:  TIER := --all
 # What `make test` leaves out of `make test-all`; hypothesis draws more examples there.
-test-rest: TIER := --all
+# With PART=0/3 the first third of it, by the hashes of the items' names.
+test-rest: TIER := --all $(if $(PART),--part $(PART))
 test-rest: REST := and (slow or beyond or hypothesis)
 
-.PHONY: help train train-text tradeoff test test-all test-rest lint format bench gpu-check wheel clean
+.PHONY: help train train-text tradeoff test test-all test-rest overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
 	@echo "make train-text   train a transformer behind lines of RATE=$(RATE) Mbit/s (NPROC=$(NPROC) STEPS=$(STEPS) ALGORITHM=...)"
 	@echo "make test         every test function that is not slow, on a sample of its parameters; minutes"
 	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
+	@echo "make test-rest    what make test leaves out of make test-all; PART=0/3 for a third of it"
+	@echo "make test-overlay tests with packages of the machine that has a GPU, which make overlay installs into .overlay"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
-	@echo "make bench        benchmarks             make gpu-check   kernels on this machine's GPU"
+	@echo "make bench        benchmarks             make gpu-check   checks this machine's GPU (STAGES=...)"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -56,6 +61,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PIP) --no-deps $(LARGE) & large=$$!; \
 	$(PIP) --no-deps $$(grep -vE '^#|^(torch|triton|pip)=' constraints.txt) && wait $$large
 	@$(PIP) --no-build-isolation --editable ".[examples,test,lint]"
+	@touch $@
+
+# Packages that .venv must not have: CuPy with NCCL, and another Triton. Each folder is on the path of the runs that ask for it.
+OVERLAY     := .overlay
+OVERLAY_PIP := $(PYTHON) -m pip install -qq --no-compile --no-deps --constraint constraints-gpu.txt
+
+overlay: $(OVERLAY)/installed
+
+$(OVERLAY)/installed: constraints-gpu.txt | $(INSTALLED)
+	@echo "installing into $(OVERLAY), 450 MB to download"
+	@rm -rf $(OVERLAY)
+	@$(OVERLAY_PIP) --target $(OVERLAY)/nccl cupy-cuda13x nvidia-nccl-cu13
+	@$(OVERLAY_PIP) --target $(OVERLAY)/triton triton "numpy; python_version >= '3.12'"
 	@touch $@
 
 train: $(INSTALLED)
@@ -80,6 +98,10 @@ test-all test-rest: $(INSTALLED)
 	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "processes $(REST)"
 	$(EMULATED)
 
+test-overlay: $(INSTALLED) $(OVERLAY)/installed
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)/triton:$(PYTHONPATH) $(PYTEST) $(LAUNCH_TESTS) -n 2
+	$(PYTEST) tests/comm/backends/nccl/test_real_nccl.py -n 0
+
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -96,12 +118,17 @@ bench: $(INSTALLED)
 tradeoff: $(INSTALLED)
 	$(PYTHON) -m bench.tradeoff --output results/tradeoff.json --plot results/tradeoff.png
 
+# make gpu-check STAGES="speed bytes"
 gpu-check: $(INSTALLED)
-	$(PYTHON) -m bench.gpu_check
+	$(PYTHON) -m bench.gpu --stages "$(STAGES)"
+
+# What the CPU computes, for machines with a GPU to compare with. Compiles kernels for a quarter of an hour.
+gpu-digests: $(INSTALLED)
+	$(PYTHON) -m bench.gpu.digests
 
 wheel: $(INSTALLED)
 	$(PYTHON) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
+	rm -rf $(VENV) $(OVERLAY) build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

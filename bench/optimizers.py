@@ -114,13 +114,6 @@ def group(model: str, name: str, threads: int | None, compiled: bool, device: to
     return rows
 
 
-def gpu_groups(device: torch.device) -> Iterator[list[Workload]]:
-    """What a GPU is asked: the optimizers that PyTorch fuses, too, and two that it does not."""
-    for model in MODELS:
-        for name in (*FUSED_IN_TORCH, "RMSprop", "NAdam"):
-            yield [row for row in group(model, name, None, False, device) if row.name != "torch loop"]
-
-
 FIRST_STEP = """
 import time
 import torch

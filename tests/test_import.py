@@ -11,19 +11,22 @@ import bagua_kernels
 
 ROOT = Path(__file__).parents[1]
 MODULES = [f"bagua_kernels{part}" for part in ("", ".compression", ".optim", ".comm", ".algorithms")]
+PATIENCE = 500  # seconds; a busy machine takes minutes to import PyTorch
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda", "matplotlib")
+
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 
 def run(program: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_import_leaves_optional_packages_and_the_compiler_alone() -> None:
-    """Numba takes half a second to import: it is loaded when the first kernel is needed."""
+    """Numba takes half a second to import: it is loaded when the first kernel is needed. The package alone loads no part."""
     # torch itself may import some of them; what counts is what comes on top of it. Parts are imported one after the other.
     program = (
         "import importlib, json, sys, torch\n"
@@ -33,17 +36,11 @@ def test_import_leaves_optional_packages_and_the_compiler_alone() -> None:
         "    told[module] = sorted(set(sys.modules) - before)\n"
         "print(json.dumps(told))"
     )
-    for module, loaded in json.loads(run(program)).items():
+    told = json.loads(run(program))
+    assert told["bagua_kernels"] == ["bagua_kernels"]
+    for module, loaded in told.items():
         assert module in loaded
         assert sorted({*loaded} & {*OPTIONAL_PACKAGES, "numba"}) == []
-
-
-@pytest.mark.slow
-def test_import_is_fast() -> None:
-    program = (
-        "import time, torch\nstart = time.process_time()\nimport bagua_kernels\nprint(time.process_time() - start)"
-    )
-    assert any(float(run(program)) < 0.3 for _ in range(3))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution
 from bagua_kernels.errors import CollectiveTimeoutError
 from bagua_kernels.quotient import divide_
+from bagua_kernels.streams import keep_memory
 
 StaleRule = Literal["conservative", "paper"]
 BRING, FORWARD, WRITE = Event("bring"), Event("forward"), Event("write")
@@ -102,7 +103,7 @@ class PublishedModel:
                 else:
                     copy.copy_(source)
             # The courier may be behind when training drops the parameters.
-            self._keep_memory(sources)
+            keep_memory(sources)
             return self.version, self._resting
 
     def rest(self, resting: bool) -> None:
@@ -156,8 +157,8 @@ class PublishedModel:
                 if self._owed:
                     bucket.flat.copy_(bucket.flat + self._debt(bucket))
             # The courier's stream has made these tensors. It would reuse their memory at once, while this stream reads it.
-            self._keep_memory(self._replacement or [])
-            self._keep_memory(self._group_mean[0] if self._group_mean else [])
+            keep_memory(self._replacement or [])
+            keep_memory(self._group_mean[0] if self._group_mean else [])
             self._replacement = self._group_mean = None
             self._clear_debt()
             self._written = self._event()
@@ -186,7 +187,7 @@ class PublishedModel:
 
     def _debt(self, bucket: Bucket) -> torch.Tensor:
         debt = self._flat.kept(bucket, "debt", saved=False)
-        self._keep_memory([debt])
+        keep_memory([debt])
         return debt
 
     def _clear_debt(self) -> None:
@@ -206,10 +207,3 @@ class PublishedModel:
     def _wait_for(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _keep_memory(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of tensors, once they are freed, until the current stream has used them."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            for tensor in tensors:
-                tensor.record_stream(stream)

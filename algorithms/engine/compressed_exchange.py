@@ -19,6 +19,7 @@ from bagua_kernels.comm import Communicator, ReduceOp, Work
 from bagua_kernels.comm.compressed import AllReduce, Deliver, all_reduce_for
 from bagua_kernels.compression import Codec, Contractive, fold_seed
 from bagua_kernels.quotient import divided
+from bagua_kernels.streams import keep_memory
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,11 @@ class CompressedExchange(Exchange):
 
     def _vectors(self) -> dict[str, torch.Tensor]:
         """The residuals as vectors like the bucket; collective."""
-        return self._recalled if self._all_reduce is None else self._all_reduce.vectors()
+        if self._all_reduce is not None:
+            return self._all_reduce.vectors()
+        # They may have been made on the training stream, and the communication stream drops them.
+        keep_memory(self._recalled.values())
+        return self._recalled
 
     def worker_residual(self, codec: Codec) -> torch.Tensor:
         """A copy of what this rank's payloads lacked; collective when the codec changes."""

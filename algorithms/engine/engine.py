@@ -27,6 +27,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.jit import compiling
+from bagua_kernels.streams import keep_memory
 from bagua_kernels.upload import Numbers
 
 # Steps between two looks at whether gradients came in another order, where a look waits for the device.
@@ -287,10 +288,7 @@ class Engine:
                 current.wait_stream(stream)
         taken, self._taken[index] = self._taken[index], []
         if len(self._streams[index]) > 1:
-            for _, gradient, _ in taken:
-                if gradient is not None:
-                    # It may be freed on the stream that it was made on, while this one still reads it.
-                    gradient.record_stream(current)
+            keep_memory(gradient for _, gradient, _ in taken if gradient is not None)
         self.buckets.all[index].fill_together({slot: gradient for slot, gradient, _ in taken}, self.weight)
 
     def _start_complete(self) -> None:

@@ -1,0 +1,118 @@
+"""Algorithms on streams of a GPU that is not there: all streams in order, and the bits of the same run on a CPU.
+
+On a GPU the engine copies gradients together, keeps flags on the device and orders streams by events. `FakeGpu` executes these
+ways on a CPU's memory, and raises `MisuseError` for a use of memory that no event orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels import optim
+from bagua_kernels.algorithms import ByteGrad, from_spec
+from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.ranks import Odd, batch, train
+from tests.algorithms.test_contract import ALGORITHMS
+from tests.comm.fake_gpu import FakeGpu
+
+# Rounds of parameters, each with the way of its own through buckets and streams.
+ROUNDS = ("decentralized", "d2", "lowprec:codec=minmax_uint8", "sgp", "local_sgd:interval=2", "diloco:interval=2")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+def same(gpu: FakeGpu, rank: Callable[[Communicator], list[torch.Tensor]], rounding: float = 0.0) -> None:
+    """Checks that a run on the GPU returns what it returns on the CPU."""
+    expected = run_ranks(2, rank)
+    for ours, theirs in zip(gpu.run_ranks(2, rank), expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients(name: str, gpu: FakeGpu) -> None:
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        return train(communicator, ALGORITHMS[name], bucket_bytes=500)[0]
+
+    # PyTorch multiplies matrices on a GPU, and a launcher of this package on a CPU.
+    same(gpu, rank, 1e-4 if name.startswith("powersgd") else 0.0)
+
+
+@pytest.mark.parametrize("spec", ROUNDS)
+def test_rounds(spec: str, gpu: FakeGpu) -> None:
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        module = Odd()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        model = from_spec(spec, module, optimizer, communicator=communicator)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(batch(communicator.rank, step)).square().mean().backward()
+            optimizer.step()
+        model.synchronize()
+        found = [p.detach().clone() for p in module.parameters()]
+        model.close()
+        return found
+
+    same(gpu, rank)
+
+
+def tripled(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3.0)
+
+
+def test_gradients_of_two_streams_and_a_hook(gpu: FakeGpu) -> None:
+    """One layer's backward pass is on a stream of its own, and a hook of the user changes one gradient afterwards."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, 0.1)
+        model = ByteGrad(module, communicator=communicator)
+        module[1].weight.register_post_accumulate_grad_hook(tripled)
+        found = []
+        for step in range(3):
+            x = batch(communicator.rank, step)[:, :5]
+            hidden = module[0](x)
+            if torch.device(communicator.device).type == "cuda":
+                side = torch.cuda.Stream(communicator.device)
+                current = torch.cuda.current_stream(communicator.device)
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    hidden = module[1](hidden)
+                current.wait_stream(side)
+            else:
+                hidden = module[1](hidden)
+            module[2](hidden).square().mean().backward()
+            found += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        model.close()
+        return found
+
+    same(gpu, rank)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "LARS", "Muon"])
+def test_clipped_steps(name: str, gpu: FakeGpu) -> None:
+    """Factors of clipping stay on the device, and are the host's."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(4, 3), (6, 6)] if name == "Muon" else [(4, 3), (7,), (300, 20)]
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        optimizer = getattr(optim, name)(params, lr=0.1)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    same(gpu, rank)
