@@ -62,7 +62,7 @@ GOSSIP, GRADIENT = Mixture(weighted=True, tracked=True), Mixture()
 BLOCKWISE_ARGUMENTS = {
     "words_ptr": "*i32", "codes_ptr": "*u8", "out_words_ptr": "*i32", "out_codes_ptr": "*u8", "addresses_ptr": "*i64",
     "sizes_ptr": "*i64", "firsts_ptr": "*i64", "piece_of_block_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*fp32",
-    "replicas_ptr": "*fp32", "ranks": "i32", "size": "i32", "span": "i32", "n": "i32", "scale": "fp32", "divisor": "fp32",
+    "replicas_ptr": "*fp32", "seeds_ptr": "*i32", "total": "i32", "width": "i32", "ranks": "i32", "size": "i32", "span": "i32", "n": "i32", "scale": "fp32", "divisor": "fp32",
     "seed_low": "i32", "seed_high": "i32",
 }  # fmt: skip
 SELECT = ("count", "write", "place", "permute")
@@ -78,7 +78,7 @@ MULTITENSOR_ARGUMENTS = {
 # What launchers pass as `num_warps`.
 ELEMENTWISE_WARPS = 4
 # A payload's size always is such a multiple, and its parts begin at such addresses.
-MULTIPLES_OF_16 = ("n", "size", "span")
+MULTIPLES_OF_16 = ("n", "size", "span", "total", "width")
 
 
 def scalars(rule: ElementwiseRule) -> int:
@@ -149,7 +149,7 @@ def blockwise_ptx(
     if name == "encode_pieces":
         options |= blockwise.PIECES
     modes = {"STOCHASTIC": stochastic, "GIVEN": given, "COUNTED": counted}
-    modes |= {"WEIGHTED": weighted, "DIVIDED": divided}
+    modes |= {"WEIGHTED": weighted, "DIVIDED": divided, "EVEN": True}
     return _blockwise(kernel, rule, types, modes, sm, block, **options)
 
 

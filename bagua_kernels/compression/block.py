@@ -12,6 +12,7 @@ from bagua_kernels.compression.codec import Contractive, Unbiased, check_switche
 from bagua_kernels.launchers import arguments, blockwise
 from bagua_kernels.launchers.blockwise import fusion
 from bagua_kernels.launchers.blockwise.form import checked_block, form_of
+from bagua_kernels.launchers.blockwise.rows import Rows
 from bagua_kernels.rules.messages import MessageRule
 from bagua_kernels.rules.optimizers import ElementwiseRule
 from bagua_kernels.rules.quantizers import BlockQuantizer
@@ -97,6 +98,37 @@ class BlockCodec(ABC):
         device = pieces[0].device if pieces else torch.device("cpu")
         out = self._payload(n, device, out)
         blockwise.encode_pieces(self.rule, pieces, out, block=self.block, seed=self._seed(seed))
+        return out
+
+    def encode_rows(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        rows: Rows,
+        *,
+        seeds: Sequence[int],
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Encodes chunks of a vector, each into its row, as `encode` would; on a GPU in one launch.
+
+        Args:
+            x: shape (`rows.total`,), as for `encode`.
+            out: shape (`rows.count`, payload_size(`rows.width`)), uint8; rows may have more behind them. The payload of a shorter
+                chunk is at the beginning of its row.
+            rows: where the chunks are.
+            seeds: of stochastic rounding, one for each chunk.
+            counts: shape (blocks of `x`,), int32; see `encode`.
+
+        Returns:
+            `out`. Errors as in `encode`.
+        """
+        chosen = list(seeds) if self.stochastic else None
+        blockwise.encode_rows(self.rule, x, out, rows, block=self.block, seeds=chosen, counts=counts)
+        return out
+
+    def decode_rows(self, payloads: torch.Tensor, out: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Decodes what `encode_rows` gave into `out`, of shape (`rows.total`,), and returns it. Errors as in `encode`."""
+        blockwise.decode_rows(self.rule, payloads, out, rows, block=self.block)
         return out
 
     def encode_feedback(

@@ -8,9 +8,10 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter, block_counts, encodes_pieces
+from bagua_kernels.comm.compressed.passes import Gather, Scatter, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import Steps
 from bagua_kernels.compression import Codec
@@ -79,7 +80,7 @@ class CompressedAllReduce(AllReduce):
             return
         self.delivers = True
         self.reads_pieces = encodes_pieces(codec) and not worker_residual
-        counts = block_counts(codec, self.layout, own, communicator.device)
+        counts = Counts(codec, n, own, communicator.device)
         part = ExactPart(communicator, exact, dtype) if exact else None
         self._scatter = Scatter(codec, communicator, self.layout, worker_residual, part, counts)
         self._gather = Gather(codec, communicator, self.layout, owner_residual, part, counts)

@@ -9,8 +9,9 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
+from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Pass, Scatter, block_counts
+from bagua_kernels.comm.compressed.passes import Gather, Pass, Scatter
 from bagua_kernels.comm.compressed.residuals import restore, save
 from bagua_kernels.comm.work import Steps, drive
 from bagua_kernels.compression import Codec
@@ -40,7 +41,7 @@ class _Half(Generic[P]):
         self.shard = self.layout.shard(communicator.rank)
         self._pass: P | None = None
         if communicator.size > 1:
-            counts = block_counts(codec, self.layout, own, communicator.device)
+            counts = Counts(codec, n, own, communicator.device)
             self._pass = self._kind(codec, communicator, self.layout, residual, counts=counts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.contract import Deliver, Source
+from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
-from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, own_counts, second_seed
+from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, second_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import BlockCodec, Codec
-
-# By piece and owner.
-Counts = Mapping[tuple[int, int], torch.Tensor]
+from bagua_kernels.launchers.blockwise import Rows
 
 
 class Slots:
@@ -48,21 +47,10 @@ def encodes_pieces(codec: Codec) -> bool:
     return isinstance(codec, BlockCodec) and type(codec).encode is BlockCodec.encode
 
 
-def block_counts(codec: Codec, layout: Layout, own: Sequence[slice] | None, device: torch.device) -> Counts:
-    """For each piece of each chunk how many elements of its blocks are tensors' own; empty if all are.
-
-    Args:
-        codec: only block codecs have a use for it.
-        layout: how vectors are cut.
-        own: the elements of each tensor in the vector; None if the vector is one tensor.
-        device: where.
-    """
-    if own is None or not isinstance(codec, BlockCodec):
-        return {}
-    # waits: once, and all streams may read it afterwards.
-    counts = own_counts(own, layout.n, codec.block).to(device)
-    parts = {(p, o): layout.part(p, o) for p in range(layout.pieces) for o in range(layout.owners)}
-    return {at: counts[part.start // codec.block : -(-part.stop // codec.block)] for at, part in parts.items()}
+def works_in_rows(codec: Codec) -> bool:
+    """True if a codec encodes and decodes the chunks of a vector together."""
+    kind = type(codec)
+    return isinstance(codec, BlockCodec) and (kind.encode, kind.decode) == (BlockCodec.encode, BlockCodec.decode)
 
 
 def encode_part(
@@ -84,7 +72,7 @@ class Pass(abc.ABC):
         layout: how vectors are cut, with one owner a rank.
         residual: True to keep what payloads lack, and add it to the next vector.
         exact: how the exact part travels; None if there is none.
-        counts: as `block_counts` makes them.
+        counts: which elements are tensors' own; None if the vector is one tensor.
 
     Attributes:
         residuals: what payloads lacked; None if it is not kept.
@@ -100,7 +88,9 @@ class Pass(abc.ABC):
         counts: Counts | None = None,
     ) -> None:
         self._codec, self._communicator, self._layout = codec, communicator, layout
-        self._exact, self._counts = exact, counts or {}
+        self._exact = exact
+        self._counts = counts or Counts(codec, layout.n, None, communicator.device)
+        self._in_rows = works_in_rows(codec)
         pieces = range(layout.pieces)
         self._bytes = {
             (p, o): codec.payload_size(length(layout.part(p, o))) for p in pieces for o in range(layout.owners)
@@ -123,11 +113,17 @@ class Pass(abc.ABC):
         """Encodes a piece of an owner's chunk, with its residual if there is one; an empty one not."""
         if not part.numel():
             return
-        counts = self._counts.get((piece, owner))
+        counts = self._counts.of(self._layout.part(piece, owner))
         if self.residuals is None:
             encode_part(self._codec, part, seed=seed, out=out, counts=counts)
         else:
             self.residuals.encode(self._layout.number(piece, owner), part, seed=seed, out=out, counts=counts)
+
+    def _rows(self, piece: int) -> tuple[slice, Rows]:
+        """The elements from the first one of a piece on, and where its part of each chunk is in these."""
+        layout = self._layout
+        begin = min(piece * layout.piece, layout.n)
+        return slice(begin, layout.n), Rows(layout.n - begin, layout.chunk, layout.width(piece), layout.owners)
 
 
 class Scatter(Pass):
@@ -149,13 +145,20 @@ class Scatter(Pass):
     ) -> None:
         """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
         layout, sent = self._layout, self._sent[piece]
-        for owner in range(layout.owners):
-            part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
-            own = first_seed(self._codec, seed, self._communicator.rank, layout.number(piece, owner))
-            if source is None:
-                self._encode(piece, owner, x[part], own, out)
-            elif length(part) and isinstance(self._codec, BlockCodec):
-                self._codec.encode_pieces(source(part), seed=own, out=out)
+        rank, owners = self._communicator.rank, range(layout.owners)
+        seeds = [first_seed(self._codec, seed, rank, layout.number(piece, owner)) for owner in owners]
+        if source is None and self.residuals is None and self._in_rows and layout.n:
+            assert isinstance(self._codec, BlockCodec)
+            behind, rows = self._rows(piece)
+            to = sent[:, : self._slots[piece]]
+            self._codec.encode_rows(x[behind], to, rows, seeds=seeds, counts=self._counts.of(behind))
+        else:
+            for owner in owners:
+                part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
+                if source is None:
+                    self._encode(piece, owner, x[part], seeds[owner], out)
+                elif length(part) and isinstance(self._codec, BlockCodec):
+                    self._codec.encode_pieces(source(part), seed=seeds[owner], out=out)
         if piece == 0 and self._exact is not None and exact is not None:
             self._exact.scatter(exact, sent[:, self._slots[0] :])
         received = self._received[piece]
@@ -203,7 +206,7 @@ class Gather(Pass):
             mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
             self._encode(piece, rank, mean, own, out)
         elif elements and isinstance(self._codec, BlockCodec):
-            counts = self._counts.get((piece, rank))
+            counts = self._counts.of(self._layout.part(piece, rank))
             self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out, counts=counts)
         elif elements:
             self._codec.reduce(payloads, elements, scale=scale, seed=own, out=out)
@@ -232,6 +235,11 @@ class Gather(Pass):
         payloads = yield from self._messages.finish(piece)
         if piece == 0 and self._exact is not None and exact is not None:
             self._exact.gather(self._messages.extras, exact)
+        if deliver is None and self._in_rows and self._layout.n:
+            assert isinstance(self._codec, BlockCodec)
+            behind, rows = self._rows(piece)
+            self._codec.decode_rows(payloads, x[behind], rows)
+            return
         for owner in range(self._layout.owners):
             part, payload = self._layout.part(piece, owner), payloads[owner, : self._bytes[piece, owner]]
             if not length(part):

@@ -119,17 +119,21 @@ def check_update(ptx: str, variant: Variant) -> int:
     return copies
 
 
-@grid(stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1)
-def test_encode(dtype: torch.dtype, sm: int, stochastic: bool) -> None:
-    ptx = blockwise_ptx(MINMAX_UINT8, "encode", dtype, sm, stochastic=stochastic)
+@grid(
+    name=["encode", "encode_rows"], stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1
+)
+def test_encode(dtype: torch.dtype, sm: int, name: str, stochastic: bool) -> None:
+    ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm, stochastic=stochastic)
     check(ptx)
-    assert min(widths(ptx, "ld.global")) >= 128
+    # The halves of a row's seed have 32 bits.
+    assert min(widths(ptx, "ld.global")) >= (32 if stochastic and name == "encode_rows" else 128)
+    assert max(widths(ptx, "ld.global")) >= 128
     # A scale has 32 bits, codes more.
     assert min(widths(ptx, "st.global")) >= 32
     assert max(widths(ptx, "st.global")) >= 128
 
 
-@grid(name=["decode", "decode_sum"], dtype__sm=TARGETS, cover=1)
+@grid(name=["decode", "decode_sum", "decode_rows"], dtype__sm=TARGETS, cover=1)
 def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm)
     check(ptx)

@@ -17,6 +17,9 @@ from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, 
 from bagua_kernels.launchers.blockwise.fusion import decode_add as decode_add
 from bagua_kernels.launchers.blockwise.fusion import decode_apply as decode_apply
 from bagua_kernels.launchers.blockwise.fusion import encode_rule as encode_rule
+from bagua_kernels.launchers.blockwise.rows import Rows as Rows
+from bagua_kernels.launchers.blockwise.rows import decode_rows as decode_rows
+from bagua_kernels.launchers.blockwise.rows import encode_rows as encode_rows
 from bagua_kernels.rules.messages import FEEDBACK
 from bagua_kernels.rules.quantizers import BlockQuantizer
 

@@ -17,6 +17,7 @@ from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
 from bagua_kernels.launchers.blockwise._numba_cpu_loops import TEMPLATES
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
@@ -181,3 +182,8 @@ def reduce(
         *map(np.uint32, seed_halves(seed)),
     )
     clear_pads(out_words, out_codes, form)
+
+
+# See `bagua_kernels.launchers.blockwise.encode_rows` and `decode_rows`.
+encode_rows = functools.partial(encode_in_turn, encode)
+decode_rows = functools.partial(decode_in_turn, decode)

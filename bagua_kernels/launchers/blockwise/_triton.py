@@ -14,7 +14,8 @@ from bagua_kernels.jit._triton import EXACT, LOAD, STORE, bits, compile_template
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._triton_kernels import FUNCTIONS, TEMPLATES
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
-from bagua_kernels.launchers.blockwise.form import BlockForm
+from bagua_kernels.launchers.blockwise.form import BlockForm, form_of
+from bagua_kernels.launchers.blockwise.rows import Rows
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bagua_kernels.upload import uploaded
 
@@ -130,3 +131,66 @@ def reduce(
     arguments = (*parts, payloads.shape[0], payloads.stride(0), form.n, scale, *map(signed, seed_halves(seed)))
     modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
     launch(kernel("reduce", rule, torch.float32), rule, form, out, *arguments, **modes)
+
+
+def encode_rows(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payloads: torch.Tensor,
+    rows: Rows,
+    block: int,
+    seeds: Sequence[int] | None,
+    counts: torch.Tensor | None,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.encode_rows`."""
+    form = form_of(rule, rows.width, block)
+    words, _ = form.parts(payloads)
+    table = words
+    if seeds is not None:
+        halves = np.array([seed_halves(seed) for seed in seeds], np.uint32)
+        table = uploaded(halves.view(np.int32), payloads.device)
+    modes = {"STOCHASTIC": seeds is not None, "COUNTED": counts is not None}
+    _launch_rows(
+        "encode_rows",
+        rule,
+        x.dtype,
+        form,
+        x,
+        rows,
+        payloads,
+        bits(x),
+        words,
+        payloads,
+        or_any(counts, words),
+        table,
+        **modes,
+    )
+
+
+def decode_rows(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, rows: Rows, block: int) -> None:
+    """See `bagua_kernels.launchers.blockwise.decode_rows`."""
+    form = form_of(rule, rows.width, block)
+    words, _ = form.parts(payloads)
+    _launch_rows("decode_rows", rule, out.dtype, form, out, rows, payloads, words, payloads, bits(out))
+
+
+def _launch_rows(
+    name: str,
+    rule: BlockQuantizer,
+    dtype: torch.dtype,
+    form: BlockForm,
+    device: torch.Tensor,
+    rows: Rows,
+    payloads: torch.Tensor,
+    *arguments: Any,
+    **modes: Any,
+) -> None:
+    """Launches one program for each tile of blocks of each chunk."""
+    shape = tile(rule, form.block)
+    blocks = form.scale_bytes // (4 * form.words)
+    even = rows.total % 16 == 0 and rows.width % 16 == 0
+    where = rows.total, rows.span, rows.width, payloads.stride(0)
+    with on_device(device):
+        kernel(name, rule, dtype)[(triton.cdiv(blocks, shape["ROWS"]), rows.count)](
+            *arguments, *where, **modes, EVEN=even, **shape, **EXACT
+        )

@@ -287,9 +287,50 @@ def reduce_kernel(
     )  # fmt: skip
 
 
+def chunk_of_program(total, span, width, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Where a program's chunk begins, how many elements it has, and where its row and its codes begin, in bytes."""
+    row = tl.cast(tl.program_id(1), tl.int64)
+    begin = row * span
+    n = tl.minimum(tl.maximum(tl.cast(total, tl.int64) - begin, 0), width)
+    if EVEN:
+        # What the compiler cannot know of a minimum: accesses are as wide as they can be.
+        n = tl.multiple_of(n, 16)
+    scale_bytes = tl.cdiv(tl.cdiv(n, BLOCK) * N_WORDS, 4) * 16
+    return begin, n, row * size, row * size + scale_bytes
+
+
+def encode_rows_kernel(
+    x_ptr, words_ptr, codes_ptr, counts_ptr, seeds_ptr, total, span, width, size,
+    STOCHASTIC: tl.constexpr, COUNTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin, n, at_words, at_codes = chunk_of_program(total, span, width, size, BLOCK, EVEN)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    count, own = own_elements(counts_ptr + begin // BLOCK, n, rows, offsets, inside, COUNTED)
+    x = load(tl.load(x_ptr + begin + offsets, mask=inside, other=0))
+    seed_low = 0
+    seed_high = 0
+    if STOCHASTIC:
+        seed_low = tl.load(seeds_ptr + 2 * tl.program_id(1))
+        seed_high = tl.load(seeds_ptr + 2 * tl.program_id(1) + 1)
+    encode_tile(
+        x, words_ptr + at_words // 4, codes_ptr + at_codes, n, rows, offsets, count, own, byte_offsets, seed_low, seed_high,
+        STOCHASTIC, False,
+    )  # fmt: skip
+
+
+def decode_rows_kernel(
+    words_ptr, codes_ptr, out_ptr, total, span, width, size,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin, n, at_words, at_codes = chunk_of_program(total, span, width, size, BLOCK, EVEN)
+    rows, offsets, inside, byte_offsets = places(n, ROWS, BLOCK)
+    x = decoded_tile(words_ptr + at_words // 4, codes_ptr + at_codes, n, rows, offsets, inside, byte_offsets)
+    tl.store(out_ptr + begin + offsets, store(x), mask=inside)
+
+
 FUNCTIONS = (
     *(places, wide, own_elements, tree_sum, row_extreme, row_total, side_sums, statistics),
-    *(encode_tile, with_sign, decoded_tile, decoded_sum),
+    *(encode_tile, with_sign, decoded_tile, decoded_sum, chunk_of_program),
 )
 TEMPLATES = {
     "encode": encode_kernel,
@@ -297,4 +338,6 @@ TEMPLATES = {
     "decode": decode_kernel,
     "decode_sum": decode_sum_kernel,
     "reduce": reduce_kernel,
+    "encode_rows": encode_rows_kernel,
+    "decode_rows": decode_rows_kernel,
 }

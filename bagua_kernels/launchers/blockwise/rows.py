@@ -1,0 +1,130 @@
+"""Chunks of one vector, each with a payload of its own in a row of a message: encoded and decoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bagua_kernels.jit.op import Op
+from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed
+from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
+from bagua_kernels.rules.quantizers import BlockQuantizer
+
+OP = Op("bagua_kernels.launchers.blockwise")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where chunks lie in a vector: chunk r begins at element `r * span` and has up to `width` elements.
+
+    Attributes:
+        total: elements of the vector; chunks beyond it are short or empty.
+        span: elements from the beginning of a chunk to that of the next one, a multiple of the block.
+        width: elements of a full chunk, at most `span`.
+        count: number of chunks.
+    """
+
+    total: int
+    span: int
+    width: int
+    count: int
+
+    def part(self, row: int) -> slice:
+        """The elements of a chunk."""
+        begin = row * self.span
+        return slice(min(begin, self.total), min(begin + self.width, self.total))
+
+
+def encode_rows(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payloads: torch.Tensor,
+    rows: Rows,
+    *,
+    block: int,
+    seeds: Sequence[int] | None,
+    counts: torch.Tensor | None = None,
+) -> None:
+    """Encodes each chunk of a vector as `encode` does; on a GPU in one launch.
+
+    Args:
+        rule: the quantizer.
+        x: shape (`rows.total`,), float32, float16 or bfloat16, contiguous.
+        payloads: shape (`rows.count`, size of the payload of a full chunk), uint8; rows may have more behind them. The payload of
+            a shorter chunk is at the beginning of its row. The rest of that row stays as it is.
+        rows: where the chunks are.
+        block: elements of a block.
+        seeds: the 64-bit seed of each chunk; None rounds to nearest.
+        counts: shape (blocks of `x`,), int32; see `encode`.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a shape, size, device, alignment, block or seed does not fit.
+    """
+    check_vector("x", x, FLOAT_DTYPES)
+    _check(rule, x, payloads, rows, block)
+    check_counts(counts, form_of(rule, x.numel(), block), x.device)
+    if seeds is not None:
+        for seed in seeds:
+            checked_seed(seed)
+        if len(seeds) != rows.count:
+            raise ValueError(f"expected a seed for each of {rows.count} chunks, got {len(seeds)}")
+    if rows.total:
+        OP.backend(x.device).encode_rows(rule, x, payloads, rows, block, seeds, counts)
+
+
+def decode_rows(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, rows: Rows, *, block: int) -> None:
+    """Decodes what `encode_rows` gave into `out`, of shape (`rows.total`,); elements between chunks stay as they are."""
+    check_vector("out", out, FLOAT_DTYPES)
+    _check(rule, out, payloads, rows, block)
+    if rows.total:
+        OP.backend(out.device).decode_rows(rule, payloads, out, rows, block)
+
+
+def _check(rule: BlockQuantizer, x: torch.Tensor, payloads: torch.Tensor, rows: Rows, block: int) -> None:
+    form = form_of(rule, rows.width, block)
+    if x.numel() != rows.total or rows.span % block or not 0 < rows.width <= rows.span:
+        raise ValueError(
+            f"expected a vector of {rows.total} elements, in chunks of up to {rows.span} elements from multiples of "
+            f"{block=}, got {x.numel()} elements and {rows}"
+        )
+    check_payload("payloads", payloads, form, (rows.count, form.size), x.device)
+
+
+def encode_in_turn(
+    encode: Callable[..., None],
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payloads: torch.Tensor,
+    rows: Rows,
+    block: int,
+    seeds: Sequence[int] | None,
+    counts: torch.Tensor | None,
+) -> None:
+    """How a backend without a kernel for rows does `encode_rows`."""
+    for row in range(rows.count):
+        part = rows.part(row)
+        form = form_of(rule, part.stop - part.start, block)
+        if form.n:
+            first = part.start // block
+            own = None if counts is None else counts[first : first + form.blocks]
+            seed = None if seeds is None else seeds[row]
+            encode(rule, x[part], payloads[row, : form.size], form, seed, False, own)
+
+
+def decode_in_turn(
+    decode: Callable[..., None],
+    rule: BlockQuantizer,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    rows: Rows,
+    block: int,
+) -> None:
+    """How a backend without a kernel for rows does `decode_rows`."""
+    for row in range(rows.count):
+        part = rows.part(row)
+        form = form_of(rule, part.stop - part.start, block)
+        if form.n:
+            decode(rule, payloads[row, : form.size], out[part], form)
