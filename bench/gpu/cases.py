@@ -36,6 +36,7 @@ from bagua_kernels.compression.codec import from_spec
 from bagua_kernels.compression.codec import names as registered
 from bagua_kernels.compression.powersgd.orthonormal import orthonormalize
 from bagua_kernels.launchers import elementwise, select
+from bagua_kernels.launchers.blockwise import Rows
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.rules.gossip import ADDED, CHOCO
 from bagua_kernels.rules.optimizers import ADAM, SGD
@@ -360,6 +361,31 @@ def low_rank_cases() -> Iterator[Case]:
         )
 
 
+def rows_outputs(codec: BlockCodec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """The payloads of chunks in the rows of a message, with and without counts, and the decoded chunks."""
+    x = vector("heavy", rows.total, dtype).to(device)
+    seeds = [SEED + row for row in range(rows.count)]
+    counts = (torch.arange(-(-rows.total // codec.block), dtype=torch.int32) % codec.block + 1).to(device)
+    for own in (None, counts):
+        message = torch.zeros((rows.count, codec.payload_size(rows.width) + 32), dtype=torch.uint8, device=device)
+        payloads = message[:, :-32]
+        codec.encode_rows(x, payloads, rows, seeds=seeds, counts=own)
+        yield message
+        yield codec.decode_rows(payloads, torch.zeros_like(x), rows)
+
+
+def rows_cases() -> Iterator[Case]:
+    operations = ("encode", "decode", "encode, counted", "decode, counted")
+    for name in ("minmax_uint8", "minmax_uint4, stochastic", "sign, two means", "fp8 e5m2, stochastic"):
+        codec = codecs(BLOCK)[name]
+        assert isinstance(codec, BlockCodec)
+        for dtype in DTYPES:
+            # All chunks full; the last one short; one empty; of odd lengths.
+            for cut in ((4096, 1024, 1024, 4), (16_387, 4352, 4352, 4), (300, 256, 256, 4), (1009, 512, 307, 2)):
+                text = f"{name} {name_of(dtype)} {'x'.join(map(str, cut))}"
+                yield Case("rows", text, operations, partial(rows_outputs, codec, Rows(*cut), dtype))
+
+
 def input_outputs(kind: str, n: int, dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
     yield vector(kind, n, dtype)
 
@@ -384,6 +410,7 @@ OTHERS: dict[str, Callable[[], Iterator[Case]]] = {
     "elementwise": elementwise_cases,
     "multitensor": step_cases,
     "low_rank": low_rank_cases,
+    "rows": rows_cases,
 }
 
 
@@ -412,6 +439,7 @@ SMOKE: dict[str, tuple[str, str]] = {
     "select": ("select", "heavy float32 1009"),
     "chunks": ("chunked_topk", "heavy float32 1009"),
     "low_rank": ("low_rank", "3x64x2"),
+    "rows": ("rows", "minmax_uint8 float32 300x256x256x4"),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from bagua_kernels import optim
 from bagua_kernels.compression import BlockCodec, ChunkedTopK
 from bagua_kernels.launchers import arguments, blockwise, chunks, elementwise, multitensor, select
+from bagua_kernels.launchers.blockwise import Rows
 from bagua_kernels.launchers.chunks import Record
 from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, START, Table, Variant
 from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL
@@ -79,6 +80,29 @@ def encode(codec: BlockCodec, shape: Shape) -> None:
 
 def encode_counted(codec: BlockCodec, shape: Shape) -> None:
     codec.encode(shape.vector(), out=shape.payloads(codec)[0], seed=5, counts=shape.counts(codec))
+
+
+def chunks_of(codec: BlockCodec, shape: Shape) -> tuple[Rows, torch.Tensor]:
+    """Chunks of a vector, one for each rank, and a message for their payloads."""
+    span = max(1, -(-shape.n // (shape.ranks * codec.block))) * codec.block
+    rows = Rows(shape.n, span, span, shape.ranks)
+    size = codec.payload_size(span)
+    return rows, untouched(shape.ranks * size, torch.uint8).view(shape.ranks, size)
+
+
+def encode_rows(codec: BlockCodec, shape: Shape) -> None:
+    rows, message = chunks_of(codec, shape)
+    codec.encode_rows(shape.vector(), message, rows, seeds=[5] * rows.count)
+
+
+def encode_rows_counted(codec: BlockCodec, shape: Shape) -> None:
+    rows, message = chunks_of(codec, shape)
+    codec.encode_rows(shape.vector(), message, rows, seeds=[5] * rows.count, counts=shape.counts(codec))
+
+
+def decode_rows(codec: BlockCodec, shape: Shape) -> None:
+    rows, message = chunks_of(codec, shape)
+    codec.decode_rows(message, shape.vector(), rows)
 
 
 def encode_given(codec: BlockCodec, shape: Shape) -> None:
@@ -173,6 +197,8 @@ class Call:
 # What codecs are used for in one direction only has a kernel that is compiled for float32.
 BLOCKWISE = (
     *(Call(run, ("encode_kernel",)) for run in (encode, encode_counted, encode_given)),
+    *(Call(run, ("encode_rows_kernel",)) for run in (encode_rows, encode_rows_counted)),
+    Call(decode_rows, ("decode_rows_kernel",)),
     Call(encode_pieces, ("encode_pieces_kernel",)),
     *(Call(run, ("message_kernel",)) for run in (encode_feedback, encode_choco, encode_dcd, encode_replicas)),
     Call(decode, ("decode_kernel",)),
