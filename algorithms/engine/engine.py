@@ -89,6 +89,7 @@ class Engine:
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
         self._in_backward = True
         self._device = members[0].parameter.device
+        self._on_gpu = self._device.type == "cuda"
         self._flags = Numbers(self._device)
         self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
@@ -270,7 +271,7 @@ class Engine:
             self.participation.present.add(position)
         bucket, slot = self.buckets.slots[position]
         # What hooks after this one make of a gradient is not exchanged, however long that takes.
-        now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, bucket.whole.is_cuda
+        now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, self._on_gpu
         adopts = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
         taken = (slot, gradient, member.parameter if adopts else None)
         if now:
@@ -298,7 +299,7 @@ class Engine:
             if index == len(self.buckets.all) - 1:
                 flags = [*self.participation.flags(self._takes_part), float(self._asks_for_order())]
                 bucket.flags.copy_(self._flags.of(flags))
-            if bucket.whole.is_cuda:
+            if self._on_gpu:
                 self._fill_on_stream(index)
             positions = self.buckets.groups[index]
             if steps is not None:

@@ -116,7 +116,7 @@ class BlockCodec(ABC):
             out: shape (`rows.count`, payload_size(`rows.width`)), uint8; rows may have more behind them. The payload of a shorter
                 chunk is at the beginning of its row.
             rows: where the chunks are.
-            seeds: of stochastic rounding, one for each chunk.
+            seeds: of stochastic rounding, one for each chunk; not used by rounding to nearest.
             counts: shape (blocks of `x`,), int32; see `encode`.
 
         Returns:

@@ -146,19 +146,23 @@ class Scatter(Pass):
         """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
         layout, sent = self._layout, self._sent[piece]
         rank, owners = self._communicator.rank, range(layout.owners)
-        seeds = [first_seed(self._codec, seed, rank, layout.number(piece, owner)) for owner in owners]
+
+        def own(owner: int) -> int:
+            return first_seed(self._codec, seed, rank, layout.number(piece, owner))
+
         if source is None and self.residuals is None and self._in_rows and layout.n:
             assert isinstance(self._codec, BlockCodec)
             behind, rows = self._rows(piece)
             to = sent[:, : self._slots[piece]]
+            seeds = list(map(own, owners)) if self._codec.stochastic else []
             self._codec.encode_rows(x[behind], to, rows, seeds=seeds, counts=self._counts.of(behind))
         else:
             for owner in owners:
                 part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
                 if source is None:
-                    self._encode(piece, owner, x[part], seeds[owner], out)
+                    self._encode(piece, owner, x[part], own(owner), out)
                 elif length(part) and isinstance(self._codec, BlockCodec):
-                    self._codec.encode_pieces(source(part), seed=seeds[owner], out=out)
+                    self._codec.encode_pieces(source(part), seed=own(owner), out=out)
         if piece == 0 and self._exact is not None and exact is not None:
             self._exact.scatter(exact, sent[:, self._slots[0] :])
         received = self._received[piece]
