@@ -177,8 +177,11 @@ class Launch:
         """Keeps the gradients alive until the kernel has read them, where another thread could free them meanwhile."""
         if len(sys._current_frames()) == 1:
             return True
-        self._gradients = [p.grad for p in self.params]
-        return [0 if g is None else g.data_ptr() for g in self._gradients] == list(map(int, addresses))
+        held = self._gradients = [p.grad for p in self.params]
+        if self.missing is None:
+            # A gradient that has gone meanwhile raises a TypeError, which `take` knows.
+            return list(map(Tensor.data_ptr, held)) == addresses.tolist()
+        return [0 if g is None else g.data_ptr() for g in held] == addresses.tolist()
 
     def _ask(self) -> bool:
         """The same as a look, by asking PyTorch for each tensor."""
