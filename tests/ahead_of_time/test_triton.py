@@ -119,9 +119,7 @@ def check_update(ptx: str, variant: Variant) -> int:
     return copies
 
 
-@grid(
-    name=["encode", "encode_rows"], stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1
-)
+@grid(name=["encode", "encode_rows"], stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1)
 def test_encode(dtype: torch.dtype, sm: int, name: str, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm, stochastic=stochastic)
     check(ptx)

@@ -6,13 +6,14 @@ ways on a CPU's memory, and raises `MisuseError` for a use of memory that no eve
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from bagua_kernels import optim
+from bagua_kernels import optim, upload
 from bagua_kernels.algorithms import ByteGrad, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, train
@@ -116,3 +117,35 @@ def test_clipped_steps(name: str, gpu: FakeGpu) -> None:
         return [p.detach().clone() for p in params]
 
     same(gpu, rank)
+
+
+def test_flags_go_to_the_device_when_they_change(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host's memory in each step would wait for backward."""
+    copies: list[int] = []
+    uploaded = upload.uploaded
+
+    def counted(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copies.append(threading.get_ident())
+        return uploaded(values, device)
+
+    monkeypatch.setattr(upload, "uploaded", counted)
+
+    def rank(communicator: Communicator) -> list[int]:
+        model = ByteGrad(Odd(), communicator=communicator)
+        counts = []
+        for step in range(6):
+            hidden = batch(communicator.rank, step)
+            if step == 4:
+                model.module.requires_grad_(False)
+                next(model.module.parameters()).requires_grad_(True)
+            model(hidden).square().mean().backward()
+            counts.append(copies.count(threading.get_ident()))
+            model.zero_grad()
+        model.close()
+        return counts
+
+    for counts in gpu.run_ranks(2, rank):
+        # The first two passes may differ in the flag that asks for another order of buckets.
+        assert counts[1:4] == [counts[1]] * 3
+        assert 0 < counts[1] <= 2
+        assert counts[4] == counts[5] == counts[3] + 1
