@@ -62,7 +62,8 @@ GOSSIP, GRADIENT = Mixture(weighted=True, tracked=True), Mixture()
 BLOCKWISE_ARGUMENTS = {
     "words_ptr": "*i32", "codes_ptr": "*u8", "out_words_ptr": "*i32", "out_codes_ptr": "*u8", "addresses_ptr": "*i64",
     "sizes_ptr": "*i64", "firsts_ptr": "*i64", "piece_of_block_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*fp32",
-    "replicas_ptr": "*fp32", "seeds_ptr": "*i32", "total": "i32", "width": "i32", "ranks": "i32", "size": "i32", "span": "i32", "n": "i32", "scale": "fp32", "divisor": "fp32",
+    "replicas_ptr": "*fp32", "seeds_ptr": "*i32", "ranks": "i32", "size": "i32", "span": "i32", "total": "i32", "width": "i32",
+    "n": "i32", "scale": "fp32", "divisor": "fp32",
     "seed_low": "i32", "seed_high": "i32",
 }  # fmt: skip
 SELECT = ("count", "write", "place", "permute")

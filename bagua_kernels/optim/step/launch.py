@@ -178,10 +178,11 @@ class Launch:
         if len(sys._current_frames()) == 1:
             return True
         held = self._gradients = [p.grad for p in self.params]
+        known: list[int] = addresses.tolist()
         if self.missing is None:
             # A gradient that has gone meanwhile raises a TypeError, which `take` knows.
-            return list(map(Tensor.data_ptr, held)) == addresses.tolist()
-        return [0 if g is None else g.data_ptr() for g in held] == addresses.tolist()
+            return list(map(Tensor.data_ptr, held)) == known
+        return [0 if g is None else g.data_ptr() for g in held] == known
 
     def _ask(self) -> bool:
         """The same as a look, by asking PyTorch for each tensor."""
