@@ -21,8 +21,15 @@ TENSORS = frozenset({"torch._tensor.Tensor", "torch._C.TensorBase", "torch.nn.pa
 # Methods that read elements, or bring all of them to the host.
 READS = frozenset({"item", "tolist", "cpu", "nonzero"})
 SCALE = "torch.amp.grad_scaler.GradScaler.get_scale"
-# Programs that measure wait on purpose; sockets and threads as ranks carry tensors of the CPU.
-EXEMPT = ("/comm/doctor/", "/comm/tuning/", "/comm/backends/sockets/", "/comm/backends/local/")
+# Programs that measure wait on purpose; sockets and threads as ranks carry tensors of the CPU. Examples may print losses.
+EXEMPT = (
+    "examples/",
+    "tests/algorithms/",
+    "/comm/doctor/",
+    "/comm/tuning/",
+    "/comm/backends/sockets/",
+    "/comm/backends/local/",
+)
 NUMBERS = frozenset({"builtins.float", "builtins.int", "builtins.bool"})
 REASON = re.compile(r"# waits: \S")
 LONGEST_STATEMENT = 8
