@@ -18,32 +18,47 @@ def divided(tensor: torch.Tensor, divisor: float, *, out: torch.Tensor | None = 
     Args:
         tensor: floating-point, any shape and device.
         divisor: finite and not 0.
-        out: a tensor like `tensor` for the result, which may be `tensor` itself; a new one if None.
+        out: a tensor like `tensor` for the result; a new one if None.
 
     Returns:
         `out`, or a new tensor of the shape and dtype of `tensor`.
     """
-    if tensor.device.type == "cpu" or math.frexp(divisor)[0] in (0.5, -0.5):
-        # The reciprocal of a power of two is exact.
+    if plain(tensor, divisor):
         return torch.div(tensor, divisor, out=out)
     return by_tensor(tensor, divisor, out)
 
 
+def divide_(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divides a tensor in place by a number; see `divided`. Like PyTorch's `div_`, it also takes results of autograd."""
+    if plain(tensor, divisor):
+        return tensor.div_(divisor)
+    if needs_float32(tensor, divisor):
+        return tensor.copy_(by_tensor(tensor, divisor))
+    return tensor.div_(number_beside(tensor, divisor))
+
+
+def plain(tensor: torch.Tensor, divisor: float) -> bool:
+    """True if PyTorch divides by the number itself, or multiplies by a reciprocal that is exact: that of a power of two."""
+    return tensor.device.type == "cpu" or math.frexp(divisor)[0] in (0.5, -0.5)
+
+
 def by_tensor(tensor: torch.Tensor, divisor: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """Does what `divided` does on a GPU."""
-    number = torch.full((), divisor, dtype=torch.float64, device=tensor.device)
-    if tensor.dtype in _EXACT and abs(divisor) <= _EXACT[tensor.dtype] and divisor == int(divisor):
-        return torch.div(tensor, number.to(tensor.dtype), out=out)
-    if tensor.dtype.itemsize > 2:
-        return torch.div(tensor, number, out=out)
-    # A CPU divides halves in float32, by a divisor that is not rounded to a half.
-    quotient = torch.div(tensor.float(), number).to(tensor.dtype)
+    if not needs_float32(tensor, divisor):
+        return torch.div(tensor, number_beside(tensor, divisor), out=out)
+    quotient = torch.div(tensor.float(), number_beside(tensor, divisor)).to(tensor.dtype)
     return quotient if out is None else out.copy_(quotient)
 
 
-def divide_(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divides a tensor in place by a number; see `divided`."""
-    return divided(tensor, divisor, out=tensor)
+def needs_float32(tensor: torch.Tensor, divisor: float) -> bool:
+    """True if the divisor is not a number of the dtype, a half: a CPU divides halves in float32, by the number itself."""
+    greatest = _EXACT.get(tensor.dtype)
+    return greatest is not None and (divisor != int(divisor) or abs(divisor) > greatest)
+
+
+def number_beside(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The divisor on the tensor's device; a tensor without dimensions does not change the dtype of a quotient."""
+    return torch.full((), divisor, dtype=torch.float64, device=tensor.device)
 
 
 # The greatest whole number up to which all are numbers of the dtype.

@@ -7,6 +7,11 @@ from collections.abc import Iterable
 import torch
 
 
+def event_behind(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """An event behind the work of the current stream of a tensor's device; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
 def keep_memory(tensors: Iterable[torch.Tensor]) -> None:
     """Keeps the memory of tensors, once they are freed, until the current stream of their device has used them.
 

@@ -49,5 +49,5 @@ class Numbers:
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         if self._host != numbers or self._stream != stream:
             self._host, self._stream = list(numbers), stream
-            self._there = uploaded(torch.tensor(self._host, dtype=torch.float32), self._device)
+            self._there = uploaded(torch.tensor(self._host, dtype=torch.float32, device="cpu"), self._device)
         return self._there

@@ -101,11 +101,11 @@ def divide_after(tensor: torch.Tensor, op: ReduceOp, size: int) -> Callable[[], 
     return partial(divide_last, tensor, op, size) if op is ReduceOp.AVG and tensor.dtype not in HALF else None
 
 
-def reduce_in_order(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+def reduce_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Reduces one tensor per rank, from rank 0 upwards, so that the result is the same bits wherever it is computed.
 
     Args:
-        parts: tensors of one shape and dtype; left unchanged.
+        parts: tensors of one shape and dtype, or a tensor of them; left unchanged.
         op: the reduction, as `check_reduction` returned it.
 
     Returns:

@@ -66,6 +66,7 @@ class MomentumExchange(CompressedExchange):
     @torch.no_grad()
     def end_step(self, unused: Sequence[int]) -> None:
         """Gives residuals back what was sent of parameters that no rank used; see `Exchange.end_step`."""
+        self.momenta.end_step()
         if not self.momenta.optimizer.frozen or not unused:
             return
         scale = self.momenta.scale()
@@ -109,11 +110,15 @@ class Momenta:
         self.optimizer, self.limit = optimizer, limit
         self._groups, self._mask, self._scaler = groups, mask, scaler
         self._checked: set[str] = set()
-        self._scale: tuple[int, float] = (-1, 1.0)  # of a step, which is read once for all buckets
+        self._scale: tuple[int, float] | None = None
 
     def of(self, name: str) -> Moments:
         """What the optimizer knows of a parameter."""
         return Moments(self.optimizer, *self._groups[name])
+
+    def end_step(self) -> None:
+        """Forgets the loss scale of the step: a checkpoint may go back to the same step with another one."""
+        self._scale = None
 
     def scale(self, step: int | None = None) -> float:
         """Returns by what the losses of a step are scaled; by what they are now if None."""
@@ -122,10 +127,11 @@ class Momenta:
         if step is None:
             # waits: only for residuals that are handed over, and for parameters that no rank has used.
             return self._scaler.get_scale()
-        if self._scale[0] != step:
+        known = self._scale
+        if known is None or known[0] != step:
             # waits: once a step, on a communication thread.
-            self._scale = step, self._scaler.get_scale()
-        return self._scale[1]
+            known = self._scale = step, self._scaler.get_scale()
+        return known[1]
 
     def stopped(self, name: str, v: Tensor) -> Tensor:
         """Which elements of a parameter have no momentum.

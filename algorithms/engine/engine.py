@@ -274,21 +274,21 @@ class Engine:
         now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, self._on_gpu
         adopts = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
         taken = (slot, gradient, member.parameter if adopts else None)
-        if now:
-            fill(bucket, [taken], self.weight)
-            return
-        self._taken[bucket.index].append(taken)
         if on_gpu:
             self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
+        if now:
+            fill(bucket, [taken], self.weight)
+        else:
+            self._taken[bucket.index].append(taken)
 
     def _fill_on_stream(self, index: int) -> None:
         """Copies the gradients of a bucket on the current stream, on which the exchange waits for them."""
         current = torch.cuda.current_stream(self._device)
-        for stream in self._streams[index]:
-            if stream != current:
-                current.wait_stream(stream)
+        others = [stream for stream in self._streams[index] if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
         taken, self._taken[index] = self._taken[index], []
-        if len(self._streams[index]) > 1:
+        if others:
             keep_memory(gradient for _, gradient, _ in taken if gradient is not None)
         self.buckets.all[index].fill_together({slot: gradient for slot, gradient, _ in taken}, self.weight)
 

@@ -91,5 +91,5 @@ def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In float32, in which means of less are exact enough; of float64 and of whole numbers in float64."""
-    mean = reduce_in_order([tensor.double() for tensor in tensors], ReduceOp.AVG)
+    mean = reduce_in_order(torch.stack([tensor.double() for tensor in tensors]), ReduceOp.AVG)
     return mean.float() if tensors[0].is_floating_point() and tensors[0].dtype != torch.float64 else mean

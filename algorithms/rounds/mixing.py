@@ -28,6 +28,7 @@ from bagua_kernels.comm.topology import (
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.quotient import divide_
 from bagua_kernels.rules import mixing
+from bagua_kernels.streams import event_behind
 
 Peers = str | Topology
 _SAMPLE = 1 << 15  # elements of a bucket whose differences are measured
@@ -156,7 +157,7 @@ class Mixer:
         self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._decay: float | None = None
         self._received: dict[int, dict[int, torch.Tensor]] = {}
-        self._disagreement: dict[int, torch.Tensor] = {}
+        self._disagreement: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """Calls `Topology.check`; collective.
@@ -199,14 +200,19 @@ class Mixer:
         """Returns what is added up after `exchange` of the same arguments."""
         received = self._received[bucket.index]
         if received:
-            self._disagreement[bucket.index] = _difference(x, next(iter(received.values())))
+            square = _difference(x, next(iter(received.values())))
+            self._disagreement[bucket.index] = square, event_behind(square)
         weights = self.topology.weights(self._rank, turn)
         return Terms({**received, self._rank: x}, {peer: w for peer, w in weights.items() if w}, self._rank)
 
     def disagreement(self) -> float:
         """Returns the root mean square difference between a parameter here and at a neighbour, in the last exchange."""
-        # waits: for a statistic that the caller asks for.
-        found = [float(square) for square in self._disagreement.values()]
+        found = []
+        for square, event in list(self._disagreement.values()):
+            if event is not None:
+                event.synchronize()
+            # waits: for a statistic that the caller asks for.
+            found.append(float(square))
         return float((sum(found) / max(1, len(found))) ** 0.5)
 
     @property

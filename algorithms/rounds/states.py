@@ -74,7 +74,7 @@ def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         others = [_tensors(state) for state in states]
         for key, tensor in _tensors(loaded).items():
             found = [one[key].double() for one in others if key in one]
-            tensor.copy_(reduce_in_order(found, ReduceOp.AVG))
+            tensor.copy_(reduce_in_order(torch.stack(found), ReduceOp.AVG))
     return loaded
 
 

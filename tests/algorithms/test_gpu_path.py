@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from bagua_kernels import optim, upload
-from bagua_kernels.algorithms import ByteGrad, from_spec
+from bagua_kernels.algorithms import ByteGrad, GradientAllReduce, from_spec
+from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, train
 from tests.algorithms.test_contract import ALGORITHMS
@@ -69,35 +70,67 @@ def tripled(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(3.0)
 
 
-def test_gradients_of_two_streams_and_a_hook(gpu: FakeGpu) -> None:
-    """One layer's backward pass is on a stream of its own, and a hook of the user changes one gradient afterwards."""
+SIDES = {
+    "with a later hook": (True, 10 << 20, False),
+    "without": (False, 10 << 20, False),
+    "alone in a bucket": (False, 1, True),
+}
+
+
+@pytest.mark.parametrize("case", SIDES)
+def test_a_gradient_of_another_stream(case: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch accumulates a gradient on the stream of the layer's forward pass, which may not be that of other layers."""
+    hooked, bucket_bytes, gpu.cuda.memory.strict = SIDES[case]
+    fill, seen = Engine._fill_on_stream, set[bool]()
+
+    def watched(engine: Engine, index: int) -> None:
+        seen.add(any(stream != torch.cuda.current_stream(gpu.device) for stream in engine._streams[index]))
+        fill(engine, index)
+
+    monkeypatch.setattr(Engine, "_fill_on_stream", watched)
 
     def rank(communicator: Communicator) -> list[torch.Tensor]:
-        module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2))
+        module = nn.Sequential(*[nn.Linear(5, 5, bias=False) for _ in range(3)])
         for parameter in module.parameters():
             nn.init.constant_(parameter, 0.1)
-        model = ByteGrad(module, communicator=communicator)
-        module[1].weight.register_post_accumulate_grad_hook(tripled)
+        model = GradientAllReduce(module, communicator=communicator, bucket_bytes=bucket_bytes)
+        weight = module[1].weight
+        if hooked:
+            weight.register_post_accumulate_grad_hook(tripled)
+        side = None
+        if communicator.device.type == "cuda":
+            main, side = torch.cuda.current_stream(communicator.device), torch.cuda.Stream(communicator.device)
+            # As autograd does around the node that accumulates, which the parameter keeps alive.
+            node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+            def before(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+                side.wait_stream(main)
+                gpu.cuda._streams()[communicator.device.index] = side
+                for gradient in gradients:
+                    gpu.record_stream(gradient, side)
+                return tuple(gradient * 1 for gradient in gradients)
+
+            def after(*_: object) -> None:
+                gpu.cuda._streams()[communicator.device.index] = main
+
+            node.register_prehook(before)
+            node.register_hook(after)
         found = []
         for step in range(3):
-            x = batch(communicator.rank, step)[:, :5]
-            hidden = module[0](x)
-            if torch.device(communicator.device).type == "cuda":
-                side = torch.cuda.Stream(communicator.device)
-                current = torch.cuda.current_stream(communicator.device)
-                side.wait_stream(current)
-                with torch.cuda.stream(side):
-                    hidden = module[1](hidden)
-                current.wait_stream(side)
-            else:
-                hidden = module[1](hidden)
-            module[2](hidden).square().mean().backward()
+            if side is not None and step:
+                side.wait_stream(main)
+            hidden = batch(communicator.rank, step)[:, :5]
+            if bucket_bytes == 1:
+                # The first bucket's parameter gets its gradient last.
+                hidden = hidden @ module[2].weight.t()
+            model(hidden).square().mean().backward()
             found += [p.grad.clone() for p in module.parameters()]
             module.zero_grad()
         model.close()
         return found
 
     same(gpu, rank)
+    assert True in seen
 
 
 @pytest.mark.parametrize("name", ["AdamW", "LAMB", "LARS", "Muon"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -100,9 +101,11 @@ def sum_pieces(partials_ptr, firsts_ptr, totals_ptr, SUMS: tl.constexpr, BLOCK: 
     last = tl.load(firsts_ptr + tensor + 1)
     for i in tl.static_range(SUMS):
         total = tl.zeros([BLOCK], tl.float64)
-        for begin in range(first, last, BLOCK):
+        begin = first
+        while begin < last:
             piece = begin + tl.arange(0, BLOCK)
             total += tl.load(partials_ptr + piece * SUMS + i, mask=piece < last, other=0.0)
+            begin += BLOCK
         tl.store(totals_ptr + tensor * SUMS + i, tl.sum(total))
 
 
@@ -117,12 +120,8 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
     if variant.double:
         raise TypeError("Triton has no correctly rounded float64 rules; set the backend numba_cuda")
     device, sums = table.device, variant.rule.sums
-    sizes, tensors, pieces, firsts = table.cached(("tasks",), lambda: _tasks(table))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Filled by each replay, but not before the first.
-        addresses = uploaded(table.addresses, device)
-    else:
-        addresses = table.cached(("addresses",), lambda: uploaded(table.addresses, device))
+    sizes, tensors, pieces, firsts = on_stream(table, "tasks", lambda: _tasks(table))
+    addresses = on_stream(table, "addresses", lambda: uploaded(table.addresses, device))
     partials = torch.empty((len(tensors), sums), dtype=torch.float64, device=device)
     likes = table.cached(
         ("likes", variant.dtypes), lambda: [bits(torch.empty(0, dtype=d, device=device)) for d in variant.dtypes]
@@ -142,6 +141,19 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
         if totals is not None and len(table):
             kernel_of_sums()[(len(table),)](partials, firsts, totals, SUMS=sums, BLOCK=BLOCK, num_warps=4)
     return totals
+
+
+def on_stream(table: Table, name: str, make: Callable[[], Any]) -> Any:
+    """What is uploaded for a table, and kept for further launches on the current stream.
+
+    Another stream could read it before it is there. What is uploaded in a capture is filled by each replay, but not before the
+    first one, so that it is not kept.
+    """
+    if table.device.type != "cuda":
+        return table.cached((name,), make)
+    if torch.cuda.is_current_stream_capturing():
+        return make()
+    return table.cached((name, torch.cuda.current_stream(table.device).cuda_stream), make)
 
 
 def _tasks(table: Table) -> list[torch.Tensor]:

@@ -100,8 +100,9 @@ class Scalars:
         device, length = launch.table.device, len(launch.table)
 
         def column(value: Any, length: int) -> Tensor:
-            if isinstance(value, Tensor) and value.device == device:
-                return value.double().reshape(-1).expand(length)
+            if isinstance(value, Tensor) and value.is_cuda:
+                # waits: never, since one GPU copies from another without the host.
+                return value.to(device, torch.float64).reshape(-1).expand(length)
             return torch.full((length,), float(value), dtype=torch.float64, device=device)
 
         skip = column(0.0 if self.found_inf is None else self.found_inf, length)
@@ -143,8 +144,7 @@ class Scalars:
             return None
         first = ((launch.positions + (self.seed * 0x9E3779B9 & MASK)) & MASK).astype(np.uint32)
         if isinstance(draws, Tensor):
-            device = draws.device
-            low = launch.table.cached(("seeds", self.seed), lambda: uploaded(first.view(np.int32), device))
+            low = uploaded(first.view(np.int32), draws.device)
             return torch.stack([low, draws.to(torch.int32)], 1)
         return np.stack([first, draws], 1).astype(np.uint32)
 
