@@ -19,12 +19,12 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms import from_spec, names
 from bagua_kernels.optim import muon_with_adamw
 from bagua_kernels.quotient import by_tensor, divide_, divided
-from tests.grids import grid
+from tests.grids import grid, only
 
 ROOT = Path(__file__).parents[1]
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.float64, *HALVES)
-DIVISORS = (3, 5, 6, 7, 0.3, -9.0, 257, 4099, 1e-5)
+DIVISORS = (3, 7, 0.3, -9.0, 257, 1e-5)
 # Words for a division of a tensor, and where each of them is right.
 WORDS = re.compile(r"^(div_?|true_divide_?|divide|mean|_foreach_div_?)$")
 RIGHT = {
@@ -144,7 +144,9 @@ def test_the_fixture_sees_a_division(only_quotients: None) -> None:
     divided(torch.ones(3), 3)
 
 
-@grid(name=sorted(names()), cover=1)
+@pytest.mark.parametrize(
+    "name", only(sorted(names()), "allreduce", "dgc", "powersgd", "sgp", "decentralized", "wagma", "diloco", "qadam")
+)
 def test_algorithms_divide_by_no_number(only_quotients: None, name: str) -> None:
     def train(communicator: comm.Communicator) -> None:
         torch.manual_seed(communicator.rank)
