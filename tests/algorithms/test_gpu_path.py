@@ -185,3 +185,28 @@ def test_flags_go_to_the_device_when_they_change(gpu: FakeGpu, monkeypatch: pyte
         assert counts[1:4] == [counts[1]] * 3
         assert 0 < counts[1] <= 2
         assert counts[4] == counts[5] == counts[3] + 1
+
+
+@pytest.mark.parametrize("precision", ["nearest", "stochastic"])
+def test_counters_on_the_device(precision: str, gpu: FakeGpu) -> None:
+    """With `capturable=True` all numbers of a step stay on the device, and are the host's."""
+
+    def rank(communicator: Communicator) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        params = [
+            nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in [(4, 3), (7,), (300, 20)]
+        ]
+        extras = optim.Extras(precision=precision, seed=3)
+        on_device = communicator.device.type == "cuda"
+        optimizer = optim.AdamW(params, lr=0.1, extras=extras, capturable=on_device)
+        for step in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            if step == 2:
+                params[1].grad = None
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        assert all(optimizer.state[p]["step"].is_cuda == on_device for p in params)
+        return [p.detach().clone() for p in params]
+
+    same(gpu, rank)

@@ -183,3 +183,10 @@ def reads_a_constant(x):
 
 def test_digest_sees_the_constants_of_a_template() -> None:
     assert digest(reads_a_constant) != digest(rebuilt(reads_a_constant, {"LEVEL": 4}))
+
+
+def annotated(x: int, BLOCK: float) -> None: ...
+
+
+def test_a_rebuilt_function_keeps_the_annotations_by_which_triton_finds_constants() -> None:
+    assert rebuilt(annotated, {"tl": tl}).__annotations__ == annotated.__annotations__
