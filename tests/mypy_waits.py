@@ -13,7 +13,7 @@ import linecache
 import re
 from collections.abc import Callable
 
-from mypy.nodes import Context
+from mypy.nodes import Context, StrExpr
 from mypy.plugin import FunctionContext, MethodContext, Plugin
 from mypy.types import Instance, Type, get_proper_type
 
@@ -59,8 +59,14 @@ class Waits(Plugin):
         return context.default_return_type
 
     def _made(self, context: FunctionContext) -> Type:
-        """`torch.tensor` with a device copies from ordinary memory."""
-        if any(name == "device" for names in context.arg_names for name in names):
+        """`torch.tensor` with a device other than the CPU copies from ordinary memory."""
+        given = [
+            argument
+            for names, arguments in zip(context.arg_names, context.args, strict=True)
+            for name, argument in zip(names, arguments, strict=True)
+            if name == "device"
+        ]
+        if any(not isinstance(argument, StrExpr) or argument.value != "cpu" for argument in given):
             return self._report(context, "torch.tensor(…, device=…)")
         return context.default_return_type
 

@@ -38,6 +38,7 @@ float("3")
 int(len(x))
 x.double()
 torch.tensor([1.0])
+torch.tensor([1.0], device="cpu")
 # waits: a test.
 x.item()
 torch.stack([
