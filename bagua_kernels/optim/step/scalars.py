@@ -100,7 +100,7 @@ class Scalars:
         device, length = launch.table.device, len(launch.table)
 
         def column(value: Any, length: int) -> Tensor:
-            if isinstance(value, Tensor) and value.is_cuda:
+            if isinstance(value, Tensor) and (value.is_cuda or value.device == device):
                 # waits: never, since one GPU copies from another without the host.
                 return value.to(device, torch.float64).reshape(-1).expand(length)
             return torch.full((length,), float(value), dtype=torch.float64, device=device)
