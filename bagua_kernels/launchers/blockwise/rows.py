@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bagua_kernels.jit.op import Op
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_vector, checked_seed
-from bagua_kernels.launchers.blockwise.form import check_counts, check_payload, form_of
+from bagua_kernels.launchers.blockwise.form import BlockForm, check_counts, check_payload, form_of
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 OP = Op("bagua_kernels.launchers.blockwise")
@@ -104,14 +104,11 @@ def encode_in_turn(
     counts: torch.Tensor | None,
 ) -> None:
     """How a backend without a kernel for rows does `encode_rows`."""
-    for row in range(rows.count):
-        part = rows.part(row)
-        form = form_of(rule, part.stop - part.start, block)
-        if form.n:
-            first = part.start // block
-            own = None if counts is None else counts[first : first + form.blocks]
-            seed = None if seeds is None else seeds[row]
-            encode(rule, x[part], payloads[row, : form.size], form, seed, False, own)
+    for row, part, form in _chunks(rule, rows, block):
+        first = part.start // block
+        own = None if counts is None else counts[first : first + form.blocks]
+        seed = None if seeds is None else seeds[row]
+        encode(rule, x[part], payloads[row, : form.size], form, seed, False, own)
 
 
 def decode_in_turn(
@@ -123,8 +120,14 @@ def decode_in_turn(
     block: int,
 ) -> None:
     """How a backend without a kernel for rows does `decode_rows`."""
+    for row, part, form in _chunks(rule, rows, block):
+        decode(rule, payloads[row, : form.size], out[part], form)
+
+
+def _chunks(rule: BlockQuantizer, rows: Rows, block: int) -> Iterator[tuple[int, slice, BlockForm]]:
+    """The number, the elements and the form of each chunk that is not empty."""
     for row in range(rows.count):
         part = rows.part(row)
         form = form_of(rule, part.stop - part.start, block)
         if form.n:
-            decode(rule, payloads[row, : form.size], out[part], form)
+            yield row, part, form

@@ -11,8 +11,8 @@ import torch
 WORD = 8
 # What is looked through for a known field: less than the objects' sizes in any release.
 OBJECT_WORDS, STORAGE_WORDS, AUTOGRAD_WORDS = 5, 7, 8
-# A tensor is looked through up to the word with its dispatch keys, the last field that is needed. It is word 21 of CPU builds and
-# word 22 of CUDA builds (torch 2.6 to 2.13), of an object of 25 words or more.
+# A tensor is looked through up to the word with its dispatch keys, the last field that is needed. It was word 21 in a CPU build
+# of torch 2.13, and word 22 in a CUDA build of 2.11.
 FIRST_KEYS, LAST_KEYS = 12, 24
 # Of the tensors that fields are measured on, whatever torch's default is.
 F32 = torch.float32
