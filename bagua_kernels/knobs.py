@@ -67,7 +67,7 @@ def override(knob: Knob[T], value: T) -> Iterator[None]:
 
 
 def _backend(text: str) -> str:
-    names = ("auto", "triton", "numba_cuda", "numba_cpu")
+    names = ("auto", "triton", "numba_cuda", "numba_cpu", "numpy")
     if text not in names:
         raise ValueError(f"expected one of {', '.join(names)}")
     return text
@@ -113,7 +113,7 @@ BACKEND: Knob[str] = Knob(
     "BAGUA_KERNELS_BACKEND",
     "auto",
     _backend,
-    "Kernel backend: triton, numba_cuda or numba_cpu; auto takes Triton for CUDA tensors and Numba for CPU tensors.",
+    "Kernel backend: triton, numba_cuda, numba_cpu or numpy; auto takes Triton for CUDA tensors and Numba for CPU tensors.",
 )
 TIMEOUT: Knob[float] = Knob(
     "BAGUA_KERNELS_TIMEOUT", 300.0, _seconds, "Seconds after which a collective that does not finish raises an error."
@@ -148,6 +148,12 @@ WATCH: Knob[bool] = Knob(
     _flag,
     "1 lets optimizers find moved tensors by reading PyTorch's objects in memory; 0 asks PyTorch for each of them.",
 )
+CACHE_MB: Knob[int] = Knob(
+    "BAGUA_KERNELS_CACHE_MB",
+    1000,
+    _count,
+    "Megabytes of compiled kernels that a folder keeps; those that were not used for longest are removed first.",
+)
 SECRET: Knob[str] = Knob(
     "BAGUA_KERNELS_SECRET",
     "",
@@ -169,6 +175,9 @@ CUDA_SIMULATOR: Knob[bool] = Knob(
     "Numba's own switch, read when numba is imported: 1 runs CUDA kernels in Python, on CPU tensors.",
 )
 
+XDG_CACHE_HOME: Knob[str] = Knob(
+    "XDG_CACHE_HOME", "", str, "The folder of the user's caches, which keeps compiled kernels; ~/.cache by default."
+)
 MASTER_ADDR: Knob[str] = Knob(
     "MASTER_ADDR", "", str, "torchrun's variable: the host of rank 0, which is also where its signs of life are kept."
 )

@@ -1,8 +1,7 @@
 """Compiles kernels ahead of time, for images and first starts: `python -m bagua_kernels.warmup bytegrad sign:block=128`.
 
-Compiled kernels are kept in the folder that NUMBA_CACHE_DIR names. Without that variable they lie beside the package's
-sources, or in the user's cache where the sources cannot be written. A process finds them there if it runs the same versions
-on the same kind of processor.
+Compiled kernels are kept in the folder that NUMBA_CACHE_DIR names, and in the user's cache without that variable. A process finds
+them there if it runs the same sources and versions on the same kind of processor. See docs/kernel-cache.md.
 """
 
 from __future__ import annotations

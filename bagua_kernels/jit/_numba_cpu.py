@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import logging
 from collections.abc import Mapping
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
@@ -14,11 +12,10 @@ import numpy as np
 import torch
 
 from bagua_kernels.jit import _numba_cpu_cache, _numba_cpu_intrinsics, _numba_cpu_sharing, _numba_cpu_words, scalar
-from bagua_kernels.jit.rule import digest, rebuilt, with_literals
+from bagua_kernels.jit._numpy import array as array
+from bagua_kernels.jit.rule import code_of_module, digest, rebuilt, with_literals
 from bagua_kernels.rules import rounding
 from bagua_kernels.rules.calls import Rule, called_rules, code_of, global_names
-
-logger = logging.getLogger(__name__)
 
 # No `fastmath`: the order of operations is part of the wire format. And not left out either: what is compiled while its caller
 # is inherits the caller's, and keeps it for all others. The numpy error model has no zero-division branches, which would keep
@@ -33,8 +30,8 @@ OPTIONS: dict[str, Any] = {
 _HELPER: dict[str, Any] = {"no_cpython_wrapper": True}
 
 # Kernels on disk hold compiled words of the vocabulary and instructions, and must not outlive a change of these.
-_SOURCES = [inspect.getsource(module) for module in (_numba_cpu_words, _numba_cpu_intrinsics, _numba_cpu_sharing)]
-VOCABULARY = digest(*_SOURCES, sorted(OPTIONS.items()))
+_MODULES = scalar, _numba_cpu_words, _numba_cpu_intrinsics, _numba_cpu_sharing
+VOCABULARY = digest(*map(code_of_module, _MODULES), sorted(OPTIONS.items()))
 
 
 @functools.cache
@@ -71,7 +68,7 @@ def compile_template(
     # Texts are digests of what kernels are made of beside their bindings.
     reads = {*global_names(template), *(name for name, value in bindings.items() if isinstance(value, str))}
     read = {name: bindings[name] for name in sorted(reads) if name in bindings}
-    described = [(name, _described(value)) for name, value in read.items()]
+    described = [(name, _described(value)) for name, value in {**_globals_of(template, bindings), **read}.items()]
     options = {**OPTIONS, "fastmath": fastmath, "nogil": nogil, "forceinline": inlined}
     if helper or inlined:
         options |= _HELPER
@@ -79,11 +76,32 @@ def compile_template(
     return _templates.get(name) or _templates.setdefault(name, _compiled(template, name, read, literal, options))
 
 
+def _globals_of(template: Rule, bindings: Mapping[str, Any]) -> dict[str, Any]:
+    """The intrinsics that a template reads from its module. Of what else it reads there, `digest` takes the values.
+
+    Raises:
+        TypeError: it reads something there that has no digest.
+    """
+    space = {name: template.__globals__[name] for name in global_names(template) if name in template.__globals__}
+    read = {name: value for name, value in space.items() if name not in bindings}
+    for name, value in read.items():
+        if not isinstance(value, _DIGESTED):
+            raise TypeError(
+                f"template {template.__name__!r} reads the global {name!r} of type {type(value).__name__}, whose changes its "
+                "entry on disk would outlive; pass it in `bindings`"
+            )
+    return {name: value for name, value in read.items() if isinstance(value, _Intrinsic)}
+
+
 def _described(value: object) -> object:
     """By what a bound value differs from others of its kind, in any process."""
     if isinstance(value, numba.core.dispatcher.Dispatcher):
+        # A thread that waits for a helper's turn holds the compiler's lock. As nothing else is waited for with it, no two threads
+        # wait for each other.
+        if not value.targetoptions.get("no_cpython_wrapper"):
+            raise TypeError(f"template {value.__name__!r} is part of another one: compile it with helper=True")
         return value.__name__  # of another template, with a digest of its own
-    if isinstance(value, numba.core.extending._Intrinsic):
+    if isinstance(value, _Intrinsic):
         return value._name, _captured(value._defn)
     return value
 
@@ -93,6 +111,9 @@ def _captured(function: FunctionType) -> list[object]:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return [function.__code__, *(_captured(each) if isinstance(each, FunctionType) else each for each in cells)]
 
+
+_Intrinsic = numba.core.extending._Intrinsic
+_DIGESTED = bool, int, float, str, np.generic, FunctionType, ModuleType, _Intrinsic
 
 # By the names of their functions.
 _templates: dict[str, Any] = {}
@@ -105,24 +126,8 @@ def _compiled(template: Rule, name: str, bindings: Mapping[str, Any], literal: t
     }
     function = rebuilt(template, names, suffix=name.removeprefix(template.__name__))
     kernel = numba.njit(function, **options)
-    try:
-        _numba_cpu_cache.keep_on_disk(kernel)
-    except RuntimeError as error:
-        # Neither the package's folder nor the user's cache can be written, as in some containers.
-        logger.warning(
-            "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a writable folder): %s", error
-        )
+    _numba_cpu_cache.keep_on_disk(kernel)
     return kernel
-
-
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
-
-
-def array(tensor: torch.Tensor) -> Any:
-    """The NumPy array over a CPU tensor's memory; float16 and bfloat16 as uint16 bits, which Numba can handle."""
-    tensor = tensor.detach()
-    bits = _BITS.get(tensor.dtype)
-    return (tensor.view(bits) if bits else tensor).numpy()
 
 
 def half_float(bits):

@@ -1,198 +1,169 @@
-"""Compiled kernels on disk: damaged entries are replaced, a full disk does no harm, one process per host compiles a kernel.
+"""Compiled kernels on disk, named by the digest of all that they are made of: no path and no date of a file counts.
 
-Numba's own cache raises an error if an entry cannot be read or written. Processes that start together each compile the same
-kernel. If two processes write one index at the same time, it can return the code of another signature. This cache has one
-file per kernel and signature, with a checksum, in the folders that Numba chooses (`NUMBA_CACHE_DIR`, or beside the
-sources).
+Numba's own cache raises an error if an entry cannot be read or written, and compiles the same sources in another folder anew.
+Processes that start together each compile the same kernel there. Here, the first one to take a kernel's turn compiles it, and
+the others wait for its entry. They wait without the compiler's lock, so that their other threads go on.
 """
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import hashlib
 import logging
 import pickle
-import time
-from pathlib import Path
-from typing import IO, Any
+import sys
+from collections.abc import Callable
+from typing import Any
 
-from numba.core import event
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+import llvmlite
+import llvmlite.binding
+import numba
+from numba.core import config
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
 
 from bagua_kernels.jit import compiling
+from bagua_kernels.jit.kernel_folder import DamagedEntryError, KernelFolder, folders
 
 logger = logging.getLogger(__name__)
 
-_DIGEST = hashlib.sha256
-_DIGEST_BYTES = _DIGEST().digest_size
 _LONGEST_WAIT = 120.0  # seconds for which another process's compilation is waited for
-_LOOK_EVERY = 0.05
+
+# What changes the code that Numba makes of the same sources for the same processor.
+_SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "USING_SVML")
 
 
-class DamagedEntryError(Exception):
-    """A file of the cache does not hold what was written to it."""
+@functools.cache
+def _compiler() -> str:
+    settings = [(name, getattr(config, name, None)) for name in _SETTINGS]
+    versions = numba.__version__, llvmlite.__version__, llvmlite.binding.llvm_version_info, sys.version_info[:2]
+    return repr((versions, sys.implementation.cache_tag, settings))
 
 
-class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
-    """One file for each signature of a kernel: a SHA-256 checksum, then the pickled key and code."""
+class KernelCache:
+    """A kernel's entries, one a signature, for Numba's dispatcher."""
 
-    def path_of(self, key: Any) -> Path:
-        """The file that holds the code for `key`."""
-        name = self._index_name.removesuffix(".nbi")
-        return Path(self._cache_path) / f"{name}.{_DIGEST(repr(key).encode()).hexdigest()[:16]}.nbc"
+    def __init__(self, dispatcher: Any) -> None:
+        """Takes the place of the dispatcher's own cache, which is not used before."""
+        self._name: str = dispatcher.__name__
+        self._overloads: dict[Any, Any] = dispatcher.overloads
+        self._codegen: Callable[[], Any] = dispatcher.targetctx.codegen
+        self._compile: Callable[[Any], Any] = dispatcher.compile
+        # What was read ahead of `load_overload`, by names of entries.
+        self._read: dict[str, bytes] = {}
 
-    def flush(self) -> None:
-        """Removes all entries."""
-        for path in Path(self._cache_path).glob(f"{self._index_name.removesuffix('.nbi')}.*.nbc"):
-            path.unlink(missing_ok=True)
+    @property
+    def cache_path(self) -> str:
+        """The folder in which kernels are saved, else the first one from which they are loaded."""
+        loading, saving = _folders()
+        shown = saving or next(iter(loading), None)
+        return str(shown.path) if shown else ""
 
-    def save(self, key: Any, data: Any) -> None:
-        """Writes an entry, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        content = self._dump((self._version, self._source_stamp, key, data))
-        with self._open_for_write(str(self.path_of(key))) as file:
-            file.write(_DIGEST(content).digest() + content)
-
-    def load(self, key: Any) -> Any:
-        """An entry; None if there is none, or it was made of other sources or by another Numba.
-
-        Raises:
-            DamagedEntryError: the file is not what was written.
-            OSError: the file cannot be read.
-        """
+    def compile(self, sig: Any) -> Any:
+        """Stands for the dispatcher's `compile`: takes the kernel's turn first, if it is not on disk."""
+        if tuple(sig) in self._overloads:
+            return self._compile(sig)
+        name, key = self._entry(sig)
+        if (found := self._content(name, key)) is not None:
+            self._read[name] = found
+            return self._compile(sig)
+        _, saving = _folders()
+        compiling.begin(self.cache_path)
         try:
-            content = self.path_of(key).read_bytes()
-        except FileNotFoundError:
-            return None
-        # Checked before anything is unpickled, let alone run.
-        if _DIGEST(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
-            raise DamagedEntryError("its checksum is wrong")
-        version, stamp, saved, data = pickle.loads(content[_DIGEST_BYTES:])
-        return data if (version, stamp, saved) == (self._version, self._source_stamp, key) else None
-
-
-class KernelCache(FunctionCache):  # type: ignore[misc]
-    """A kernel's cache for Numba's dispatcher, which calls it with Numba's lock for compilers held.
-
-    The first process to take the kernel's lock file compiles a missing entry. The others wait for it and load the entry that
-    it has saved.
-    """
-
-    def __init__(self, function: Any) -> None:
-        """As Numba's own; raises a RuntimeError if there is no folder to write to."""
-        super().__init__(function)
-        self._cache_file = KernelFiles(
-            self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
-        )
-        self._lock: IO[bytes] | None = None
-        self._compiling = False
+            if saving is None:
+                return self._compile(sig)
+            # A thread that is compiling holds the compiler's lock, for which the one that has the turn may wait.
+            with saving.turn(name, patience=_LONGEST_WAIT, give_way=global_compiler_lock.is_locked):
+                return self._compile(sig)
+        finally:
+            compiling.end()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code for a signature; None if this process has to compile it."""
-        found = self._sound(sig, target_context)
-        if found is not None or not self._enabled:
-            return found
-        self.end()
-        self._compiling = True
-        compiling.begin(self._cache_path)
-        self._lock, waited = _locked(Path(self._cache_path) / f"{self._impl.filename_base}.lock")
-        found = self._sound(sig, target_context) if waited else None
-        if found is not None:
-            self.end()
-        return found
+        name, key = self._entry(sig)
+        content = self._read.pop(name, None) or self._content(name, key)
+        if content is None:
+            return None
+        # Numba's own cache does so first: what an entry calls must be known to the context.
+        target_context.refresh()
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
+        except Exception as error:  # unpickling and linking raise anything
+            self._warn(error)
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves what has been compiled; a warning is logged if that fails."""
+        _, saving = _folders()
+        if saving is None or data.library.has_dynamic_globals:
+            return
+        name, key = self._entry(sig)
         try:
-            super().save_overload(sig, data)
+            saving.write(name, key + dumps(data._reduce()))
         except OSError as error:
             logger.warning(
                 "a compiled kernel could not be saved, so that it is compiled anew at each start (free some space in %s, or "
                 "set NUMBA_CACHE_DIR to another folder): %s",
-                self._cache_path,
+                saving.path,
                 error,
             )
-        finally:
-            self.end()
 
-    def end(self) -> None:
-        """Lets other processes have the kernel; harmless if there is no compilation under way."""
-        if self._lock is not None:
-            # Closing alone would leave the lock to children that were forked meanwhile.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            self._lock.close()
-            self._lock = None
-        if self._compiling:
-            self._compiling = False
-            compiling.end()
+    def _entry(self, sig: Any) -> tuple[str, bytes]:
+        """The name of the entry for a signature, and what it begins with."""
+        described = repr((self._name, tuple(sig), self._codegen().magic_tuple(), _compiler())).encode()
+        key = hashlib.sha256(described).digest()
+        return f"{self._name}-{key.hex()[:24]}", key
 
-    def _sound(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception as error:  # unpickling and linking raise anything
-            logger.warning(
-                "the compiled kernel %s in %s cannot be used, and is compiled anew and replaced: %s: %s",
-                self._impl.filename_base,
-                self._cache_path,
-                type(error).__name__,
-                error,
-            )
-            return None
+    def _content(self, name: str, key: bytes) -> bytes | None:
+        """The pickled code of an entry, from the first folder that has it."""
+        for folder in _folders()[0]:
+            try:
+                content = folder.read(name)
+            except (DamagedEntryError, OSError) as error:
+                self._warn(error)
+                continue
+            if content is not None and content.startswith(key):
+                return content[len(key) :]
+        return None
 
-
-class _Failures(event.Listener):  # type: ignore[misc]
-    """Ends a compilation that raised, after which Numba saves nothing."""
-
-    def on_start(self, event: Any) -> None:
-        """Does nothing."""
-
-    def on_end(self, event: Any) -> None:
-        cache = getattr(event.data["dispatcher"], "_cache", None)
-        # Its property `is_failed` is true of what has succeeded, in Numba 0.61 to 0.68.
-        if event._exc_details is not None and isinstance(cache, KernelCache):
-            cache.end()
-
-
-event.register("numba:compile", _Failures())
+    def _warn(self, error: Exception) -> None:
+        logger.warning(
+            "the compiled kernel %s in %s cannot be used and is compiled anew: %s: %s",
+            self._name,
+            self.cache_path,
+            type(error).__name__,
+            error,
+        )
 
 
 def keep_on_disk(dispatcher: Any) -> None:
-    """Gives a function of `numba.njit` this cache.
+    """Gives a function of `numba.njit` this cache. The function's name must hold the digest of all that it is made of."""
+    cache = KernelCache(dispatcher)
+    dispatcher._cache = cache
+    # Numba calls it for each signature that is new, from Python and while it compiles callers.
+    dispatcher.compile = cache.compile
 
-    Raises:
-        RuntimeError: neither the folder of its source nor the user's cache can be written.
-    """
-    dispatcher._cache = KernelCache(dispatcher.py_func)
+
+def _folders() -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
+    found = folders(config.CACHE_DIR)
+    if config.CACHE_DIR not in _told:
+        _tell(found)
+    return found
 
 
-def _locked(path: Path) -> tuple[IO[bytes] | None, bool]:
-    """Takes a lock file.
+# Folders about which something was said.
+_told: set[str] = set()
 
-    Returns:
-        The open file, or None if the file system has no locks or another process does not end. The second value is True if
-        another process had the lock meanwhile.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab")  # noqa: SIM115 - it is closed at the end of the compilation
-    except OSError:
-        return None, False
-    deadline = time.monotonic() + _LONGEST_WAIT
-    waited = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-        except OSError:
-            break
-        else:
-            return file, waited
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_LOOK_EVERY)
-    file.close()
-    return None, waited
+
+def _tell(found: tuple[tuple[KernelFolder, ...], KernelFolder | None]) -> None:
+    loading, saving = found
+    _told.add(config.CACHE_DIR)
+    for folder in loading:
+        if refusal := folder.refusal():
+            logger.warning("no compiled kernels are loaded from %s: %s", folder.path, refusal)
+    if saving is None:
+        tried = ", ".join(str(folder.path) for folder in loading) or "a user without a home has no folder for them"
+        logger.warning(
+            "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a folder that you can write): %s", tried
+        )

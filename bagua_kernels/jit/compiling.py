@@ -47,7 +47,7 @@ def clock() -> float:
 
 
 def begin(folder: str) -> None:
-    """Starts the clock; a kernel may be compiled while another one is."""
+    """Starts the clock; a kernel may be compiled while another one is. `folder` will keep it, and is empty if none does."""
     with _clock.lock:
         _clock.depth += 1
         if _clock.depth > 1:
@@ -90,6 +90,9 @@ def _announce(folder: str) -> None:
         if _clock.announced or not _clock.depth:
             return
         _clock.announced = True
+    if not folder:
+        logger.warning("compiling kernels for this processor, which takes some seconds at each start")
+        return
     logger.warning(
         "compiling kernels for this processor, which takes some seconds at the first use only: they are kept in %s "
         "(NUMBA_CACHE_DIR names another folder, `python -m bagua_kernels.warmup` compiles them ahead of time)",

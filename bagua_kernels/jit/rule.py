@@ -8,9 +8,13 @@ when a kernel is made. Both keep their file and line numbers, so tracebacks and 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
-from types import CodeType, FunctionType
+from importlib.abc import InspectLoader
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
 
 from bagua_kernels.rules.calls import Rule, global_names
 
@@ -26,27 +30,50 @@ def digest(*parts: object) -> str:
 
     def feed(part: object) -> None:
         if isinstance(part, FunctionType):
-            code = part.__code__
-            feed((code.co_code, code.co_names, code.co_varnames, code.co_consts))
+            feed(part.__code__)
             for name in global_names(part):
                 callee = part.__globals__.get(name)
                 if isinstance(callee, FunctionType):
                     feed(callee)
-                elif isinstance(callee, (bool, int, float, str)):
+                elif isinstance(callee, (bool, int, float, str, np.generic)):
                     feed((name, callee))
         elif isinstance(part, (tuple, list)):
             for item in part:
                 feed(item)
+        elif isinstance(part, frozenset):
+            # In an order that does not depend on the hashes of this process.
+            feed(sorted(part, key=repr))
         elif isinstance(part, Mapping):
             for key, value in part.items():
                 feed((key, value))
         elif isinstance(part, CodeType):
-            feed((part.co_code, part.co_names, part.co_varnames, part.co_consts))
+            feed((part.co_code, part.co_names, part.co_varnames, constants(part)))
         else:
             state.update(f"{type(part).__name__}:{part!r};".encode())
 
     feed(parts)
     return state.hexdigest()[:16]
+
+
+def constants(code: CodeType) -> tuple[object, ...]:
+    """The constants of a code object, less the docstring of a function, which changes nothing that it does."""
+    documented = code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<")
+    return (
+        code.co_consts[1:] if documented and code.co_consts and isinstance(code.co_consts[0], str) else code.co_consts
+    )
+
+
+def code_of_module(module: ModuleType) -> CodeType:
+    """The code of a module's file: what `digest` reads of it is the same when comments or lines change.
+
+    Raises:
+        ImportError: the module was not loaded from a file.
+    """
+    loader = module.__spec__.loader if module.__spec__ else None
+    code = loader.get_code(module.__name__) if isinstance(loader, InspectLoader) else None
+    if code is None:
+        raise ImportError(f"{module.__name__} has no code that can be read again")
+    return code
 
 
 def rebuilt(

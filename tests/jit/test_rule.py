@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
 import torch
-from numba.core import caching
 
+from bagua_kernels import knobs
 from bagua_kernels.compression import BlockCodec, Codec, ErrorFeedback, MinMaxUInt8, RandomK, ThresholdTopK, TopK
 from bagua_kernels.jit import _numba_cpu
 from bagua_kernels.jit._numba_cpu_intrinsics import packing
@@ -66,14 +67,18 @@ def test_rules_are_their_own_reference() -> None:
     assert np.array_equal(bits(x), x.view(np.int32))
 
 
-def test_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    # Numba finds no folder to write to.
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+def test_without_a_writable_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(file))
     monkeypatch.setattr(_numba_cpu, "_templates", {})
-    with caplog.at_level(logging.WARNING):
+    with knobs.override(knobs.XDG_CACHE_HOME, str(file)), caplog.at_level(logging.WARNING):
         kernel = _numba_cpu.compile_template(applied, {"rule": half})
-    assert kernel(np.float32(4)) == 2
-    assert "NUMBA_CACHE_DIR" in caplog.text
+        assert kernel(np.float32(4)) == 2
+    assert "kernels are compiled anew in each process (set NUMBA_CACHE_DIR" in caplog.text
+    assert str(file) in caplog.text
 
 
 def test_one_kernel_for_bindings_that_a_template_does_not_read() -> None:

@@ -7,14 +7,13 @@ products that are rounded each by itself, in the order of the factors' columns.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import numpy as np
 
 from bagua_kernels.jit._numba_cpu import compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import prefetch
-from bagua_kernels.jit.rule import digest
+from bagua_kernels.jit.rule import code_of_module, digest
 from bagua_kernels.launchers.low_rank import _numba_cpu_vectors as vectors
 from bagua_kernels.launchers.low_rank._numba_cpu_vectors import (
     LANES,
@@ -28,7 +27,7 @@ from bagua_kernels.launchers.low_rank._numba_cpu_vectors import (
 )
 
 # Kernels on disk hold compiled vector operations, and must not outlive a change of these.
-VECTORS = digest(inspect.getsource(vectors))
+VECTORS = digest(code_of_module(vectors))
 # Elements ahead of those that are computed with. The processor's own prefetcher stops at each page.
 AHEAD = 384
 
