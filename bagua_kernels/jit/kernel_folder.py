@@ -165,6 +165,16 @@ _held: set[Path] = set()
 _released = threading.Condition()
 
 
+def _forget_turns() -> None:
+    """For a forked process, in which nobody will end the turns of its parent's threads."""
+    global _released
+    _held.clear()
+    _released = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget_turns)
+
+
 def _locked(path: Path, deadline: float, give_way: Callable[[], bool]) -> int | None:
     """The descriptor of the lock file, which this thread has locked; None to go on without."""
     while True:

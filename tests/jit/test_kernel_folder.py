@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -280,6 +281,29 @@ def test_who_is_compiling_gives_way_to_its_own_process(folder: KernelFolder) -> 
     ):
         assert sorted(os.listdir(folder.path)) == ["a.lock", "b.lock"]
     assert os.listdir(folder.path) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_process_waits_for_the_turn_of_its_parent(folder: KernelFolder) -> None:
+    assert folder.writable()
+    looks = multiprocessing.get_context("fork").Value("i", 0)
+
+    def give_way() -> bool:
+        looks.value += 1
+        return False
+
+    def child() -> None:
+        time.sleep = lambda _: give_way()  # it looks again without a pause
+        with folder.turn("a", patience=600.0, give_way=give_way):
+            assert sorted(os.listdir(folder.path)) == ["a.lock"]
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    with folder.turn("a", patience=60.0, give_way=never):
+        process.start()
+        while not looks.value and process.is_alive():
+            process.join(0.001)
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_patience_ends(folder: KernelFolder) -> None:
