@@ -18,10 +18,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -135,7 +136,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numba": numba.__version__,
+        "numba": metadata.version("numba") if find_spec("numba") else "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

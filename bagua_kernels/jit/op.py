@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -28,12 +29,14 @@ class Backend:
         name: as in `BAGUA_KERNELS_BACKEND`, and, with an underscore before it, the file in each launcher's folder.
         device_type: the tensors it serves, "cpu" or "cuda".
         package: what it needs to be importable.
+        install: the command that installs the package.
         emulator: the switch that makes it run on CPU tensors, in Python, for tests.
     """
 
     name: str
     device_type: str
     package: str
+    install: str
     emulator: knobs.Knob[bool] | None = None
 
     def refusal(self, device: torch.device) -> str | None:
@@ -45,21 +48,23 @@ class Backend:
         if device.type not in serves:
             return f"{self.name} serves {' and '.join(serves)} tensors, got one on {device}"
         if find_spec(self.package) is None:
-            return f"{self.name} needs the package {self.package!r}: {CUDA_EXTRA}"
+            return f"{self.name} needs the package {self.package!r}: {self.install}"
         return None
 
 
 # In order of preference for a device.
 BACKENDS = (
-    Backend("numba_cpu", "cpu", "numba"),
-    Backend("triton", "cuda", "triton", knobs.TRITON_INTERPRET),
-    Backend("numba_cuda", "cuda", "numba_cuda", knobs.CUDA_SIMULATOR),
+    Backend("numba_cpu", "cpu", "numba", "pip install numba"),
+    Backend("triton", "cuda", "triton", CUDA_EXTRA, knobs.TRITON_INTERPRET),
+    Backend("numba_cuda", "cuda", "numba_cuda", CUDA_EXTRA, knobs.CUDA_SIMULATOR),
+    # Rules as they are, which needs no compiler: the last resort on a CPU.
+    Backend("numpy", "cpu", "numpy", "pip install numpy"),
 )
 
 
 @dataclass(frozen=True)
 class Op:
-    """A launcher's door to its backends: the modules `_triton`, `_numba_cuda` and `_numba_cpu` of one package.
+    """A launcher's door to its backends: the modules `_triton`, `_numba_cuda`, `_numba_cpu` and `_numpy` of one package.
 
     Attributes:
         package: the launcher's full module name.
@@ -83,6 +88,17 @@ def available(device: torch.device) -> list[str]:
     return [b.name for b in BACKENDS if b.refusal(device) is None]
 
 
+def compiles_for_cpu() -> bool:
+    """True if functions are compiled for the CPU: Numba is installed, and `BAGUA_KERNELS_BACKEND` is not numpy."""
+    return knobs.BACKEND.get() != "numpy" and _has_numba()
+
+
+@functools.cache
+def _has_numba() -> bool:
+    # A search of all folders of packages, which some callers would start at each step.
+    return find_spec("numba") is not None
+
+
 @functools.cache
 def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
     device = torch.device(device_type)
@@ -93,7 +109,9 @@ def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
         refusal = backend.refusal(device)
         if refusal is None:
             if reasons and device_type == backend.device_type and choice == "auto":
-                _log_fallback(backend.name, device_type, tuple(reasons))
+                _warn_once("kernels on %s use %s, because %s", device_type, backend.name, "; ".join(reasons))
+            if backend.name == "numpy":
+                _log_slow(choice)
             with compiling.loading():
                 return importlib.import_module(f"{package}._{backend.name}")
         if device_type == backend.device_type or choice == backend.name:
@@ -103,6 +121,25 @@ def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
     raise BackendUnavailableError(f"no kernel backend for {device_type} tensors{asked}: {listed}")
 
 
-@functools.cache
-def _log_fallback(name: str, device_type: str, reasons: tuple[str, ...]) -> None:
-    logger.warning("kernels on %s use %s, because %s", device_type, name, "; ".join(reasons))
+def _log_slow(choice: str) -> None:
+    # Of all ranks one logs it; a process without a launcher is one by itself.
+    if not knobs.RANK.get():
+        change = "install Numba" if choice == "auto" else f"unset {knobs.BACKEND.variable}"
+        _warn_once(
+            "kernels on cpu are NumPy functions, which are many times as slow as compiled kernels and meant for debugging; %s "
+            "to compile them",
+            change,
+        )
+
+
+_logged: set[tuple[str, ...]] = set()
+_lock = threading.Lock()
+
+
+def _warn_once(*message: str) -> None:
+    # Ranks that are threads choose their backends at the same time.
+    with _lock:
+        if message in _logged:
+            return
+        _logged.add(message)
+    logger.warning(*message)

@@ -12,6 +12,7 @@ arithmetic `cast` back to the intended width, because Numba widens to 64 bits. H
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -71,17 +72,66 @@ def sqrt_rn(x: Any) -> Any:
 
 
 def fma(x: Any, y: Any, z: Any) -> Any:
-    """`x * y + z`, rounded once if in float32; NumPy has no such operation for float64, where two roundings remain."""
+    """`x * y + z`, rounded once."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         if np.result_type(x, y, z) == np.float64:
-            return x * y + z
-        product = np.multiply(x, y, dtype=np.float64)
-        addend = np.asarray(z, np.float64)
-        total = product + addend
-        # The product is exact in float64, the sum is not. A second rounding to float32 is wrong only if the first one has hidden
-        # the side of a tie on which the sum lies. An odd last bit, where something was lost, keeps that side.
-        part = total - product
-        lost = (product - (total - part)) + (addend - part)
-        bits = total.view(np.int64)
-        odd = np.where(lost != 0, np.where((lost > 0) == (total > 0), bits | 1, (bits - 1) | 1), bits)
-        return np.where(np.isfinite(lost), odd.view(np.float64), total).astype(np.float32)[()]
+            return _double_fma(*np.broadcast_arrays(x, y, z))[()]
+        # The product is exact in float64.
+        return _rounded_to_odd(np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)).astype(np.float32)[()]
+
+
+def _rounded_to_odd(x: Any, y: Any) -> Any:
+    """The float64 sum of two, with an odd last bit where something was lost.
+
+    A second rounding is wrong only if the first one has hidden the side of a tie on which the sum lies. An odd last bit keeps
+    that side.
+    """
+    total, lost = _exact_sum(x, y)
+    bits = total.view(np.int64)
+    odd = np.where(lost != 0, np.where((lost > 0) == (total > 0), bits | 1, (bits - 1) | 1), bits)
+    return np.where(np.isfinite(lost), odd.view(np.float64), total)
+
+
+def _exact_sum(x: Any, y: Any) -> tuple[Any, Any]:
+    """The rounded sum, and what it lacks."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def _double_fma(x: Any, y: Any, z: Any) -> Any:
+    """The fma of float64 arrays, by sums that are rounded to odd (Boldo and Melquiond, IEEE Trans. Computers 2008)."""
+    x, y, z = (np.asarray(each, np.float64) for each in (x, y, z))
+    product = x * y
+    # Halves of 26 bits, whose products are exact (Dekker, 1971).
+    (x1, x2), (y1, y2) = _halves(x), _halves(y)
+    low = x2 * y2 - (((product - x1 * y1) - x2 * y1) - x1 * y2)
+    inner, lost = _exact_sum(z, low)
+    total, rest = _exact_sum(product, inner)
+    fused = total + _rounded_to_odd(rest, lost)
+    finite = np.isfinite(x) & np.isfinite(y)
+    # A product that overflows is nothing beside an infinite summand.
+    plain = np.where(finite & ~np.isfinite(z), z, product + z)
+    # Beyond these exponents a product or its halves overflow, or lose bits below the smallest number.
+    near = np.maximum(np.abs(x), np.abs(y)) < 2.0**990
+    near &= (np.abs(product) > 2.0**-960) & (np.abs(product) < 2.0**1000) & (np.abs(z) < 2.0**1000)
+    result = np.where(near, fused, plain)
+    far = ~near & finite & np.isfinite(z) & (x != 0) & (y != 0)
+    for place in zip(*np.nonzero(np.atleast_1d(far)), strict=True):
+        chosen = (float(np.atleast_1d(each)[place]) for each in (x, y, z))
+        np.atleast_1d(result)[place] = _fraction_fma(*chosen)
+    return result
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    scaled = x * 134217729.0
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def _fraction_fma(x: float, y: float, z: float) -> float:
+    exact = Fraction(x) * Fraction(y) + Fraction(z)
+    try:
+        return float(exact)
+    except OverflowError:
+        return np.inf if exact > 0 else -np.inf

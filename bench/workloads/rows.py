@@ -98,9 +98,10 @@ def backend_rows(
     info: Callable[[Prepare], dict[str, float]] | None = None,
     unfused: str = "",
 ) -> list[Workload]:
-    """A row for each backend that serves the device; `info` gets the `prepare` of that backend."""
+    """A row for each backend that compiles for the device; `info` gets the `prepare` of that backend."""
     rows = []
-    for name in op.available(device):
+    # NumPy's functions are a reference, and would take most of the time of a run.
+    for name in (each for each in op.available(device) if each != "numpy"):
         prepared = with_backend(name, prepare)
         figures = functools.partial(info, prepared) if info else dict
         rows.append(Workload(group, subject, name, moved, prepared, figures, unfused))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -9,12 +14,90 @@ from bagua_kernels import knobs
 from bagua_kernels.compression import MinMaxUInt8
 from bagua_kernels.errors import BackendUnavailableError
 from bagua_kernels.jit import op
+from bagua_kernels.launchers import blockwise, elementwise
 
 CPU = torch.device("cpu")
 
 
-def test_the_cpu_has_numba() -> None:
-    assert "numba_cpu" in op.available(CPU)
+@pytest.fixture
+def choices() -> Iterator[None]:
+    """Backends are chosen anew within a test, and again after it."""
+
+    def forget() -> None:
+        op._backend_module.cache_clear()
+        op._has_numba.cache_clear()
+        op._logged.clear()
+
+    forget()
+    yield
+    forget()
+
+
+def backend_of_minmax() -> str:
+    return blockwise.OP.backend(CPU).__name__.rpartition(".")[2]
+
+
+def test_the_cpu_has_numba_and_numpy() -> None:
+    assert op.available(CPU)[0] == "numba_cpu"
+    assert op.available(CPU)[-1] == "numpy"
+    assert "numpy" not in op.available(torch.device("cuda"))
+    with knobs.override(knobs.BACKEND, "auto"):
+        assert op.compiles_for_cpu()
+
+
+def test_numpy_serves_where_numba_is_missing(
+    choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(op, "find_spec", lambda name: None if name == "numba" else find_spec(name))
+    with caplog.at_level(logging.WARNING), knobs.override(knobs.BACKEND, "auto"):
+        assert backend_of_minmax() == elementwise.OP.backend(CPU).__name__.rpartition(".")[2] == "_numpy"
+        assert not op.compiles_for_cpu()
+    fallback, slow = caplog.messages
+    assert fallback == "kernels on cpu use numpy, because numba_cpu needs the package 'numba': pip install numba"
+    assert "many times as slow" in slow
+    assert "install Numba to compile them" in slow
+    with knobs.override(knobs.BACKEND, "numba_cpu"), pytest.raises(BackendUnavailableError, match="pip install numba"):
+        backend_of_minmax()
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("", 1), ("1", 0)])
+def test_one_rank_logs_once_that_numpy_is_slow(
+    choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.WARNING), knobs.override(knobs.BACKEND, "numpy"):
+        for launcher in (blockwise, elementwise):
+            assert launcher.OP.backend(CPU).__name__ == f"{launcher.__name__}._numpy"
+        assert not op.compiles_for_cpu()
+    assert len(caplog.messages) == lines
+    assert all("unset BAGUA_KERNELS_BACKEND to compile them" in line for line in caplog.messages)
+
+
+def test_ranks_that_are_threads_log_one_line(choices: None, caplog: pytest.LogCaptureFixture) -> None:
+    start = threading.Barrier(8)
+
+    def choose() -> None:
+        start.wait()
+        backend_of_minmax()
+
+    with caplog.at_level(logging.WARNING), knobs.override(knobs.BACKEND, "numpy"):
+        threads = [threading.Thread(target=choose) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caplog.messages) == 1
+
+
+def test_an_installed_compiler_is_chosen_before_numpy(choices: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), knobs.override(knobs.BACKEND, "auto"):
+        assert backend_of_minmax() == "_numba_cpu"
+    assert not caplog.messages
+
+
+def test_numpy_serves_no_gpu() -> None:
+    refusal = op.BACKENDS[-1].refusal(torch.device("cuda"))
+    assert refusal == "numpy serves cpu tensors, got one on cuda"
 
 
 @pytest.mark.parametrize("backend", ["triton", "numba_cuda"])
@@ -27,7 +110,8 @@ def test_a_forced_backend_that_cannot_run_says_why(backend: str) -> None:
 
 
 def test_an_unknown_device_is_named() -> None:
-    with pytest.raises(BackendUnavailableError, match="backends for cpu and cuda only, got meta"):
+    unknown = pytest.raises(BackendUnavailableError, match="backends for cpu and cuda only, got meta")
+    with knobs.override(knobs.BACKEND, "auto"), unknown:
         MinMaxUInt8().encode(torch.zeros(4, device="meta"))
 
 
@@ -51,7 +135,7 @@ class TestKnobs:
     @pytest.mark.parametrize(
         ("variable", "text", "message"),
         [
-            ("BAGUA_KERNELS_BACKEND", "cuda", "expected one of auto, triton, numba_cuda, numba_cpu"),
+            ("BAGUA_KERNELS_BACKEND", "cuda", "expected one of auto, triton, numba_cuda, numba_cpu, numpy"),
             ("BAGUA_KERNELS_TIMEOUT", "0", "above zero"),
             ("BAGUA_KERNELS_TIMEOUT", "soon", "could not convert"),
             ("TRITON_INTERPRET", "maybe", "expected 1 or 0"),

@@ -51,7 +51,7 @@ def orthonormalize(p: torch.Tensor) -> None:
         p: shape (matrices, rows, columns), float32, or float64, whose roots are the library's; a matrix with inf or NaN
             becomes NaN.
     """
-    if p.dtype == torch.float32 and p.device.type == "cpu":
+    if low_rank.compiled_for(p):
         low_rank.orthonormalize(p)
     else:
         orthonormalize_by_operations(p)

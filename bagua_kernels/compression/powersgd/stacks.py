@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from bagua_kernels.compression.powersgd.orthonormal import finite, orthonormalize
-from bagua_kernels.launchers.low_rank import suits
+from bagua_kernels.launchers.low_rank import compiled_for, suits
 from bagua_kernels.launchers.low_rank.passes import Passes
 
 
@@ -92,7 +92,7 @@ class Stacks:
         turned = [views(zeros(right_size), groups, "rank", "columns") for _ in range(2)]
         parts = zip(groups, *wholes, lefts[0], turned[0], lefts[1], *rights, turned[1], lefts[2], strict=True)
         self.each: list[Stack] = [Stack(*part) for part in parts]
-        self.passes = Passes(self.memory()) if matrices and suits(self.left) else None
+        self.passes = Passes(self.memory()) if matrices and compiled_for(self.left) else None
         self._due = [False] * len(self.each)  # True if the last output is still to be taken off
         # Matrices of as many rows are orthonormalised together, whatever their columns.
         groups = [list(g) for _, g in groupby(matrices, lambda m: (m.rows, m.rank))]

@@ -108,7 +108,7 @@ class LowRankState:
 
     @property
     def updates(self) -> bool:
-        """True if `finish_with_updates` works: for float32 on the CPU."""
+        """True if `finish_with_updates` works: for float32 on the CPU, by compiled passes."""
         return self._stacks.passes is not None
 
     @torch.no_grad()
@@ -126,7 +126,9 @@ class LowRankState:
             RuntimeError: see `updates`.
         """
         if self._stacks.passes is None:
-            raise RuntimeError("steps with updates are for float32 on the CPU; call `finish` and then the optimizer")
+            raise RuntimeError(
+                "steps with updates are for float32 on the CPU, by compiled passes; call `finish` and then the optimizer"
+            )
         for m in (m for s in self._stacks.each for m in s.matrices):
             update = updates.get(m.place)
             if update is None or not update.fits(m.rows * m.columns):

@@ -1,13 +1,13 @@
 """The passes of PowerSGD over matrices and their thin factors, compiled for CPUs; see `passes.Passes`.
 
-Backends have the same functions as elsewhere, but there is one: on a GPU PowerSGD uses tensor operations.
+Backends have the same functions as elsewhere, but there is one: on a GPU, and with NumPy, PowerSGD uses tensor operations.
 """
 
 from __future__ import annotations
 
 import torch
 
-from bagua_kernels.jit.op import Op
+from bagua_kernels.jit.op import Op, compiles_for_cpu
 
 OP = Op(__name__, only="numba_cpu")
 
@@ -20,6 +20,11 @@ ROWS, COLUMNS, RANK, TOTAL, *_, GIVEN = range(len(FIELDS))
 # Which averaged factors a step leaves to later ones.
 KEEP_NOTHING, KEEP_RIGHT, KEEP_LEFT = range(3)
 IN_REGISTERS = (1, 2, 4)  # ranks that are compiled each by itself
+
+
+def compiled_for(tensor: torch.Tensor) -> bool:
+    """True if these passes can read and write a tensor, and are compiled here."""
+    return suits(tensor) and compiles_for_cpu()
 
 
 def suits(tensor: torch.Tensor) -> bool:

@@ -244,6 +244,12 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any = None) -> Any:
     return OP.backend(table.device).launch(variant, table, rows, keys)
 
 
+def in_order_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of a tensor's elements in the order in which they are in memory; complex numbers as pairs."""
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def bindings(variant: Variant, load: Mapping[torch.dtype, Any], store: Mapping[torch.dtype, Any]) -> dict[str, Any]:
     """What the free names of a kernel's source stand for, with a backend's conversions."""
     found: dict[str, Any] = {"rule": variant.rule.function, "scaled": scaled, "approached": approached}

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.jit._numba_cuda import LOAD, STORE, array, compile_template, launching
 from bagua_kernels.jit._numba_cuda_package import cuda
 from bagua_kernels.jit.source import function_from_source
-from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings
+from bagua_kernels.launchers.multitensor import FACTOR, SCALARS, SKIP, Table, Variant, bindings, in_order_of_memory
 from bagua_kernels.upload import uploaded
 
 THREADS = 256
@@ -52,12 +52,6 @@ def kernel(variant: Variant) -> Any:
     return compile_template(template, bindings(variant, LOAD, STORE), literal=literal)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory; complex numbers as pairs."""
-    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor | None:
     """See `bagua_kernels.launchers.multitensor.launch`."""
     device, sums = table.device, variant.rule.sums
@@ -77,7 +71,7 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
                 continue
             partials = torch.empty((grid * THREADS, sums) if sums else (1, 1), dtype=torch.float64, device=device)
             arguments = [array(t) for t in (rows, seeds)]
-            run[grid, THREADS, stream](*arguments, tensor, array(partials), *(array(flat(c)) for c in columns))
+            run[grid, THREADS, stream](*arguments, tensor, array(partials), *(array(in_order_of_memory(c)) for c in columns))
             if sums:
                 totals[tensor] = partials.sum(0)
     return totals if sums else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_kernels import knobs
+from bagua_kernels.jit.op import compiles_for_cpu
 from bagua_kernels.optim.watch.offsets import F32, STORAGE_WORDS, Fields, find_fields, words
 
 # One of thousands fails, where memory holds by chance what is looked for.
@@ -149,7 +150,7 @@ def _measured_fields() -> Fields:
 
 def watch(params: Sequence[Tensor], others: Sequence[Tensor]) -> Watch | None:
     """A watch over parameters, each with a gradient, and other tensors; None where PyTorch must be asked for each."""
-    if len(params) < FEWEST or not knobs.WATCH.get():
+    if len(params) < FEWEST or not (knobs.WATCH.get() and compiles_for_cpu()):
         return None
     tensors = [*params, *others, *(p.grad for p in params if p.grad is not None)]
     if any(t.dim() > MOST_DIMENSIONS or t.is_complex() for t in tensors):
