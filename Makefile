@@ -28,27 +28,22 @@ PIP := $(VENV)/bin/python -m pip install -qq --no-compile --constraint constrain
 LARGE := torch triton
 
 # make test: ranks that are threads wait for each other, so that three workers keep two cores busy.
-WORKERS         ?= 3
-PYTEST          := $(PYTHON) -m pytest --dist worksteal --durations=20 --durations-min=2
+WORKERS ?= 3
+# make test-rest: what `python -m tests.runs --help` prints, for example OPTIONS="--reached --minutes 10".
+OPTIONS ?=
 # Where bytecode is not kept, all workers and all processes that tests start compile the same files again.
 test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
-EMULATED_TESTS  := tests/compression tests/docs tests/launchers
-# What compiles Triton's kernels for a GPU.
-LAUNCH_TESTS    := $(wildcard tests/launch_path) $(patsubst %,tests/ahead_of_time/test_%.py,triton ptx select chunks)
-test-all:  TIER := --all
-# What `make test` leaves out of `make test-all`; hypothesis draws more examples there.
-# With PART=0/3 the first third of it, by the hashes of the items' names.
-test-rest: TIER := --all $(if $(PART),--part $(PART))
-test-rest: REST := and (slow or beyond or hypothesis)
 
-.PHONY: help train train-text tradeoff test test-all test-rest overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
+.PHONY: help train train-text tradeoff test test-all test-rest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
 	@echo "make train-text   train a transformer behind lines of RATE=$(RATE) Mbit/s (NPROC=$(NPROC) STEPS=$(STEPS) ALGORITHM=...)"
 	@echo "make test         every test function that is not slow, on a sample of its parameters; minutes"
 	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
-	@echo "make test-rest    what make test leaves out of make test-all; PART=0/3 for a third of it"
+	@echo "make test-rest    what make test leaves out of make test-all; OPTIONS=--sample for what the last changes reach, 25 minutes"
+	@echo "make reach        prints the last changes and the tests that they reach"
+	@echo "make mutations    puts 40 faults into copies of the code, each of which the tests have to notice; a quarter of an hour"
 	@echo "make test-overlay tests with packages of the machine that has a GPU, which make overlay installs into .overlay"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
@@ -82,25 +77,17 @@ train: $(INSTALLED)
 train-text: $(INSTALLED)
 	$(PYTHON) examples/train_text.py --nproc $(NPROC) --rate $(RATE) --steps $(STEPS) --algorithm $(ALGORITHM)
 
-# Kernels for GPUs run in Triton's interpreter and Numba's simulator. No rank waits there, so that a worker per core is enough.
-define EMULATED
-	TRITON_INTERPRET=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"
-	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) $(EMULATED_TESTS) $(TIER) -n 2 -m "not processes $(REST)"
-endef
+# tests/runs.py lists the runs of pytest, all of which take place.
+test-overlay: $(OVERLAY)/installed
+test test-all test-rest test-overlay: $(INSTALLED)
+	$(PYTHON) -m tests.runs $@ --workers $(WORKERS) $(OPTIONS)
 
-test: $(INSTALLED)
-	$(PYTEST) tests -n $(WORKERS)
-	$(EMULATED)
+reach: $(INSTALLED)
+	$(PYTHON) -m tests.reach $(OPTIONS)
 
-# The long tests of processes have limits of time, and the others keep both cores busy.
-test-all test-rest: $(INSTALLED)
-	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "not processes $(REST)"
-	$(PYTEST) tests $(TIER) -n $(WORKERS) -m "processes $(REST)"
-	$(EMULATED)
-
-test-overlay: $(INSTALLED) $(OVERLAY)/installed
-	PYTHONPATH=$(CURDIR)/$(OVERLAY)/triton:$(PYTHONPATH) $(PYTEST) $(LAUNCH_TESTS) -n 2
-	$(PYTEST) tests/comm/backends/nccl/test_real_nccl.py -n 0
+# make mutations OPTIONS="--only 3 4"
+mutations: $(INSTALLED)
+	$(PYTHON) -m tests.mutations $(OPTIONS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

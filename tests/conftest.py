@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import importlib.util
 import inspect
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# Numba reads it when it is imported. Processes that tests start inherit it.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".kernel_cache"))
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from bagua_kernels import knobs
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.testing.fork_server import servers
 from bagua_kernels.jit import op
-from tests import grids, parts
+from tests import deadline, grids, kernels, limits
 
 EMULATED = knobs.TRITON_INTERPRET.get() or knobs.CUDA_SIMULATOR.get()
 
@@ -46,14 +42,17 @@ if knobs.CUDA_SIMULATOR.get() and importlib.util.find_spec("numba_cuda"):
 
     simulator.install()
 
-DOCS = Path(__file__).with_name("docs")
+FOLDER = Path(__file__).parent
+# The folders of tests whose subject is not a kernel.
+LOGIC = ("algorithms", "bench", "comm", "docs", "examples")
 
 # What a test uses that starts processes; it gets the marker `processes`.
 STARTERS = {"run_processes", "Processes", "process_command", "subprocess", "Popen", "Lab", "on_hosts"}
 
-# Ranks that are threads may be compiling kernels, on a machine that has other things to do.
-run_ranks.__kwdefaults__["timeout"] = 100.0
-# Seconds that a test marked as slow may take, on a machine with other work.
+# Limits that only end a hang. Ranks that are threads may be compiling kernels.
+run_ranks.__kwdefaults__["timeout"] = limits.seconds(100)
+limits.scale_defaults()
+# Seconds that a test marked as slow may take.
 SLOWEST = 900
 
 
@@ -81,65 +80,59 @@ def targets() -> list[Target]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "target" in metafunc.fixturenames:
-        found = targets()
-        metafunc.parametrize("target", found, ids=[f"{t.backend}-{t.device.type}" for t in found], indirect=True)
+    grids.generate(metafunc)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="full products of parameters, and tests marked as slow")
-    parser.addoption("--part", metavar="K/N", default="0/1", help="part K of N of the items, from 0 on")
+    parser.addoption("--record-kernels", action="store_true", help="write tests/kernels.txt; see tests/kernels.py")
+    deadline.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Compiled kernels are millions of objects, and looking at all of them took a tenth of the run. Looking at young ones after
     # each 700, as Python does, takes a twentieth of each compilation.
     gc.set_threshold(20_000, 10, 1000)
-    grids.EVERYTHING = config.getoption("--all")
-    parts.parse(config.getoption("--part"))
-    if grids.EVERYTHING and not EMULATED:
+    # Who names tests, or has a GPU, wants all of their items.
+    on_gpu = torch.cuda.is_available() and not EMULATED
+    grids.EVERYTHING = config.getoption("--all") or names_tests(config) or on_gpu
+    grids.TARGETS.update({f"{target.backend}-{target.device.type}": target for target in targets()})
+    # Where it is not all that there is.
+    grids.REFERENCES.update(name for name in grids.TARGETS if name == "numpy-cpu" and len(grids.TARGETS) > 1)
+    deadline.configure(config)
+    if config.getoption("--record-kernels"):
+        config.pluginmanager.register(kernels.Recorder())
+    if config.getoption("--all") and not EMULATED:
         settings.load_profile("everything")
+
+
+def names_tests(config: pytest.Config) -> bool:
+    """True if the command line has a name of a test, or `-k`."""
+    return bool(config.option.keyword) or any("::" in argument for argument in config.args)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the items of the tier: by default a sample of those that are not slow; in an emulated run, of those about kernels."""
+    """Keeps the items of the tier: by default those that are not slow; in an emulated run, those about kernels."""
     starting = functools.cache(lambda function: starts_processes(function, set()))
     for item in items:
         if starting(getattr(item, "function", None)):
             item.add_marker(pytest.mark.processes)
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOWEST))
+        limits.scale_item(item, SLOWEST)
     kept = list(items)
     if EMULATED:
         # Everything else has been tested without.
         kept = [item for item in items if "target" in getattr(item, "fixturenames", ())]
-    # Who names tests, or has a GPU, wants them all. Otherwise all pairs that a grid covers are tested, and all pages. Where an
-    # interpreter takes seconds for each, pages are left to `make test-rest`.
-    named = bool(config.option.keyword) or any("::" in argument for argument in config.args)
-    if not named and (EMULATED or not torch.cuda.is_available()):
-        pages = {item for item in kept if DOCS in item.path.parents}
-        whole = set() if EMULATED else pages.union(item for item in kept if item.get_closest_marker("pair"))
-        rest = [item for item in kept if not left_out(item) and item not in pages and item not in whole]
-        sample = whole.union(sample_of(rest))
-        for item in kept:
-            if item not in sample:
-                item.add_marker(pytest.mark.beyond)
     if not config.getoption("--all"):
-        kept = [item for item in kept if not left_out(item)]
-    part = parts.parse(config.getoption("--part"))
-    kept = [item for item in kept if parts.contains(part, item.nodeid)]
+        kept = [item for item in kept if not item.get_closest_marker("slow")]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     # What takes longest comes first, or one worker would end with it while the others have nothing left. Processes come when
     # kernels are compiled: of several one would compile while the others wait.
     marked = pytest.Item.get_closest_marker
     items[:] = sorted(kept, key=lambda item: (not marked(item, "slow"), bool(marked(item, "processes"))))
-
-
-def left_out(item: pytest.Item) -> bool:
-    """True if the item is in no default run."""
-    return any(mark.name in ("slow", "beyond") for mark in item.iter_markers())
+    kernels.order(config, items)
+    deadline.order(config, items)
 
 
 def starts_processes(function: Any, seen: set[Any]) -> bool:
@@ -164,18 +157,28 @@ def starts_processes(function: Any, seen: set[Any]) -> bool:
     )
 
 
-def sample_of(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns items that have every test function, and, but in emulated runs, each value of each parameter of a file."""
-    # In an order that depends on nothing but names, so that functions do not all get the first value. With --all there are
-    # other numbers in them.
-    items = sorted(items, key=lambda item: hashlib.sha256(re.sub(r"_?\d+", "", item.nodeid).encode()).digest())
-    parts: list[set[tuple[str, ...]]] = []
-    for item in items:
-        # In the interpreter and the simulator an element takes a millisecond: there every function is enough.
-        values = item.callspec.params.items() if hasattr(item, "callspec") and not EMULATED else ()
-        function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
-        parts.append({(function,), *((file, name, repr(value)) for name, value in values)})
-    return [items[place] for place in grids.sample(parts)]
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Runs a test of logic on the NumPy backend, with all processes that it starts; see `runs_compiled`."""
+    if runs_compiled(item):
+        return (yield)
+    with mock.patch.dict(os.environ, {knobs.BACKEND.variable: "numpy"}):
+        return (yield)
+
+
+def runs_compiled(item: pytest.Item) -> bool:
+    """True if an item runs on the compiled kernels.
+
+    All do with `--all`. Without it, those are left that are not in a folder of `LOGIC`, and those marked `compiled`. The NumPy
+    backend computes the same bits, and compiles nothing, which took a third of the run.
+    """
+    folder = item.path.relative_to(FOLDER).parts[0] if FOLDER in item.path.parents else ""
+    return (
+        EMULATED
+        or folder not in LOGIC
+        or bool(item.config.getoption("--all"))
+        or item.get_closest_marker("compiled") is not None
+    )
 
 
 @pytest.fixture

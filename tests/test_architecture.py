@@ -1,10 +1,9 @@
 """The rules of the house: what lives where, and who may import whom.
 
-`python tests/test_architecture.py` prints the ten longest files.
+`python -m tests.test_architecture` prints the ten longest files.
 """
 
 import ast
-import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import grid
+from tests.imports import LINKS, imports, module_of, sources, tree
+
 ROOT = Path(__file__).parents[1]
-LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
 # From the ground up: a floor imports from itself and from those before it.
 FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
 # From the ground up, the rooms of a floor: a file imports from its own room and from those before it. A room is a folder or
@@ -100,7 +101,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 # A command, which nothing imports, and the package itself, which imports its parts when they are first used.
 DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
 
-BACKENDS = ("_triton", "_numba_cuda", "_numba_cpu")
+BACKENDS = ("_triton", "_numba_cuda", "_numba_cpu", "_numpy")
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
 MAY_IMPORT_OPTIONAL_PACKAGES = (
     "_triton.py",
@@ -121,13 +122,6 @@ MAY_READ_THE_ENVIRONMENT = (
 )
 
 
-def sources() -> list[Path]:
-    """Returns every Python file of the three floors, once, by its real path."""
-    folders = (ROOT / "bagua_kernels", *(ROOT / name for name in LINKS))
-    files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
-    return sorted(file for file in files if "__pycache__" not in file.parts)
-
-
 def name_of(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
@@ -137,29 +131,6 @@ def floor_of_module(module: str) -> int | None:
     if module != "bagua_kernels" and not module.startswith("bagua_kernels."):
         return None
     return max(floor for floor, top in enumerate(FLOORS) if module == top or module.startswith(f"{top}."))
-
-
-@functools.cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(), str(file))
-
-
-def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yields line and dotted name of everything that a file imports, also inside functions."""
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = "." * node.level + (node.module or "")
-            # `from a import b` may name a module a.b or something in a; the longer name is judged, it begins with a.
-            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
-
-
-def module_of(file: Path) -> str:
-    """Returns the dotted name of a file's module."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    return ".".join(parts if parts[0] == "bagua_kernels" else ("bagua_kernels", *parts))
 
 
 MODULES = {module_of(file): file for file in sources()}
@@ -208,7 +179,7 @@ def room_of(file: Path, floor: str) -> int | None:
     return ORDER[floor].index(max(fitting, key=len)) if fitting else None
 
 
-@pytest.mark.parametrize("name", LINKS)
+@grid(cover=1, name=list(LINKS))
 def test_floor_is_linked_into_the_package(name: str) -> None:
     link = ROOT / "bagua_kernels" / name
     assert link.is_symlink()
@@ -307,7 +278,7 @@ def test_environment_is_read_by_the_knobs_only() -> None:
                 )
 
 
-@pytest.mark.parametrize("name", LINKS)
+@grid(cover=1, name=list(LINKS))
 def test_floor_has_one_name(name: str) -> None:
     """Imported as a top-level package, a floor says how it is called."""
     spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import bagua_kernels
+from tests import limits
 
 ROOT = Path(__file__).parents[1]
 MODULES = [f"bagua_kernels{part}" for part in ("", ".compression", ".optim", ".comm", ".algorithms")]
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 def run(program: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=limits.seconds(PATIENCE),
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import limits
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -26,7 +28,7 @@ def archive(tmp_path: Path) -> Path:
 
 def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=limits.seconds(100), check=False)
 
 
 @pytest.mark.slow

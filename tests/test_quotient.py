@@ -19,7 +19,7 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms import from_spec, names
 from bagua_kernels.optim import muon_with_adamw
 from bagua_kernels.quotient import by_tensor, divide_, divided
-from tests.grids import grid, only
+from tests.grids import folded, only
 
 ROOT = Path(__file__).parents[1]
 HALVES = (torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ RIGHT = {
 }
 
 
-@grid(dtype=DTYPES, divisor=DIVISORS, function=[divided, by_tensor])
+@folded(dtype=DTYPES, divisor=DIVISORS, function=[divided, by_tensor])
 def test_elements_are_rounded_once(dtype: torch.dtype, divisor: float, function: Callable[..., torch.Tensor]) -> None:
     x = torch.randn(4099, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = np.float64 if dtype == torch.float64 else np.float32
@@ -73,7 +73,7 @@ class Divisors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@grid(dtype=DTYPES, divisor=DIVISORS)
+@folded(dtype=DTYPES, divisor=DIVISORS)
 def test_other_devices_divide_by_a_tensor_of_theirs(dtype: torch.dtype, divisor: float) -> None:
     x = torch.empty(5, dtype=dtype, device="meta")
     with Divisors() as divisors:

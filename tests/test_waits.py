@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("mypy", reason="needs mypy")
 
+from tests import limits
 from tests.mypy_waits import reasoned
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,9 @@ def test_the_plugin_finds_waits_without_a_reason(tmp_path: Path) -> None:
     settings = tmp_path / "mypy.ini"
     settings.write_text(f"[mypy]\nplugins = {ROOT / 'tests' / 'mypy_waits.py'}\n")
     command = [sys.executable, "-m", "mypy", "--config-file", str(settings), str(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=limits.seconds(600), check=False
+    )
     found = [int(line) for line in re.findall(r"snippet\.py:(\d+): error: .* may wait for a GPU", done.stdout)]
     lines = SNIPPET.splitlines()
     first, last = lines.index("x.item()") + 1, lines.index('torch.amp.GradScaler("cpu").get_scale()') + 1

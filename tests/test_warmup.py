@@ -11,6 +11,7 @@ from bagua_kernels import comm, optim
 from bagua_kernels.algorithms import from_spec
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.warmup import warm_up
+from tests import limits
 from tests.grids import only
 
 ROOT = Path(__file__).parents[1]
@@ -19,12 +20,14 @@ ROOT = Path(__file__).parents[1]
 def run(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "bagua_kernels.warmup", *arguments]
     variables = {"NUMBA_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), "PATH": ""}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limits.seconds(110), check=False
+    )
 
 
 def train(spec: str) -> None:
     """Trains another model than the command's."""
-    comm.init(timeout=60)
+    comm.init(timeout=limits.seconds(60))
     torch.set_num_threads(1 + comm.rank())
     module = torch.nn.Sequential(torch.nn.Linear(77, 1000), torch.nn.Linear(1000, 3))
     optimizer = optim.AdamW(module.parameters())
@@ -47,7 +50,9 @@ def test_training_compiles_nothing_after_it(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     compiled = kernels(tmp_path)
     assert compiled
-    results = run_processes(train, 2, args=("bytegrad",), env={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=100)
+    results = run_processes(
+        train, 2, args=("bytegrad",), env={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=limits.seconds(100)
+    )
     assert [r.returncode for r in results] == [0, 0], results
     assert kernels(tmp_path) == compiled
 

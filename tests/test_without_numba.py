@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from bagua_kernels import knobs
+from tests.grids import grid
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = ("numba", "llvmlite")
@@ -148,7 +149,7 @@ def without_numba(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, l
     return torch.load(file), result.stderr
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@grid(name=list(TRAININGS))
 def test_training_is_that_of_compiled_kernels(without_numba: Any, name: str) -> None:
     with knobs.override(knobs.BACKEND, "numba_cpu"):
         found, expected = without_numba[0][name], TRAININGS[name]()

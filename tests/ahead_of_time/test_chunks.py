@@ -31,6 +31,8 @@ def test_encode(residual: bool, start: bool, dtype: torch.dtype, sm: int) -> Non
     assert max(widths(ptx, "ld.global")) >= 64
 
 
-@grid(record=only([WHOLE, Record(1, 32), Record(4096, 4096)], WHOLE), counted=only([False, True], True), cover=1)
+@grid(
+    record=only([WHOLE, Record(1, 32), Record(4096, 4096)], WHOLE), counted=only([False, True], True), cover=1, most=1
+)
 def test_add(record: Record, counted: bool) -> None:
     check(chunks_ptx("add", record, torch.float32, 90, counted=counted))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.ahead_of_time.ptx import count, opcodes, violations, widths
+from tests.grids import grid
 
 CLEAN = """
 .version 8.4
@@ -33,9 +32,9 @@ def test_clean_text() -> None:
     assert {"ld.shared.f32", "mul.rn.f32", "bra", "ret", ".target"} <= set(opcodes(CLEAN))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+@grid(
+    cover=1,
+    line=[
         "fma.rn.f32 %f1, %f2, %f3, %f4;",
         "mul.f32 %f1, %f2, %f3;",
         "add.f32 %f1, %f2, %f3;",

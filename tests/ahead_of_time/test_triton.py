@@ -57,7 +57,7 @@ from bench.ahead_of_time import (
     resources,
     variant_of,
 )
-from tests.grids import grid, one_of_each, only
+from tests.grids import grid, noted, one_of_each, only
 
 # Other dtypes differ in their loads and stores, so that one architecture shows them.
 TARGETS = only(
@@ -67,6 +67,8 @@ ARCHITECTURES = only([80, 90, 100], 90)
 MINMAX_UINT8 = minmax(8)
 # Kernels of a rule around a quantizer.
 FUSED = ("decode_apply", "gossip", *(message.name for message in MESSAGES))
+# One rule for each shape of a kernel: the words of a scale, what is searched and summed for it, and how blocks are split.
+KINDS = list({(rule.words, rule.extremes, rule.sums, rule.splits): rule for rule in reversed(RULES)}.values())
 UPDATES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
 # Elements that a thread works on at once.
 ELEMENTWISE_ELEMENTS = elementwise.BLOCK // (32 * ELEMENTWISE_WARPS)
@@ -119,7 +121,13 @@ def check_update(ptx: str, variant: Variant) -> int:
     return copies
 
 
-@grid(name=["encode", "encode_rows"], stochastic={"nearest": False, "stochastic": True}, dtype__sm=TARGETS, cover=1)
+@grid(
+    name=["encode", "encode_rows"],
+    stochastic={"nearest": False, "stochastic": True},
+    dtype__sm=TARGETS,
+    cover=1,
+    most=1,
+)
 def test_encode(dtype: torch.dtype, sm: int, name: str, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm, stochastic=stochastic)
     check(ptx)
@@ -131,7 +139,7 @@ def test_encode(dtype: torch.dtype, sm: int, name: str, stochastic: bool) -> Non
     assert max(widths(ptx, "st.global")) >= 128
 
 
-@grid(name=["decode", "decode_sum", "decode_rows"], dtype__sm=TARGETS, cover=1)
+@grid(name=["decode", "decode_sum", "decode_rows"], dtype__sm=TARGETS, cover=1, most=1)
 def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, name, dtype, sm)
     check(ptx)
@@ -140,7 +148,7 @@ def test_decode(name: str, dtype: torch.dtype, sm: int) -> None:
     assert min(widths(ptx, "st.global")) >= 128
 
 
-@grid(stochastic=only([False, True], True), sm=ARCHITECTURES, cover=1)
+@grid(stochastic=only([False, True], True), sm=ARCHITECTURES, cover=1, most=1)
 def test_reduce(sm: int, stochastic: bool) -> None:
     ptx = blockwise_ptx(MINMAX_UINT8, "reduce", FLOAT32, sm, stochastic=stochastic)
     check(ptx)
@@ -164,18 +172,18 @@ def test_any_length(name: str, n: str) -> None:
 
 
 @pytest.mark.slow
-@grid(
-    rule=one_of_each(
-        [pytest.param(rule, id=rule.name) for rule in RULES],
-        lambda given: (given.values[0].words, given.values[0].extremes, given.values[0].sums, given.values[0].splits),
-        lambda given: given.values[0].bits,
-        cover=1,
-    ),
-    name=[*BLOCKWISE, *FUSED],
-    cover=1,
-)
-def test_every_rule(rule: BlockQuantizer, name: str) -> None:
-    """One architecture: what differs between them, `test_encode` and the table of registers show."""
+@grid(rule={rule.name: rule for rule in RULES})
+def test_every_rule(rule: BlockQuantizer) -> None:
+    """All kernels of one rule of each kind, and the two in which the other rules differ from it.
+
+    For one architecture: what differs between them, `test_encode` and the table of registers show.
+    """
+    for name in (*BLOCKWISE, *FUSED) if rule in KINDS else ("encode", "decode"):
+        with noted(name):
+            check_kernel(rule, name)
+
+
+def check_kernel(rule: BlockQuantizer, name: str) -> None:
     block = RULES[rule]
     if name == "decode_apply":
         ptx = apply_ptx(rule, ADAM, FLOAT32, 90, block=block)
@@ -254,7 +262,7 @@ def test_blocks_of_many_tensors(rule: BlockQuantizer, name: str) -> None:
     assert more[32] <= 2 * blockwise.tile(rule, RULES[rule])["ROWS"]
 
 
-@grid(rule={rule.name: rule for rule in [ADAM, SGD]}, dtype__sm=TARGETS, cover=1)
+@grid(rule={rule.name: rule for rule in [ADAM, SGD]}, dtype__sm=TARGETS, cover=1, most=1)
 def test_elementwise(rule: ElementwiseRule, dtype: torch.dtype, sm: int) -> None:
     ptx = elementwise_ptx(rule, dtype, sm)
     wanted = operations(rule)
@@ -279,7 +287,7 @@ def vectors_of(ptx: str, access: str) -> Counter[int]:
 
 
 @pytest.mark.slow
-@grid(name=list(VARIANTS), sm=ARCHITECTURES, cover=1)
+@grid(name=list(VARIANTS), sm=ARCHITECTURES, cover=1, most=1)
 def test_multitensor(name: str, sm: int) -> None:
     variant = VARIANTS[name]
     ptx = multitensor_ptx(variant, sm)
@@ -290,8 +298,12 @@ def test_multitensor(name: str, sm: int) -> None:
     assert vectors_of(ptx, "st.global") == vectors(writes)
 
 
-@pytest.mark.parametrize(
-    "rule", one_of_each(UPDATES, lambda rule: (rule.arrays, rule.sums, rule.writes)), ids=lambda rule: rule.name
+@grid(
+    cover=1,
+    rule=one_of_each(
+        [pytest.param(rule, id=rule.name) for rule in UPDATES],
+        lambda case: (case.values[0].arrays, case.values[0].sums, case.values[0].writes),
+    ),
 )
 def test_every_update(rule: ElementwiseRule) -> None:
     variant = variant_of(rule)

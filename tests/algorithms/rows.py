@@ -27,7 +27,7 @@ from bagua_kernels.algorithms import (
     TopK,
 )
 from tests.algorithms.training import Wrap, everything, tuner
-from tests.grids import one_of_each
+from tests.grids import grid, one_of_each
 from tests.oracles import algorithms as oracle
 from tests.oracles.algorithms import Shapes
 from tests.oracles.block_rules import Spec
@@ -210,7 +210,7 @@ ROWS = {**WITHOUT_MEMORY, **WITH_MEMORY, **DGC_ROWS, **POWERSGD_ROWS}
 
 NAMED = [pytest.param(row, id=name) for name, row in ROWS.items()]
 
-every_kind = pytest.mark.parametrize("row", one_of_each(NAMED, lambda given: given.values[0].wrap))
+every_kind = grid(cover=1, row=one_of_each(NAMED, lambda given: given.values[0].wrap))
 
 # Each class without and with memory, with and without several buckets, and with something that changes after some steps.
 SAMPLE = one_of_each(

@@ -12,6 +12,7 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms import Algorithm, from_spec
 from bagua_kernels.algorithms.checkpoint import load, save
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.algorithms.ranks import Odd, batch
 
 SPECS = [
@@ -38,7 +39,7 @@ def steps(algorithm: Algorithm, first: int, last: int) -> None:
 
 def resumes(path: str, most: int = 9) -> None:
     """Trains four steps, and two that are saved and two more by others; with so many algorithms of both kinds."""
-    comm.init(timeout=20)
+    comm.init(timeout=limits.seconds(20))
     for number, spec in enumerate(SPECS[:most]):
         whole = make(spec)
         steps(whole, 0, 4)
@@ -88,7 +89,7 @@ def steps_on_parameters(
 
 def loads(path: str, more: int) -> None:
     """Loads what was saved, prints the mean of the residuals over all ranks, and goes on for some steps."""
-    communicator = comm.init(timeout=20)
+    communicator = comm.init(timeout=limits.seconds(20))
     algorithm = make(SPECS[0])
     load(algorithm, f"{path}/0")
     named = algorithm.algorithm_state_dict()["vectors"]["worker"]
@@ -102,7 +103,7 @@ def loads(path: str, more: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_resume_of_one_of_each_kind_through_files(tmp_path: Path) -> None:
-    results = run_processes(resumes, 2, args=(str(tmp_path), 1), timeout=100)
+    results = run_processes(resumes, 2, args=(str(tmp_path), 1), timeout=limits.seconds(100))
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-3000:]
 
 
@@ -114,7 +115,7 @@ def test_resume_through_files(tmp_path: Path) -> None:
     folder = str(tmp_path)
     reports = []
     for target, size, args in ((resumes, 3, (folder,)), (loads, 3, (folder, 0)), (loads, 2, (folder, 1))):
-        results = run_processes(target, size, args=args, timeout=120)
+        results = run_processes(target, size, args=args, timeout=limits.seconds(120))
         assert [r.returncode for r in results] == [0] * size, results[0].stderr[-3000:]
         if target is loads:
             reports.append([json.loads(r.stdout.splitlines()[-1]) for r in results])

@@ -18,9 +18,11 @@ from tests.algorithms.training import FULL, ODD, averaged, draw, pairs, stored, 
 from tests.grids import grid
 from tests.oracles.algorithms import Shapes
 
+pytestmark = pytest.mark.compiled
+
 REMEMBERING = {name: row for name, row in ROWS.items() if row.remembers}
 
-remembering = pytest.mark.parametrize("row", REMEMBERING.values(), ids=REMEMBERING.keys())
+remembering = grid(cover=1, row=REMEMBERING)
 
 
 def added(named: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
@@ -85,7 +87,7 @@ def test_nothing_is_lost_when_codecs_change(codecs: tuple[Any, Any]) -> None:
     check_conserved(FULL, averaged(data), means, states)
 
 
-@pytest.mark.parametrize("name", ["bytegrad_feedback", "sign", "sign_buckets", "onebit", "double_squeeze_qsgd", "topk",
+@grid(cover=1, name=["bytegrad_feedback", "sign", "sign_buckets", "onebit", "double_squeeze_qsgd", "topk",
                                   "topk_buckets", "randomk", "powersgd", "powersgd_rank_2",
                                   "powersgd_in_turn"])  # fmt: skip
 def test_nothing_is_lost_of_a_parameter_that_is_unused_for_a_step(name: str) -> None:

@@ -79,8 +79,8 @@ ERROR = {
 # Gradients of a vote are signs, of any size before.
 MEANS = [name for name in ALGORITHMS if name != "sign_vote"]
 
-every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
-every_mean = pytest.mark.parametrize("name", MEANS)
+every_algorithm = grid(cover=1, name=list(ALGORITHMS))
+every_mean = grid(cover=1, name=MEANS)
 
 
 @grid(name=list(ALGORITHMS), size__bucket_bytes=[(2, 1), (3, 500), (4, 10 << 20), (8, 10 << 20)], cover=1)
@@ -328,7 +328,7 @@ PAYLOAD: dict[str, Callable[[int], float]] = {
 
 # Of four ranks on, payloads are added up four at a time, in kernels of their own.
 @every_algorithm
-@pytest.mark.parametrize("ranks", only([2, 4], 2))
+@grid(cover=1, ranks=only([2, 4], 2))
 def test_bytes_per_step(name: str, ranks: int) -> None:
     def rank(communicator: Communicator) -> int:
         module = nn.Linear(512, 512, bias=False)

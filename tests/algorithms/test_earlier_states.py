@@ -16,6 +16,7 @@ from torch import nn
 
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, Guard, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.grids import grid
 
 FOLDER = Path(__file__).parent / "states"
 GUARDED = "guarded"
@@ -113,7 +114,11 @@ def resumed(communicator: Communicator, name: str, saved: list[dict[str, Any]]) 
     return found
 
 
-@pytest.mark.parametrize("name", SPECS)
+# Low ranks are equal to the bit on compiled kernels only: without them, torch.bmm adds in another order.
+NAMES = [pytest.param(name, marks=[pytest.mark.compiled] * name.startswith("powersgd")) for name in SPECS]
+
+
+@grid(cover=1, name=NAMES)
 def test_training_goes_on(name: str) -> None:
     saved = torch.load(FOLDER / f"{name}.pt", weights_only=True)
     for rank, found in enumerate(run_ranks(2, resumed, name, saved)):

@@ -59,8 +59,7 @@ def test_powersgd_of_full_rank_is_exact(shape: tuple[int, ...]) -> None:
     assert worst(means, averaged(data), "m") <= 1e-4
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("exact", [(), "1d"], ids=["all", "1d exact"])
+@grid(cover=1, nesterov=[False, True], exact={"all": (), "1d exact": "1d"})
 def test_dgc_of_all_elements_is_sgd_with_momentum(nesterov: bool, exact: Any) -> None:
     """Also where parameters travel uncompressed: what arrives contains the momentum, and the optimizer adds none."""
     data = draw(ODD, 3)
@@ -110,7 +109,7 @@ def test_small_parameters_are_exact(min_numel: int) -> None:
                 assert np.allclose(mean[name], in_order(everyone, name), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("wrap", [SignSGD, OneBitSGD, DoubleSqueeze, TopK, RandomK])
+@grid(cover=1, wrap=[SignSGD, OneBitSGD, DoubleSqueeze, TopK, RandomK])
 def test_small_parameters_are_exact_by_default_where_few_bits_are_sent(wrap: Wrap) -> None:
     shapes: Shapes = {"vector": (600,), "small": (7, 73), "large": (8, 64)}
     data = draw(shapes, 2, 2)
@@ -129,9 +128,7 @@ def test_groups_without_compression_are_exact() -> None:
     assert worst(means, expected, "second") > 0.01
 
 
-@pytest.mark.parametrize(
-    "wrap", [ByteGrad, SignSGD, OneBitSGD, TopK, RandomK, QSGD, TernGrad, FP8AllReduce, DoubleSqueeze]
-)
+@grid(cover=1, wrap=[ByteGrad, SignSGD, OneBitSGD, TopK, RandomK, QSGD, TernGrad, FP8AllReduce, DoubleSqueeze])
 def test_warmup_is_no_compression(wrap: Wrap) -> None:
     data = draw(ODD, 3)
     means, _ = train(wrap, ODD, data, warmup_steps=3)
@@ -147,7 +144,7 @@ def test_powersgd_starts_without_compression() -> None:
     assert all(float(r.norm()) == 0 for r in states[0]["vectors"]["residual"].values())
 
 
-@pytest.mark.parametrize("wrap", [ByteGrad, SignSGD, TopK, DGC, PowerSGD])
+@grid(cover=1, wrap=[ByteGrad, SignSGD, TopK, DGC, PowerSGD])
 def test_float64_modules(wrap: Wrap) -> None:
     shapes: Shapes = {"first": (13, 11), "bias": (13,)}
     data = draw(shapes, 2, 2)

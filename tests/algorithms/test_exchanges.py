@@ -268,9 +268,9 @@ def test_residual_of_a_parameter_without_a_gradient_is_not_lost() -> None:
     assert torch.allclose(everyone[0][0] + kept + owner, made, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+@grid(
+    cover=1,
+    make__message=[
         (lambda *a, **k: DoubleSqueeze(*a, codec="topk", **k), "encodes means again, which TopK"),
         (lambda *a, **k: DoubleSqueeze(*a, owner_feedback=False, **k), "both passes, got owner_feedback=False"),
         (lambda *a, **k: TernGrad(*a, shared=True, error_feedback=True, **k), "shared scales allow no error feedback"),

@@ -21,6 +21,7 @@ from bagua_kernels.algorithms import (
 )
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill, gradients, loss_of
+from tests.grids import grid
 
 
 def test_clipping_is_by_the_norm_of_the_mean() -> None:
@@ -66,7 +67,7 @@ def test_weights_make_means_over_samples() -> None:
             assert ours is None or torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [GradientAllReduce, ByteGrad, PowerSGD])
+@grid(cover=1, wrap=[GradientAllReduce, ByteGrad, PowerSGD])
 def test_join_with_uneven_numbers_of_batches(wrap: type) -> None:
     """Rank r has r + 1 batches; each step averages over those that still train, and all end with the last one's model."""
 
@@ -173,7 +174,7 @@ def test_two_models_in_one_process_take_turns() -> None:
         assert all(x is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("wrap", [GradientAllReduce, ByteGrad])
+@grid(cover=1, wrap=[GradientAllReduce, ByteGrad])
 def test_activation_checkpointing(wrap: type) -> None:
     class Checkpointed(Odd):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

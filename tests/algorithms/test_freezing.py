@@ -112,7 +112,7 @@ def test_frozen_parameters_stay_and_are_trained_again_later(name: str, mode: str
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@grid(cover=1, mode=list(MODES))
 def test_a_parameter_that_only_some_ranks_freeze_is_an_error(mode: str) -> None:
     """Also where nobody has a gradient for it, and what is remembered would move it."""
 

@@ -11,6 +11,8 @@ from tests import grids
 from tests.algorithms.fuzz import by_threads, by_turns, compared, draw, main
 from tests.grids import only
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

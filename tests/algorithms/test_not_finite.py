@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, OneBitAdam, QAdam
@@ -15,7 +14,7 @@ from bagua_kernels.compression.codec import names
 from tests import grids
 from tests.algorithms.test_contract import ALGORITHMS
 from tests.algorithms.training import Given, draw
-from tests.grids import only
+from tests.grids import grid, only
 from tests.oracles.algorithms import Shapes
 
 # Of many blocks and of a few elements; sizes are divisible by nothing.
@@ -67,7 +66,7 @@ def follow(communicator: Communicator, name: str, where: tuple[int, str, int, fl
     algorithm.close()
 
 
-@pytest.mark.parametrize("name", only(EVERY, *ALGORITHMS, *ADAMS))
+@grid(cover=1, name=only(EVERY, *ALGORITHMS, *ADAMS))
 def test_one_element_arrives_everywhere_and_is_not_kept(name: str) -> None:
     rng = np.random.default_rng(list(name.encode()))
     bad = rng.permutation([float("nan"), float("inf"), float("-inf"), float("nan")]).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
 
@@ -13,6 +12,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import fold_seed
 from bagua_kernels.compression.powersgd.orthonormal import gaussian, name_number
 from tests.algorithms.ranks import batch, fill
+from tests.grids import grid
 
 ROWS, COLUMNS = 512, 256
 
@@ -46,8 +46,7 @@ def test_messages_have_the_size_of_a_side() -> None:
         assert factor <= found <= factor + 256
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("alternate", [True, False])
+@grid(cover=1, steps=[1, 2], alternate=[True, False])
 def test_a_state_of_other_steps_is_taken_over(alternate: bool, steps: int) -> None:
     """Its right factors are what the first step projects onto, and its residuals are added."""
 

@@ -89,7 +89,7 @@ def test_dgc_keeps_the_velocity_of_what_was_not_sent() -> None:
     assert states[0]["vectors"]["worker"]["p"].tolist() == [0, -0.5, 0, 0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@grid(cover=1, ranks=[2, 3, 4])
 def test_votes_are_signs(ranks: int) -> None:
     """Unit gradients; ties, zeros and negative zeros are +1."""
     data = draw(ODD, ranks)

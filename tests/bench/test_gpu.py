@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,9 @@ import bench.gpu.__main__ as command
 from bench.gpu import digests, marks, stage, tests_of, workers
 from bench.gpu.child import ROOT, Child
 from bench.gpu.runner import CRASHED, FAILED, NOT_RUN, PASSED, REFUSED, TIMED_OUT, Report, Runner, Stage, table
+from tests import limits
 
-LONG = 90.0
+LONG = limits.seconds(90)
 PASSES = "marks.figures({'rate': 5}); marks.headline('all well'); marks.row('one row')"
 RAISES = "marks.figures({'before': 1}); raise ValueError('this fails')"
 ABORTS = "marks.figures({'before': 2}); import os; os.abort()"
@@ -46,10 +46,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    limits.until(condition, "the child has come so far", limit=90, pause=0.02)
 
 
 def runner(folder: Path, stages: list[Stage], deadline: float = 10 * LONG, cores: int = 4) -> tuple[Runner, list[str]]:
@@ -63,7 +60,7 @@ def test_each_stage_has_its_outcome_and_costs_no_other(tmp_path: Path) -> None:
         dummy("raises", RAISES),
         dummy("aborts", ABORTS),
         dummy("killed", KILLED),
-        dummy("hangs", HANGS, limit=4.0, least=1.0),
+        dummy("hangs", HANGS, limit=limits.seconds(4), least=1.0),
         dummy("floods", FLOODS),
         dummy("no lines", NO_LINES, alone=True),
         dummy("refuses", REFUSES),

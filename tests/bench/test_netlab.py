@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.netlab import probe as netlab_probe
 from bench.netlab.lab import Lab, LabError, available, remove_remains
+from tests import limits
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 20.0
+until = functools.partial(limits.until, limit=20.0, pause=0.05)
 
 SENDER = """
 import socket, time
@@ -69,7 +71,9 @@ def _lab_can_be_made() -> None:
 
 def left(tag: str) -> list[str]:
     """Namespaces, files and processes of a lab."""
-    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=20).stdout
+    namespaces = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=limits.seconds(20)
+    ).stdout
     files = [str(file) for file in Path("/etc/netns").glob(f"{tag}*")]
     relays = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -80,25 +84,33 @@ def left(tag: str) -> list[str]:
     return [line for line in namespaces.splitlines() if tag in line] + files + relays
 
 
-def until(done: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
-        time.sleep(0.05)
-
-
 def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
+def rates(namespace: str, device: str) -> list[tuple[str, float]]:
+    """The kind and the rate, in bytes a second, of each queue of a device, as the kernel has them."""
+    command = ["tc", "-n", namespace, "-json", "qdisc", "show", "dev", device]
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=limits.seconds(20)).stdout
+    )
+    return [(each["kind"], float(each["options"]["rate"])) for each in found]
+
+
 def test_links_are_as_slow_as_asked_for() -> None:
-    """With room for a machine that has other things to do."""
+    """Traffic passes queues that the kernel holds to the rate, and a relay that was given the delay."""
     with Lab(hosts=2, rate=100, delay=5) as lab:
-        mbit, round_trip = netlab_probe.measure(lab, seconds=0.5)
-        assert 50 < mbit < 200
-        assert 9.9 < round_trip < 40
-        assert lab.bytes_sent(1) > 0.5 * 0.5 * 100e6 / 8
+        for host in range(2):
+            assert rates(f"{lab.tag}-h{host}", "eth0") == [("tbf", 100e6 / 8)]
+            assert rates(f"{lab.tag}-switch", f"p{host}") == [("tbf", 100e6 / 8)]
+        (relay,) = (Path(file) for file in left(lab.tag) if file.endswith("/cmdline"))
+        told = json.loads(relay.read_text().split("\0")[-2])
+        assert (told["delay"], len(told["pairs"])) == (0.005, 2)
+        assert all(map(math.isfinite, netlab_probe.measure(lab, seconds=0.1)))
+        assert lab.bytes_sent(1) > 25 * 66  # 25 round trips of a byte with its headers, and the stream
         until(lambda: lab.bytes_sent(1) == lab.bytes_received(0), "every byte that h1 sent came to h0")
+        lab.shape(0, 50)
+        assert rates(f"{lab.tag}-h0", "eth0") == [("tbf", 50e6 / 8)]
 
 
 def test_cut_host_gets_nothing_until_it_joins_again() -> None:
@@ -107,10 +119,15 @@ def test_cut_host_gets_nothing_until_it_joins_again() -> None:
         lab.start(0, python(SENDER))
         until(lambda: lab.bytes_received(1) > 1e6, "traffic")
         lab.cut(1)
-        time.sleep(0.3)  # what is queued still arrives
+
+        def still() -> bool:
+            """True if nothing arrives for a while; what is queued still does."""
+            before = lab.bytes_received(1)
+            time.sleep(0.3)
+            return lab.bytes_received(1) == before
+
+        until(still, "no traffic after the cut")
         at_cut = lab.bytes_received(1)
-        time.sleep(0.3)
-        assert lab.bytes_received(1) == at_cut
         lab.join(1)
         until(lambda: lab.bytes_received(1) > at_cut + 1e6, "traffic after the host joined again")
         lab.shape(1, None)
@@ -146,7 +163,7 @@ def test_ranks_know_who_and_where_they_are() -> None:
 
 def test_ranks_that_take_too_long_are_ended() -> None:
     with Lab(hosts=2) as lab:
-        first, second = lab.run(["sh", "-c", "echo here; test {rank} = 0 || sleep 1000"], timeout=1.0)
+        first, second = lab.run(["sh", "-c", "echo here; test {rank} = 0 || sleep 1000"], timeout=limits.seconds(1))
     assert (first.returncode, first.ended, first.stdout) == (0, False, "here\n")
     assert (second.returncode, second.ended, second.stdout) == (-signal.SIGTERM, True, "here\n")
 
@@ -166,7 +183,7 @@ def test_command_line_runs_ranks() -> None:
         "-c",
         "exit {rank}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limits.seconds(60))
     assert done.returncode == 1
     assert "rank 0: gave 0" in done.stderr
     assert "rank 1: gave 1" in done.stderr
@@ -175,7 +192,7 @@ def test_command_line_runs_ranks() -> None:
 @pytest.mark.slow
 def test_gloo_reduces_between_hosts() -> None:
     with Lab(hosts=2, rate=1000, delay=1) as lab:
-        results = lab.run(python(ALL_REDUCE), timeout=60)
+        results = lab.run(python(ALL_REDUCE), timeout=limits.seconds(60))
         assert [(result.returncode, result.stdout) for result in results] == [(0, "[3.0]\n")] * 2, results
         assert lab.bytes_sent(0) > 4000
 
@@ -212,7 +229,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
         tag = process.stdout.readline().strip()
         assert left(tag)
         process.send_signal(number)
-        assert process.wait(timeout=PATIENCE) == (128 + number if number == signal.SIGTERM else -number)
+        assert process.wait(timeout=limits.seconds(20)) == (128 + number if number == signal.SIGTERM else -number)
     if number == signal.SIGKILL:
         remove_remains()
     until(lambda: not left(tag), "nothing left")
@@ -223,7 +240,7 @@ def test_a_relay_that_died_is_told() -> None:
         with Lab(hosts=1, delay=1) as lab:
             relays = [file for file in left(lab.tag) if file.endswith("/cmdline")]
             assert len(relays) == 1
-            subprocess.run(["kill", "-KILL", relays[0].split("/")[2]], check=True, timeout=20)
+            subprocess.run(["kill", "-KILL", relays[0].split("/")[2]], check=True, timeout=limits.seconds(20))
             until(lambda: ") Z " in Path(relays[0]).with_name("stat").read_text(), "the relay's end")
 
     with pytest.raises(LabError, match="relay ended"):

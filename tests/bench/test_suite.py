@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import limits
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("--codec-elements", "3000", "--adamw-elements", "3000", "--rounds", "2")
 
@@ -17,7 +19,7 @@ def run(*arguments: str) -> str:
     # pytest-benchmark measures nothing in a worker of pytest-xdist, which it knows by this variable.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False, env=environment
+        command, cwd=ROOT, capture_output=True, text=True, timeout=limits.seconds(110), check=False, env=environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

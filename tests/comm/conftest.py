@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+
+from tests import limits
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +15,8 @@ def no_thread_is_left() -> Iterator[None]:
     """The threads that a test has started are gone after it, without help of the garbage collector."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 5
-    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("bagua_kernels")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
+
+    def left() -> list[str]:
+        return [t.name for t in set(threading.enumerate()) - before if t.name.startswith("bagua_kernels")]
+
+    limits.until(lambda: not left(), lambda: f"{left()} end", limit=5)

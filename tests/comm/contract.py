@@ -13,6 +13,7 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.errors import CommunicationError
+from tests import limits
 from tests.comm.values import (
     FLOATS,
     INTEGERS,
@@ -195,7 +196,7 @@ def case_many_threads_wait_for_one_work(c: Communicator) -> None:
             work, output, expected = c.all_gather(wide, x), wide, 8.0
         elif c.size > 1:
             work, output, expected = c.neighbour_exchange({left: y}, {right: x[:64]}), y, 8.0
-        together, seen = threading.Barrier(everyone, timeout=30), []
+        together, seen = threading.Barrier(everyone, timeout=limits.seconds(30)), []
 
         def wait() -> None:
             try:
@@ -209,7 +210,7 @@ def case_many_threads_wait_for_one_work(c: Communicator) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(limits.seconds(30))
         assert seen == [[expected] * output.numel()] * everyone, (kind, seen)
 
 
@@ -322,7 +323,7 @@ CASES = [value for name, value in list(globals().items()) if name.startswith("ca
 
 def battery() -> None:
     """Runs all cases in this process's rank, and prints those that failed."""
-    communicator = comm.init(timeout=30)
+    communicator = comm.init(timeout=limits.seconds(30))
     failures = {}
     for case in CASES:
         try:

@@ -23,6 +23,7 @@ from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.mailbox import LocalMailbox
 from bagua_kernels.comm.work import Work
 from bagua_kernels.jit.op import Op
+from tests import limits
 from tests.comm.backends.nccl.fake_cuda import Cuda, Event, Machine, Stream
 from tests.comm.backends.nccl.fake_memory import operands
 
@@ -122,7 +123,7 @@ class FakeGpu:
             return fn(communicator)
 
         try:
-            return run_ranks(size, run, timeout=60.0, device=self.device)
+            return run_ranks(size, run, timeout=limits.seconds(60), device=self.device)
         finally:
             self.machine.raise_failure()
 

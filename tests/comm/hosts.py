@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from bagua_kernels.comm.testing import process_command
 from bench.netlab import lab as netlab
+from tests import limits
 
 
 class Hosts:
@@ -29,21 +29,20 @@ class Hosts:
         return self._paths[rank].read_text()
 
     def wait_for_output(self, text: str, timeout: float = 60) -> None:
-        """Waits until every rank has written a text."""
-        deadline = time.monotonic() + timeout
-        while not all(text in self.output(rank) for rank in range(len(self._paths))):
-            assert time.monotonic() < deadline, [self.output(rank) for rank in range(len(self._paths))]
-            time.sleep(0.05)
+        """Waits until every rank has written a text; the timeout is scaled."""
 
-    def unplug(self, rank: int) -> float:
-        """Cuts a host off; returns the time of that."""
-        broken = time.time()
+        def outputs() -> list[str]:
+            return [self.output(rank) for rank in range(len(self._paths))]
+
+        limits.until(lambda: all(text in each for each in outputs()), outputs, timeout, pause=0.05)
+
+    def unplug(self, rank: int) -> None:
+        """Cuts a host off."""
         self._lab.cut(rank)
-        return broken
 
     def end(self, rank: int, timeout: float = 60) -> str:
         """Waits for the end of a rank, which must have gone well; returns its output."""
-        code = self._processes[rank].wait(timeout)
+        code = self._processes[rank].wait(limits.seconds(timeout))
         assert code == 0, f"rank {rank}: {code}\n{self.output(rank)}"
         return self.output(rank)
 

@@ -46,5 +46,6 @@ def test_variables_are_the_knobs() -> None:
     own = {name for name in known if name.startswith("BAGUA_KERNELS_")}
     assert {name for name, _ in rows if name.startswith("BAGUA")} == own - {
         "BAGUA_KERNELS_BACKEND",
+        "BAGUA_KERNELS_CACHE_MB",
         "BAGUA_KERNELS_WATCH",
     }  # those of one device

@@ -12,6 +12,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from tests import limits
 from tests.comm.contract import CASES, battery
 from tests.comm.trouble import abort_of_a_duplicate, failure_reaches_all_threads, late_neighbour
 from tests.comm.values import same, values
@@ -28,7 +29,7 @@ def test_threads(case: Callable[[Communicator], None], size: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_"))
 def test_many_threads(case: Callable[[Communicator], None]) -> None:
     """The contract holds for sixteen ranks."""
-    run_ranks(16, case, timeout=60)
+    run_ranks(16, case, timeout=limits.seconds(60))
 
 
 PROCESSES = [1, 2, 3, 4]
@@ -41,27 +42,29 @@ PROCESSES = [1, 2, 3, 4]
 )
 def test_processes(size: int, sockets: str) -> None:
     """The contract holds for processes over Gloo alone, and with sockets of their own beside it."""
-    for rank, result in enumerate(run_processes(battery, size, timeout=110, env={"BAGUA_KERNELS_SOCKETS": sockets})):
+    for rank, result in enumerate(
+        run_processes(battery, size, timeout=limits.seconds(110), env={"BAGUA_KERNELS_SOCKETS": sockets})
+    ):
         assert "FAILURES {}\n" in result.stdout, f"rank {rank}:\n{result.stdout}\n{result.stderr}"
         assert result.returncode == 0, result.stderr
 
 
 def aborting() -> None:
     """One rank of two."""
-    abort_of_a_duplicate(comm.init(timeout=60))
+    abort_of_a_duplicate(comm.init(timeout=limits.seconds(60)))
     print("FINE", flush=True)
 
 
 @pytest.mark.slow
 def test_gloo_abort() -> None:
     """Only the communicator that was aborted is lost, and the processes end without waiting for its work."""
-    for result in run_processes(aborting, 2, timeout=50):
+    for result in run_processes(aborting, 2, timeout=limits.seconds(50)):
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 
 def late() -> None:
     """One rank of two or three."""
-    c = comm.init(timeout=60)
+    c = comm.init(timeout=limits.seconds(60))
     late_neighbour(c)
     failure_reaches_all_threads(c)
     print("FINE", flush=True)
@@ -71,11 +74,11 @@ def late() -> None:
 @pytest.mark.parametrize(("size", "sockets"), [(2, "0"), (3, "0"), (3, "2")])
 def test_late_neighbour_between_processes(size: int, sockets: str) -> None:
     """Gloo closes its connections when a wait for a message runs out of time: nothing of it may show."""
-    for result in run_processes(late, size, timeout=90, env={"BAGUA_KERNELS_SOCKETS": sockets}):
+    for result in run_processes(late, size, timeout=limits.seconds(90), env={"BAGUA_KERNELS_SOCKETS": sockets}):
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@grid(cover=1, size=[2, 3])
 def test_late_neighbour_among_threads(size: int) -> None:
     """A message may be late, whatever carries it."""
     run_ranks(size, late_neighbour)
@@ -115,7 +118,7 @@ def test_timeout_names_the_ranks_that_did_not_come() -> None:
     """Ranks 1 and 2 stay away until the others have given up."""
     seen: list[tuple[int, ...]] = []
 
-    given_up = threading.Barrier(4, timeout=10)
+    given_up = threading.Barrier(4, timeout=limits.seconds(10))
 
     def fn(c: Communicator) -> None:
         if c.rank in (0, 3):
@@ -124,7 +127,7 @@ def test_timeout_names_the_ranks_that_did_not_come() -> None:
             seen.append(caught.value.ranks)
         given_up.wait()
 
-    run_ranks(4, fn, timeout=0.3)
+    run_ranks(4, fn, timeout=limits.seconds(0.3))
     assert seen == [(1, 2), (1, 2)]
 
 

@@ -19,6 +19,8 @@ from bagua_kernels.comm.joining.seal import HEADER, Seal
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CommunicationError
+from tests import limits
+from tests.grids import grid
 
 
 class Bomb:
@@ -48,8 +50,7 @@ def send(c: Communicator, operation: str, header: torch.Tensor, payload: torch.T
         c.all_gather(torch.empty(2 * payload.numel(), dtype=torch.uint8), payload).wait()
 
 
-@pytest.mark.parametrize("secret", ["none", "another"])
-@pytest.mark.parametrize("operation", ["broadcast", "all_gather", "gather", "scatter"])
+@grid(cover=1, secret=["none", "another"], operation=["broadcast", "all_gather", "gather", "scatter"])
 def test_pickle_of_a_stranger_is_not_read(operation: str, secret: str, tmp_path: Path) -> None:
     """Rank 1 stands for somebody who has taken over its connections, but does not know the secret."""
     payload = tensor(pickle.dumps(Bomb(tmp_path / "executed")))
@@ -151,10 +152,10 @@ def _other_secrets(kind: str) -> None:
     rank = int(os.environ["RANK"])
     try:
         if kind == "init":
-            comm.init(timeout=30)
+            comm.init(timeout=limits.seconds(30))
         else:
             dist.init_process_group("gloo")
-            TorchCommunicator(timeout=30)
+            TorchCommunicator(timeout=limits.seconds(30))
     except CommunicationError as error:
         print(json.dumps([rank, str(error)]))
     # The ranks part at once: nobody has to wait for a timeout.
@@ -199,7 +200,7 @@ def _bombed(folder: str) -> None:
         Introduction._gather = bombs  # type: ignore[method-assign]
     dist.init_process_group("gloo")
     try:
-        TorchCommunicator(timeout=30)
+        TorchCommunicator(timeout=limits.seconds(30))
     except CommunicationError as error:
         print(error)
 

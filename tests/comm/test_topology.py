@@ -26,7 +26,7 @@ from bagua_kernels.comm.topology import (
     Torus,
     neighbour_average,
 )
-from tests.grids import folded
+from tests.grids import folded, grid
 
 
 def drifting(size: int) -> GivenMatrix:
@@ -49,8 +49,8 @@ SOUND: dict[str, Callable[[int], Topology]] = {
     "given": lambda size: GivenMatrix(size, (np.eye(size) + Ring(size).matrix()) / 2),
 }
 DIRECTED = ("static", "one-peer")
-sound = pytest.mark.parametrize("name", SOUND)
-sizes = pytest.mark.parametrize("size", range(1, 18))
+sound = grid(cover=1, name=list(SOUND))
+sizes = grid(cover=1, size=range(1, 18))
 
 
 def product(topology: Topology, first: int, steps: int) -> np.ndarray:
@@ -78,9 +78,9 @@ def raised(size: int, fn: Callable[[Communicator], object]) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("topology", "rho"),
-    [
+@grid(
+    cover=1,
+    topology__rho=[
         *[(Complete(size), 0.0) for size in (4, 8, 16)],
         *[(Ring(size), rho) for size, rho in ((2, 0.0), (4, 0.333), (8, 0.805), (16, 0.949))],
         *[(StaticExponential(size), rho) for size, rho in ((4, 0.333), (8, 0.5), (16, 0.6))],
@@ -88,7 +88,6 @@ def raised(size: int, fn: Callable[[Communicator], object]) -> str:
         (Torus(16), 0.6),
         (Torus(16, columns=2), (1 + 2 * np.sqrt(0.5) + 1) / 4),
     ],
-    ids=str,
 )
 def test_rho_is_the_published_one(topology: Topology, rho: float) -> None:
     assert topology.rho() == pytest.approx(rho, abs=6e-4)
@@ -137,8 +136,7 @@ def test_neighbours_and_weights_are_those_of_the_matrix(name: str, size: int) ->
         np.testing.assert_array_equal(rebuilt, w)
 
 
-@pytest.mark.parametrize("name", [name for name in SOUND if name != "matching"])
-@pytest.mark.parametrize("size", [3, 8])
+@grid(cover=1, name=[name for name in SOUND if name != "matching"], size=[3, 8])
 def test_a_period_contracts_by_rho_and_no_more(name: str, size: int) -> None:
     topology = SOUND[name](size)
     m, rho = product(topology, 0, topology.period or 1), topology.rho()
@@ -157,7 +155,7 @@ def test_links_are_where_they_are_said_to_be() -> None:
     assert Ring(5).weights(0) == {0: 1 / 3, 1: 1 / 3, 4: 1 / 3}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@grid(cover=1, size=[1, 2, 4, 8, 16])
 def test_one_peer_exponential_yields_the_exact_mean(size: int) -> None:
     topology = OnePeerExponential(size)
     steps = int(np.log2(size))
@@ -203,7 +201,7 @@ def test_random_matching_depends_on_seed_and_step() -> None:
     assert pairs == [(), (2,), (1,), (5,), (6,), (3,), (4,)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 7])
+@grid(cover=1, size=[2, 3, 6, 7])
 def test_random_matching_contracts_by_rho_on_average(size: int) -> None:
     topology = RandomMatching(size, 1)
     mean = np.mean([w.T @ w for w in map(topology.matrix, range(2000))], axis=0)
@@ -236,9 +234,9 @@ def test_equal_topologies_are_equal_values() -> None:
         Ring(4).matrix()[0, 0] = 1
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+@grid(
+    cover=1,
+    make__message=[
         (lambda: Ring(0), "size .*int >= 1, got 0"),
         (lambda: Ring(2.0), "size .*got 2.0"),  # type: ignore[arg-type]
         (lambda: Torus(6, columns=4), "columns to divide self.size=6, got 4"),
@@ -327,7 +325,7 @@ def gossip(topology: Topology, x: torch.Tensor, steps: int) -> torch.Tensor:
     return torch.stack(run_ranks(topology.size, run))
 
 
-@pytest.mark.parametrize("name", [*SOUND, "drifting"])
+@grid(cover=1, name=[*SOUND, "drifting"])
 @folded(size=[1, 2, 3, 5, 8])
 def test_gossip_is_the_matrix_product(name: str, size: int) -> None:
     topology = SOUND.get(name, drifting)(size)
@@ -343,7 +341,7 @@ def test_gossip_is_the_matrix_product(name: str, size: int) -> None:
         np.testing.assert_allclose(found.double().numpy().reshape(size, -1), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("topology", [Ring(8), Torus(6), SOUND["star"](5), StaticExponential(7)], ids=str)
+@grid(cover=1, topology=[Ring(8), Torus(6), SOUND["star"](5), StaticExponential(7)])
 def test_gossip_contracts_by_rho_and_keeps_the_mean(topology: Topology) -> None:
     x = torch.randn(topology.size, 101, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     before = x.numpy()

@@ -9,6 +9,7 @@ import pytest
 
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.topology import GivenMatrix, Graph, Needs, RandomMatching, Ring, Topology
+from tests.grids import grid
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Swaps(Topology):
         return np.eye(3)[[1, 0, 2] if step == 0 else [0, 2, 1]]
 
 
-@pytest.mark.parametrize(
-    ("topology", "mixes"),
-    [
+@grid(
+    cover=1,
+    topology__mixes=[
         (GivenMatrix(2, [[0, 1], [1, 0]]), False),
         # Periodic: a ring of an even number of ranks whose neighbours count one half each, and no rank itself.
         (GivenMatrix(4, (np.roll(np.eye(4), 1, 0) + np.roll(np.eye(4), -1, 0)) / 2), False),
@@ -36,7 +37,6 @@ class Swaps(Topology):
         (Graph(4, [(0, 1), (2, 3)]), False),
         (GivenMatrix(1, [[1]]), True),
     ],
-    ids=str,
 )
 def test_mixing_is_more_than_links(topology: Topology, mixes: bool) -> None:
     assert topology.mixes == mixes
@@ -47,8 +47,7 @@ def test_mixing_is_more_than_links(topology: Topology, mixes: bool) -> None:
     assert not topology.doubly_stochastic or (topology.rho() < 1 - 1e-9) == mixes
 
 
-@pytest.mark.parametrize("topology", [GivenMatrix(2, [[0, 1], [1, 0]]), Swaps(3)], ids=str)
-@pytest.mark.parametrize("needs", ["rows", "columns", "doubly", "symmetric"])
+@grid(cover=1, topology=[GivenMatrix(2, [[0, 1], [1, 0]]), Swaps(3)], needs=["rows", "columns", "doubly", "symmetric"])
 def test_what_goes_round_for_ever_is_refused(topology: Topology, needs: Needs) -> None:
     def rank(communicator: Communicator) -> None:
         with pytest.raises(ValueError, match="values go round for ever: add links or self-weights"):

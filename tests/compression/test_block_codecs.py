@@ -20,8 +20,8 @@ from tests.oracles.vectors import KINDS, make, raw_vectors, vectors
 SEED = 0xFEDC_BA98_7654_3210
 # The simulator takes a second for a few hundred elements: one length with a full and a short block shows the layout.
 lengths = {name: SHORT_LENGTHS[name] for name in ("one", "above_block")} if EMULATED else LENGTHS
-every_case = pytest.mark.parametrize("case", SAMPLED, ids=str)
-one_of_each_kind = pytest.mark.parametrize("case", FEW, ids=str)
+every_case = grid(cover=1, case=SAMPLED)
+one_of_each_kind = grid(cover=1, case=FEW)
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -54,7 +54,7 @@ def test_same_bytes_as_the_oracle(target: Target, case: Case, n: int) -> None:
 
 
 @pytest.mark.skipif(EMULATED, reason="takes hours here")
-@pytest.mark.parametrize("case", FEW, ids=str)
+@grid(cover=1, case=FEW)
 def test_millions(target: Target, case: Case) -> None:
     """Beyond the caches, where the CPU writes vectors past them, also from and to memory of odd alignment."""
     n = 2_000_003

@@ -35,15 +35,14 @@ def vector(n: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return torch.from_numpy(make("gaussian", n, 1e-2, seed)).to(dtype) if n else torch.empty(0, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("codec", "error", "cost"),
-    [
+@grid(
+    cover=1,
+    codec__error__cost=[
         (AbsMaxInt8(), 0.015, 1.02),
         (MinMaxUInt8(), 0.015, 1.04),
         (AbsMaxInt4(), 0.20, 0.54),
         (MinMaxUInt4(), 0.20, 0.54),
     ],
-    ids=str,
 )
 def test_accuracy_in_every_layer_of_a_bucket(codec: AbsMaxInt8 | MinMaxUInt8, error: float, cost: float) -> None:
     x, layers = mixed_bucket(256)
@@ -55,7 +54,7 @@ def test_accuracy_in_every_layer_of_a_bucket(codec: AbsMaxInt8 | MinMaxUInt8, er
         assert codec.payload_size(n) <= cost * n
 
 
-@pytest.mark.parametrize("name", names())
+@grid(cover=1, name=names())
 def test_every_name_makes_a_codec_that_works(name: str) -> None:
     codec = from_spec(name)
     assert isinstance(codec, Codec)
@@ -250,9 +249,10 @@ def test_decode_and_apply_is_both_in_turn(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(
-    "codec", only([AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)], AbsMaxInt8(), AbsMaxInt4()), ids=str
+@grid(
+    cover=1,
+    ranks=[1, 3],
+    codec=only([AbsMaxInt8(), AbsMaxInt4(), Sign(64, two_means=True)], AbsMaxInt8(), AbsMaxInt4()),
 )
 def test_decode_and_apply_to_a_part_is_that_part(target: Target, codec: AbsMaxInt8, ranks: int) -> None:
     n, first = 5 * codec.block + 7, 2
@@ -291,7 +291,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("spec", EVERY)
+@grid(cover=1, spec=EVERY)
 @folded(ranks=[0, 1, 2, 3])
 def test_vectors_of_no_elements(target: Target, spec: str, ranks: int) -> None:
     codec, empty = from_spec(spec), torch.empty(0, device=target.device)

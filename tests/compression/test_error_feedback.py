@@ -25,7 +25,7 @@ from bagua_kernels.compression import (
 )
 from tests.cases import mixed_bucket
 from tests.conftest import EMULATED, Target
-from tests.grids import only
+from tests.grids import grid, only
 
 CODECS: list[Codec] = [
     AbsMaxInt8(),
@@ -49,7 +49,7 @@ CODECS: list[Codec] = [
 ]
 # By default without two that draw as others do.
 DEFAULT = [codec for codec in CODECS if codec not in (from_spec("qsgd:bits=2,norm=l2"), from_spec("terngrad"))]
-some = pytest.mark.parametrize("codec", CODECS[:4] if EMULATED else only(CODECS, *DEFAULT), ids=str)
+some = grid(cover=1, codec=CODECS[:4] if EMULATED else only(CODECS, *DEFAULT))
 
 
 def vector(n: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_one_pass_is_the_sequence(target: Target, codec: Codec) -> None:
     assert torch.equal(feedback.residual("a", x), total - codec.decode(expected, torch.empty_like(x)))
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c.bias, Unbiased)], ids=str)
+@grid(cover=1, codec=[c for c in CODECS if isinstance(c.bias, Unbiased)])
 def test_unbiased_codecs_are_scaled_or_refused(codec: Codec) -> None:
     assert isinstance(codec.bias, Unbiased)
     assert ErrorFeedback(codec).factor == 1 / (1 + codec.bias.omega)
@@ -124,7 +124,7 @@ def test_scaling_is_what_keeps_it_from_diverging() -> None:
     assert not float(unscaled.norm()) < 1e6 * float(x.norm())
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c.bias, Contractive)], ids=str)
+@grid(cover=1, codec=[c for c in CODECS if isinstance(c.bias, Contractive)])
 def test_residuals_stay_bounded(codec: Codec) -> None:
     feedback = ErrorFeedback(codec)
     norms = []
@@ -209,7 +209,7 @@ def test_wrong_layouts() -> None:
         ErrorFeedback(AbsMaxInt8(), dtype=torch.float16)
 
 
-@pytest.mark.parametrize("codec", only(CODECS, MinMaxUInt8(stochastic=True), Sign(), *CODECS[11:16]), ids=str)
+@grid(cover=1, codec=only(CODECS, MinMaxUInt8(stochastic=True), Sign(), *CODECS[11:16]))
 def test_parameters_leave_no_graph_behind(codec: Codec) -> None:
     """Tensors that require gradients are vectors as any others."""
     feedback = ErrorFeedback(codec)

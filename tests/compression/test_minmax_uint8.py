@@ -78,7 +78,7 @@ def test_reduce_is_decode_sum_encode(target: Target, n: int, ranks: int, seed: i
         assert equal(total, rounded(oracle.decode_sum(plain, n, scale), dtype))
 
 
-@pytest.mark.parametrize("scale", [1e-38, 3e38] if EMULATED else [1e-38, 1e-30, 1.0, 1e30, 3e38])
+@grid(cover=1, scale=[1e-38, 3e38] if EMULATED else [1e-38, 1e-30, 1.0, 1e30, 3e38])
 @folded(kind=KINDS[::3] if EMULATED else KINDS)
 def test_kinds_and_scales(target: Target, kind: str, scale: float) -> None:
     n = 300 if EMULATED else 1009

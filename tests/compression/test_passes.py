@@ -41,7 +41,7 @@ WEIGHTS = (0.3, 0.45, -0.125, 1.0, 0.2)
 THIRDS = (1 / 3,) * 3
 MIXTURES = list(itertools.product((False, True), (WEIGHTS[:3], THIRDS)))
 # Whole bytes, bits, and two bits rounded at random: what differs between other codecs, the tests of `encode_feedback` show.
-every_case = pytest.mark.parametrize("case", only(ALL, ALL[0], ALL[4], ALL[12]), ids=str)
+every_case = grid(cover=1, case=only(ALL, ALL[0], ALL[4], ALL[12]))
 
 
 def vectors(n: int, count: int) -> list[F32]:

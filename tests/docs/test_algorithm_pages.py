@@ -29,6 +29,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
+from tests.grids import folded, grid
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 INDEX = (FOLDER / "README.md").read_text()
@@ -41,9 +42,9 @@ ROWS = {
 BLOCKS = [(name, i, code) for name, text in [("README.md", INDEX), *PAGES.items()]
           for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))]  # fmt: skip
 
-every_row = pytest.mark.parametrize("name", ROWS)
-every_row_on_gradients = pytest.mark.parametrize(
-    "name", [name for name in ROWS if issubclass(Algorithm.registered[name], GradientAlgorithm)]
+every_row = folded(name=list(ROWS))
+every_row_on_gradients = folded(
+    name=[name for name in ROWS if issubclass(Algorithm.registered[name], GradientAlgorithm)]
 )
 
 
@@ -82,7 +83,7 @@ def run(code: CodeType, communicator: Communicator, here: threading.local) -> di
     return given
 
 
-@pytest.mark.parametrize(("page", "number", "source"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS])
+@grid(page__number__source=[pytest.param(*block, id=f"{block[0]}-{block[1]}") for block in BLOCKS])
 def test_code_runs_on_two_ranks(page: str, number: int, source: str, ranks: threading.local) -> None:
     code = compile(source, page, "exec")
 

@@ -17,6 +17,7 @@ import torch
 
 from bagua_kernels.compression import Codec, Contractive, codec, from_spec
 from tests.conftest import EMULATED, Target
+from tests.grids import folded
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -205,7 +206,7 @@ def test_table_has_every_codec_and_no_other() -> None:
     assert {row[1].partition(":")[0] for row in ROWS} == registered
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row[1] for row in ROWS])
+@folded(row={row[1]: row for row in ROWS})
 def test_table_says_what_the_codec_says(row: list[str]) -> None:
     name, spec, bits, size, bias, error, linear, when = row
     found = from_spec(spec)

@@ -27,6 +27,7 @@ from bagua_kernels.algorithms.rounds.mixing import topology_of
 from bagua_kernels.comm import Communicator, run_ranks, topology
 from tests.comm.mailbox.common import over_sockets
 from tests.docs.test_algorithm_pages import INDEX, ROWS
+from tests.grids import folded, grid
 
 ON_PARAMETERS = [name for name in names() if issubclass(Algorithm.registered[name], ModelAlgorithm)]
 TOPOLOGIES = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
@@ -36,7 +37,7 @@ INPUTS, OUTPUTS = 63, 130
 SIZES = {INPUTS * OUTPUTS, -(-INPUTS * OUTPUTS // 4096) * 4096}
 RANKS, STEPS = 4, 3
 
-every = pytest.mark.parametrize("name", ON_PARAMETERS)
+every = grid(name=list(ON_PARAMETERS))
 
 
 def trained(name: str, communicator: Communicator) -> Any:
@@ -136,7 +137,7 @@ def test_bytes_are_those_of_the_table(name: str) -> None:
         assert 1 <= sent / (STEPS * neighbours * payload * INPUTS * OUTPUTS) < 1.4
 
 
-@every
+@folded(name=list(ON_PARAMETERS))
 def test_index_says_when_exchanges_run(name: str) -> None:
     beside = {"step": "beside forward and backward", "forward": "after the step", "round": "beside the next step"}
     kind = Algorithm.registered[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from examples import datasets
+from tests.grids import grid
 
 FILES = {
     "train-images-idx3-ubyte": (0x803, (6, 28, 28)),
@@ -95,20 +96,19 @@ class TestIdx:
         file.write_bytes(idx(0x803, (2, 3, 4)))
         assert np.array_equal(datasets.read_idx(file, 3).ravel(), np.arange(24) % 10)
 
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            (b"", "0 bytes, which is too short"),
-            (idx(0x803, (2, 2, 2))[:15], "15 bytes, which is too short"),
-            (idx(0x801, (24,)), "starts with 00000801, expected 00000803"),
-            (idx(0xD03, (2, 2, 2)), "starts with 00000d03"),
-            (b"<html>" + bytes(40), "starts with 3c68746d"),
-            (idx(0x803, (2, 2, 2))[:-1], "23 bytes, expected 24"),
-            (idx(0x803, (2, 2, 2)) + b"\0", "25 bytes, expected 24"),
-            (struct.pack(">4I", 0x803, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), "16 bytes, expected 7922816"),
-            (gzip.compress(idx(0x803, (2, 2, 2)))[:-9], "cannot be read"),
-        ],
-        ids=["empty", "short header", "labels", "floats", "a web page", "cut off", "too long", "absurd", "broken gzip"],
+    @grid(
+        cover=1,
+        content__message={
+            "empty": (b"", "0 bytes, which is too short"),
+            "short header": (idx(0x803, (2, 2, 2))[:15], "15 bytes, which is too short"),
+            "labels": (idx(0x801, (24,)), "starts with 00000801, expected 00000803"),
+            "floats": (idx(0xD03, (2, 2, 2)), "starts with 00000d03"),
+            "a web page": (b"<html>" + bytes(40), "starts with 3c68746d"),
+            "cut off": (idx(0x803, (2, 2, 2))[:-1], "23 bytes, expected 24"),
+            "too long": (idx(0x803, (2, 2, 2)) + b"\0", "25 bytes, expected 24"),
+            "absurd": (struct.pack(">4I", 0x803, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), "16 bytes, expected 7922816"),
+            "broken gzip": (gzip.compress(idx(0x803, (2, 2, 2)))[:-9], "cannot be read"),
+        },
     )
     def test_is_refused_with_a_reason(self, tmp_path: Path, content: bytes, message: str) -> None:
         file = tmp_path / "images"

@@ -2,10 +2,10 @@
 
 import multiprocessing
 import os
-import stat
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,11 +99,11 @@ def in_a_process_of(user: int, work: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def shared_path(tmp_path: Path) -> Path:
+def shared_path() -> Iterator[Path]:
     """A folder that other users can reach: pytest keeps its own from them."""
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(parent.stat().st_mode | stat.S_IXOTH | stat.S_IXGRP)
-    return tmp_path
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @as_root

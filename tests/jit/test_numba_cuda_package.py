@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import limits
+
 pytest.importorskip("numba_cuda", reason="needs numba_cuda")
 
 # What NumPy 2.5 is to numba-cuda: one without `row_stack`.
@@ -33,6 +35,10 @@ assert ".entry" in ptx
 
 def test_a_kernel_is_compiled_without_row_stack() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=limits.seconds(100),
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,8 @@ import torch
 from bagua_kernels.jit import _numba_cpu, _numba_cpu_threads
 from bagua_kernels.jit._numba_cpu_sharing import shared
 from bagua_kernels.jit._numba_cpu_threads import run, threads_for
+from tests import limits
+from tests.grids import grid
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +58,7 @@ def compiled(template: Any) -> Any:
     return _numba_cpu.compile_template(template, {})
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 3, 4, 5, 1000])
-@pytest.mark.parametrize("threads", [1, 2, 4, 9])
+@grid(cover=1, pieces=[0, 1, 3, 4, 5, 1000], threads=[1, 2, 4, 9])
 def test_every_piece_is_taken_once(pieces: int, threads: int) -> None:
     """With arguments of all kinds: a strided array, a tuple, a float and a truth value."""
     counts = np.zeros(2 * pieces, np.float32)[::2]
@@ -104,7 +105,7 @@ def test_kernels_run_from_several_threads_at_once() -> None:
     for thread in launching:
         thread.start()
     for thread in launching:
-        thread.join(60)
+        thread.join(limits.seconds(60))
     assert len(wrong) == 200
     assert not any(wrong)
 

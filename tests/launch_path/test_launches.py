@@ -88,14 +88,14 @@ def test_each_kernel_of_other_launchers(driver, call):
     launched(driver, call, Shape())
 
 
-@pytest.mark.beyond
+@pytest.mark.slow
 @grid(most=2, call=BLOCKWISE, codec=OWN_CODECS, dtype=DTYPES, place=PLACES, ranks=[1, 3])
 def test_every_kernel_of_every_codec(driver, call, codec, dtype, place, ranks):
     shape = Shape(dtype, *place, ranks)
     check_types(launched(driver, call, codec, shape), call, shape)
 
 
-@pytest.mark.beyond
+@pytest.mark.slow
 @grid(call=OTHERS, dtype=DTYPES, place=PLACES)
 def test_every_kernel_of_other_launchers(driver, call, dtype, place):
     shape = Shape(dtype, *place)
@@ -119,7 +119,7 @@ def test_optimizers_step(driver, name):
     step_twice(driver, name, FLOAT32, 0)
 
 
-@pytest.mark.beyond
+@pytest.mark.slow
 @grid(name=list(OPTIMIZERS), dtype=DTYPES, odd=[0, ODD])
 def test_optimizers_step_with_each_dtype(driver, name, dtype, odd):
     step_twice(driver, name, dtype, odd)
@@ -147,7 +147,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter],
     optimizer.step()
 
 
-@pytest.mark.beyond
+@pytest.mark.slow
 @grid(precision=["nearest", "stochastic", "master", "kahan"], average=[None, 0.99])
 def test_extras_of_optimizers(driver, precision, average):
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=BFLOAT16)) for size in (1, 5000)]
@@ -156,7 +156,7 @@ def test_extras_of_optimizers(driver, precision, average):
     assert driver.launched == {"over_pieces"}
 
 
-@pytest.mark.beyond
+@pytest.mark.slow
 def test_a_step_from_payloads_and_a_clipped_step(driver):
     parameters = [torch.nn.Parameter(torch.ones(5000))]
     optimizer = AdamW(parameters)

@@ -25,7 +25,10 @@ BITS = {FLOAT64: torch.int64, FLOAT32: torch.int32, FLOAT16: torch.int16, BFLOAT
 SIMULATED = knobs.CUDA_SIMULATOR.get()
 SIZES = (1, 3, 0, 255) if SIMULATED else (1, 3, 0, 255, 1024, 4096, 5000)
 RULES = [rule for rule in vars(optimizers).values() if isinstance(rule, ElementwiseRule)]
-SHOWN = one_of_each(RULES, lambda rule: (rule.arrays, rule.sums, rule.writes)) if EMULATED else RULES  # of the launcher
+NAMED = [pytest.param(rule, id=rule.name) for rule in RULES]
+# Of the launcher.
+ONE_OF_EACH = one_of_each(NAMED, lambda case: (case.values[0].arrays, case.values[0].sums, case.values[0].writes))
+SHOWN = ONE_OF_EACH if EMULATED else NAMED
 
 # What a rule's scalars may be, by their names: with and without each term, and on both sides of each threshold.
 VALUES = {
@@ -140,7 +143,7 @@ def check(variant: Variant, before: Columns, after: Columns, rows: Any, keys: An
             assert sums[t].tolist() == pytest.approx(totals, rel=1e-9, abs=0)
 
 
-@grid(cover=1, rule={rule.name: rule for rule in SHOWN})
+@grid(cover=1, rule=SHOWN)
 def test_every_rule(target: Target, rule: ElementwiseRule) -> None:
     variant = variant_of(rule)
     before, after, rows = prepared(target, variant, SIZES, special=not rule.sums)

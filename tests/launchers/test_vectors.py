@@ -10,6 +10,7 @@ import pytest
 from bagua_kernels.jit._numba_cpu import compile_template
 from bagua_kernels.jit._numba_cpu_intrinsics import store_fence
 from bagua_kernels.launchers.low_rank import _numba_cpu_vectors as vectors
+from tests.grids import grid
 
 LANES = vectors.LANES
 COUNTS = [0, 1, 7, LANES - 1, LANES]
@@ -49,7 +50,7 @@ NAMES = {
 } | {"store_fence": store_fence}
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@grid(cover=1, count=COUNTS)
 def test_elements_beyond_the_count_are_not_touched(count: int) -> None:
     x, y, z = numbers(3, 40)
     out = np.full(40, 7, np.float32)
@@ -60,8 +61,7 @@ def test_elements_beyond_the_count_are_not_touched(count: int) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", COUNTS)
+@grid(cover=1, rank=[1, 2, 3, 4], count=COUNTS)
 def test_panels(rank: int, count: int) -> None:
     factors, rows, before = numbers(rank), numbers(rank, 40), numbers(rank, 40)
     out, sums, totals = np.full(40, 7, np.float32), before.copy(), np.zeros(rank, np.float32)

@@ -13,9 +13,10 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.optim import ChainedOptimizer
+from tests.grids import grid
 
 LIBRARIES = {"torch": torch.optim, "own": optim}
-every_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES.keys())
+every_library = grid(cover=1, library=LIBRARIES)
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -119,7 +120,7 @@ def test_a_closure_is_called_once() -> None:
     assert not same(before, model)
 
 
-@pytest.mark.parametrize("overflow", [False, True])
+@grid(cover=1, overflow=[False, True])
 @every_library
 def test_a_gradient_scaler_leaves_out_the_whole_step(library: Any, overflow: bool) -> None:
     model, apart = net(), net()

@@ -56,10 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 IN_TORCH = {name: case for name, case in CASES.items() if hasattr(torch.optim, case[0])}
 FLAGS_OF_NOW = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = grid(cover=1, name=list(CASES))
 # For what has nothing to do with the arguments.
 every_optimizer = pytest.mark.parametrize("name", one_of_each(CASES, lambda name: CASES[name][0]))
-every_case_in_torch = pytest.mark.parametrize("name", IN_TORCH)
+every_case_in_torch = grid(cover=1, name=list(IN_TORCH))
 
 
 def new_parameters(name: str, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -163,8 +163,7 @@ def test_going_back_to_a_checkpoint_repeats_history(name: str) -> None:
     assert all(map(torch.equal, parameters, expected))
 
 
-@pytest.mark.parametrize("flag", ["fused", "foreach"])
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adagrad"])
+@grid(cover=1, flag=["fused", "foreach"], name=["sgd_momentum", "adamw", "adagrad"])
 def test_checkpoints_of_torchs_other_implementations(name: str, flag: str) -> None:
     parameters, expected = new_parameters(name), new_parameters(name)
     reference, first = make(torch.optim, name, expected), make(torch.optim, name, parameters, **{flag: True})
@@ -222,9 +221,7 @@ def of_old(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in IN_TORCH if n not in ("sgd_nesterov", "adamw_amsgrad", "nadamw", "radamw")]
-)
+@grid(cover=1, name=[n for n in IN_TORCH if n not in ("sgd_nesterov", "adamw_amsgrad", "nadamw", "radamw")])
 def test_old_checkpoints(name: str) -> None:
     parameters, expected = new_parameters(name), new_parameters(name)
     uninterrupted, first = make(optim, name, expected), make(optim, name, parameters)
@@ -240,7 +237,7 @@ def test_old_checkpoints(name: str) -> None:
     assert missing <= {"decoupled_weight_decay"}
 
 
-@pytest.mark.parametrize("name", only(CASES, *(name for name in CASES if name not in ("lion", "lars"))))
+@grid(cover=1, name=only(CASES, *(name for name in CASES if name not in ("lion", "lars"))))
 def test_states_take_the_dtype_of_the_parameter(name: str) -> None:
     """A checkpoint in float64 goes on in float32; counters stay as they were."""
     wide, parameters = new_parameters(name, torch.float64), new_parameters(name)
@@ -332,7 +329,7 @@ def new_objects() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", one_of_each([n for n in IN_TORCH if n != "sgd"], lambda name: CASES[name][0]))
+@grid(cover=1, name=one_of_each([n for n in IN_TORCH if n != "sgd"], lambda name: CASES[name][0]))
 def test_memory_held_is_torchs(name: str, new_objects: None) -> None:
     """Of 25 tensors with 40,000 elements each; arrays and Python objects, which tracemalloc sees, included."""
     parameters = [nn.Parameter(torch.ones(200, 200)) for _ in range(25)]
@@ -353,7 +350,7 @@ def test_memory_held_is_torchs(name: str, new_objects: None) -> None:
     assert ours <= 1.01 * theirs
 
 
-@pytest.mark.parametrize("name", only(CASES, "adamw", "lamb", "sgd_momentum", "muon"))
+@grid(cover=1, name=only(CASES, "adamw", "lamb", "sgd_momentum", "muon"))
 def test_nothing_piles_up(name: str, new_objects: None) -> None:
     """Although every gradient is a new tensor; and nothing outlives the optimizer."""
     parameters = new_parameters(name)

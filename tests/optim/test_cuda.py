@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bagua_kernels import optim
+from tests.grids import grid
 from tests.optim.pairs import ARGUMENTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False")
@@ -37,7 +38,7 @@ def ways(name: str) -> list[dict[str, bool]]:
     return [{}, *fused, *capturable]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@grid(cover=1, name=NAMES)
 def test_results_are_torchs(name: str) -> None:
     for way in ways(name) if name != "Muon" else [{}]:
         mine, other = parameters(name), parameters(name)
@@ -54,7 +55,7 @@ def test_results_are_torchs(name: str) -> None:
                 torch.testing.assert_close(ours.state[p][key], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if {"capturable": True} in (ways(n) if n != "Muon" else [])])
+@grid(cover=1, name=[n for n in NAMES if {"capturable": True} in (ways(n) if n != "Muon" else [])])
 def test_a_graph_replays_steps(name: str) -> None:
     mine, other = parameters(name), parameters(name)
     ours = getattr(optim, name)(mine, **ARGUMENTS[name], capturable=True)

@@ -50,7 +50,10 @@ DECAYING = optim.rule_optimizer("Decaying", decaying, state={"m": 0.0}, defaults
 DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.fixture(params=DEFAULTS, ids=str)
+every_default = grid(cover=1, set_default=DEFAULTS, indirect=["set_default"])
+
+
+@pytest.fixture
 def set_default(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     before = torch.get_default_dtype()
     yield lambda: torch.set_default_dtype(request.param)
@@ -96,10 +99,9 @@ HALF = [
         *((name, torch.float32, None) for name in MAKES),
         *only([("LAMB", *half) for half in HALF], ("LAMB", *HALF[2])),
     ],
-    set_default=DEFAULTS,
-    indirect=["set_default"],
     cover=1,
 )
+@every_default
 def test_results(name: str, dtype: torch.dtype, extras: optim.Extras | None, set_default: Callable[[], None]) -> None:
     expected, reference = results(name, dtype, extras)
     set_default()
@@ -113,7 +115,8 @@ def test_results(name: str, dtype: torch.dtype, extras: optim.Extras | None, set
             assert optimizer.state[p][key].dtype == (counters if key == "step" else value.dtype), key
 
 
-@pytest.mark.parametrize("name", [n for n in MAKES if hasattr(torch.optim, n)])
+@every_default
+@grid(cover=1, name=[n for n in MAKES if hasattr(torch.optim, n)])
 def test_checkpoints_of_torch(name: str, set_default: Callable[[], None]) -> None:
     """In both directions, and states of the same dtypes."""
     set_default()
@@ -138,6 +141,7 @@ def test_checkpoints_of_torch(name: str, set_default: Callable[[], None]) -> Non
             assert p.dtype == q.dtype == torch.float32
 
 
+@every_default
 def test_many_steps_are_counted(set_default: Callable[[], None]) -> None:
     """Bfloat16 would count to 256, float16 to 2048."""
     set_default()
@@ -149,6 +153,7 @@ def test_many_steps_are_counted(set_default: Callable[[], None]) -> None:
     assert float(optimizer.state[p]["step"]) == 2100
 
 
+@every_default
 def test_encoded_gradients_and_parts(set_default: Callable[[], None]) -> None:
     def trained() -> list[Tensor]:
         params, codec = parameters(), AbsMaxInt8()
@@ -166,7 +171,8 @@ def test_encoded_gradients_and_parts(set_default: Callable[[], None]) -> None:
     assert all(map(torch.equal, trained(), expected))
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "NAdam"])
+@every_default
+@grid(cover=1, name=["SGD", "AdamW", "RMSprop", "NAdam"])
 def test_fused_by_flat_tensors(name: str, set_default: Callable[[], None]) -> None:
     def trained(fuse: bool) -> list[Tensor]:
         params = parameters()
@@ -178,6 +184,7 @@ def test_fused_by_flat_tensors(name: str, set_default: Callable[[], None]) -> No
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
+@every_default
 def test_fields_are_measured_alike(set_default: Callable[[], None]) -> None:
     """What is known of tensors' memory must not depend on the default when it is first asked for."""
     expected = sweep.fields.__wrapped__()

@@ -37,7 +37,7 @@ SAMPLE = one_of_each(
     lambda case: (case.optimizer, "weight_decay" in case.arguments, "amsgrad" in case.arguments),
     cover=1,
 )
-by_name = pytest.mark.parametrize("case", SAMPLE, ids=str)
+by_name = grid(cover=1, case=SAMPLE)
 
 
 class Run:
@@ -138,7 +138,7 @@ def random_gradients(seed: int, dtype: torch.dtype = torch.float32) -> list[torc
 
 @pytest.mark.slow
 @by_name
-@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.beyond)])
+@grid(cover=1, steps=[20, pytest.param(100, marks=pytest.mark.beyond)])
 def test_many_steps_end_where_torch_does(case: Case, steps: int) -> None:
     ours, theirs = Run(optim, case, random(SHAPES, 0)), Run(torch.optim, case, random(SHAPES, 0), foreach=False)
     magnitudes = Magnitudes(theirs.tensors())
@@ -241,7 +241,7 @@ def test_twenty_steps_follow_the_equations(library: Any, case: Case, scalars_of:
         assert float(error.max()) <= tolerance, f"{key}: {float(error.max()):.3g} > {tolerance:.3g}"
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.optimizer in ("LAMB", "LARS")], ids=str)
+@grid(cover=1, case=[case for case in CASES if case.optimizer in ("LAMB", "LARS")])
 def test_layers_without_a_norm_are_trusted(case: Case) -> None:
     """A parameter of zeros moves, a gradient of zeros is not divided by."""
     values = [torch.zeros(100), torch.ones(100), torch.zeros(100)]

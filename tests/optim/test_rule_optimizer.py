@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from bagua_kernels.optim import SGD, AdamW, Extras, rule_optimizer
 from bagua_kernels.optim.fuse.optimizer import fuse_optimizer
-from tests.grids import only
+from tests.grids import grid, only
 from tests.optim.rules import Halving, Heavy, HeavyChild, HeavyOracle, Plain, one, parameters, train
 
 
@@ -250,11 +250,10 @@ class TestCopies:
     def test_classes_are_pickled_by_name(self, kind: type) -> None:
         assert pickle.loads(pickle.dumps(kind)) is kind
 
-    @pytest.mark.parametrize(
-        "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
-    )
-    @pytest.mark.parametrize(
-        "make", [Heavy, lambda params: HeavyChild(params, 0.1), Halving], ids=["made", "child", "two"]
+    @grid(
+        cover=1,
+        duplicate={"copy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))},
+        make={"made": Heavy, "child": lambda params: HeavyChild(params, 0.1), "two": Halving},
     )
     def test_copies_go_on_equally_and_on_their_own(self, make: Any, duplicate: Any) -> None:
         optimizer = make(parameters())

@@ -13,6 +13,7 @@ import torch
 
 from bagua_kernels import optim
 from bagua_kernels.optim.step.fused import Fused
+from tests.grids import grid
 
 ALL = {n: k for n in optim.__all__ if isinstance(k := getattr(optim, n), type) and issubclass(k, torch.optim.Optimizer)}
 # No optimizer of its own: it takes optimizers.
@@ -27,7 +28,7 @@ def arguments(kind: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in found if p.name != "self"]
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - OWN))
+@grid(cover=1, name=sorted(ALL.keys() - OWN))
 def test_arguments_are_those_of_torch(name: str) -> None:
     ours, theirs = arguments(ALL[name]), arguments(getattr(torch.optim, name))
     known = {argument for argument, _, _ in theirs}
@@ -36,7 +37,7 @@ def test_arguments_are_those_of_torch(name: str) -> None:
     assert {a[0] for a in ours[:-1]} - known <= RECENT
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@grid(cover=1, name=sorted(ALL))
 def test_every_argument_has_a_type(name: str) -> None:
     found = inspect.signature(ALL[name].__init__).parameters
     hints = get_type_hints(ALL[name].__init__)
@@ -46,7 +47,7 @@ def test_every_argument_has_a_type(name: str) -> None:
     assert inspect.signature(ALL[name]).parameters.keys() == found.keys() - {"self"}
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - OWN))
+@grid(cover=1, name=sorted(ALL.keys() - OWN))
 def test_arguments_reach_torch(name: str) -> None:
     """Each that has another value than its default."""
     kind, theirs = ALL[name], getattr(torch.optim, name)

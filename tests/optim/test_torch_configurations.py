@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.grids import grid, one_of_each
+from tests.grids import grid, noted, one_of_each
 from tests.optim import pairs
 
 READ_WITH = "2.13"
@@ -41,26 +41,31 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def configurations(implementations: bool = True) -> Iterator[Any]:
-    """Each entry of the table as it is, and with each of the flags that choose an implementation."""
-    for name in pairs.NAMES:
-        listed = [(entry.desc, entry.kwargs) for entry in INPUTS[name]]
-        added = [("many terms", pairs.ARGUMENTS[name]), ("lr in a tensor", TENSOR_RATE)]
-        extra = [("+".join(kwargs), kwargs) for kwargs in EXTRA.get(name, [])]
-        for description, kwargs in listed + added + extra:
-            for flag in [None, *pairs.implementations(name) * implementations]:
-                flags = {flag: True} if flag else {}
-                yield pytest.param(name, kwargs | flags, id=f"{name}-{description}-{flag}".replace(" ", "_"))
+def configurations(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """The entries of an optimizer in the table, and some more, each with a description."""
+    listed = [(entry.desc, entry.kwargs) for entry in INPUTS[name]]
+    added = [("many terms", pairs.ARGUMENTS[name]), ("lr in a tensor", TENSOR_RATE)]
+    return listed + added + [("+".join(kwargs), kwargs) for kwargs in EXTRA.get(name, [])]
 
 
-def sampled(implementations: bool = True) -> list[Any]:
-    """Of each optimizer every implementation and every set of arguments once; all configurations with `--all`."""
-    return one_of_each(
-        configurations(implementations),
-        lambda given: (given.values[0], *(flag for flag in ("foreach", "fused") if given.values[1].get(flag))),
-        lambda given: (given.values[0], *sorted(given.values[1].keys() - {"foreach", "fused"})),
-        cover=1,
-    )
+def with_flags(name: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments as they are, and with each of the flags that choose an implementation."""
+    yield arguments
+    for flag in pairs.implementations(name):
+        yield arguments | {flag: True}
+
+
+CONFIGURATIONS = one_of_each(
+    [
+        pytest.param(name, arguments, id=f"{name}-{description}".replace(" ", "_"))
+        for name in pairs.NAMES
+        for description, arguments in configurations(name)
+    ],
+    lambda given: given.values[0],
+    lambda given: tuple(sorted(given.values[1])),
+    cover=1,
+)
+every_optimizer = grid(cover=1, name=pairs.NAMES)
 
 
 def in_double(arguments: Any) -> Any:
@@ -72,8 +77,22 @@ def in_double(arguments: Any) -> Any:
     return arguments.double() if isinstance(arguments, torch.Tensor) else arguments
 
 
-@grid(name__arguments=sampled(), dtype=[torch.float32, torch.float64, torch.complex64], cover=1)
-def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+@grid(name__arguments=CONFIGURATIONS)
+def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any]) -> None:
+    for given in with_flags(name, arguments):
+        with noted(repr(given)):
+            check_results(name, given, torch.float32)
+
+
+@grid(name=["SGD", "AdamW", "Rprop"], dtype=[torch.float64, torch.complex64], cover=1)
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    for _, arguments in configurations(name):
+        for given in with_flags(name, arguments):
+            with noted(repr(given)):
+                check_results(name, given, dtype)
+
+
+def check_results(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         arguments = in_double(arguments)
     refusal = pairs.outcome(pairs.theirs(name), pairs.parameters(name, dtype), arguments)
@@ -93,19 +112,14 @@ def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any], dtyp
         }
 
 
-def errors() -> list[Any]:
-    found = [
-        pytest.param(name, entry, id=f"{name}-{entry.optimizer_error_input.desc}".replace(" ", "_"))
-        for name in pairs.NAMES
-        for entry in ERRORS[name]
-    ]
-    return one_of_each(
-        found, lambda given: given.values[0], lambda given: given.values[1].optimizer_error_input.desc, cover=1
-    )
+@grid(name=pairs.NAMES)
+def test_errors(name: str) -> None:
+    for entry in ERRORS[name]:
+        with noted(entry.optimizer_error_input.desc):
+            check_error(name, entry)
 
 
-@pytest.mark.parametrize(("name", "entry"), errors())
-def test_errors(name: str, entry: Any) -> None:
+def check_error(name: str, entry: Any) -> None:
     given = entry.optimizer_error_input
     wanted = [Parameter(torch.randn(2, 3))] if given.params is None else given.params
     build = functools.partial(pairs.ours(name), wanted, **given.kwargs)
@@ -123,8 +137,14 @@ def test_errors(name: str, entry: Any) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "arguments"), sampled(implementations=False))
-def test_older_checkpoints(name: str, arguments: dict[str, Any]) -> None:
+@every_optimizer
+def test_older_checkpoints(name: str) -> None:
+    for description, arguments in configurations(name):
+        with noted(description):
+            check_older_checkpoint(name, arguments)
+
+
+def check_older_checkpoint(name: str, arguments: dict[str, Any]) -> None:
     """Saved before there were flags, when steps were counted with numbers."""
     pair = pairs.pair(name, arguments)
     pair.train(range(2))
@@ -143,8 +163,15 @@ def test_older_checkpoints(name: str, arguments: dict[str, Any]) -> None:
     assert [set(group) for group in pair.ours.param_groups] == [set(group) for group in pair.theirs.param_groups]
 
 
-@pytest.mark.parametrize(("name", "arguments"), sampled())
-def test_saved_and_loaded_with_weights_only(name: str, arguments: dict[str, Any]) -> None:
+@every_optimizer
+def test_saved_and_loaded_with_weights_only(name: str) -> None:
+    for _, arguments in configurations(name):
+        for given in with_flags(name, arguments):
+            with noted(repr(given)):
+                check_saved(name, given)
+
+
+def check_saved(name: str, arguments: dict[str, Any]) -> None:
     if pairs.outcome(pairs.theirs(name), pairs.parameters(name), arguments) is not None:
         return  # refused, as another test checks
     optimizer = pairs.ours(name)(pairs.parameters(name), **copy.deepcopy(arguments))
@@ -160,13 +187,18 @@ def test_saved_and_loaded_with_weights_only(name: str, arguments: dict[str, Any]
     resumed.assert_same(rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("name", "arguments"), sampled(implementations=False))
-def test_differentiable(name: str, arguments: dict[str, Any]) -> None:
+@every_optimizer
+def test_differentiable(name: str) -> None:
     """Derivatives of a step, with respect to the parameter before and to the gradient."""
     if "differentiable" not in INFO[name].supported_impls:
         assert "differentiable" not in inspect.signature(pairs.ours(name)).parameters
         return
+    for description, arguments in configurations(name):
+        with noted(description):
+            check_derivatives(name, arguments)
 
+
+def check_derivatives(name: str, arguments: dict[str, Any]) -> None:
     def derivatives(kind: type[torch.optim.Optimizer]) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(0)
         start, gradient = torch.randn(2, 2, 3, dtype=torch.float64, generator=generator).unbind()

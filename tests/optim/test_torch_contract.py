@@ -18,16 +18,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests import limits
 from tests.grids import grid
 from tests.optim import pairs
 
-every_optimizer = pytest.mark.parametrize("name", pairs.NAMES)
+every_optimizer = grid(cover=1, name=pairs.NAMES)
 IMPLEMENTATIONS = {
     f"{name}-{flag or 'default'}": (name, {flag: True} if flag else {})
     for name in pairs.NAMES
     for flag in [None, *pairs.implementations(name)]
 }
-every_implementation = pytest.mark.parametrize(("name", "flags"), IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
+every_implementation = grid(cover=1, name__flags=IMPLEMENTATIONS)
 
 
 def build(name: str, **flags: Any) -> Optimizer:
@@ -282,7 +283,9 @@ json.dump(counts, sys.stdout)
 def test_hooks_run_once_where_torchs_classes_come_later() -> None:
     command = [sys.executable, "-c", BEFORE_TORCH, *pairs.NAMES]
     root = Path(__file__).parents[2]
-    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    finished = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=limits.seconds(100), check=False
+    )
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout) == {name: ["pre", "post"] * 2 for name in pairs.NAMES}
 

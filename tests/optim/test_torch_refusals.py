@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from tests.grids import folded
+from tests.grids import folded, grid
 from tests.optim import pairs
 
 
@@ -60,7 +60,7 @@ QUESTIONABLE: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "sparse, maximize": lambda: ([with_sparse_gradient()], {"maximize": True}),
 }
 
-every_optimizer = pytest.mark.parametrize("name", pairs.NAMES)
+every_optimizer = grid(cover=1, name=pairs.NAMES)
 not_about_invariants = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
@@ -80,7 +80,7 @@ def test_same_answer(name: str, question: str) -> None:
 
 
 @not_about_invariants
-@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@grid(cover=1, name=["SGD", "Adagrad"])
 def test_sparse_gradients(name: str) -> None:
     """Rows that come twice in a gradient count twice, and rows that do not come are not touched."""
     arguments = {"lr": 0.1}

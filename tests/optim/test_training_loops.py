@@ -34,7 +34,7 @@ IN_TORCH = [name for name in OPTIONS if hasattr(torch.optim, name)]
 WITH_FLAGS = [name for name in IN_TORCH if name != "Muon"]
 
 torch_imports_its_past = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-every_optimizer = pytest.mark.parametrize("name", OPTIONS)
+every_optimizer = grid(cover=1, name=list(OPTIONS))
 
 
 def make(name: str, parameters: Any, library: Any = optim, **more: Any) -> torch.optim.Optimizer:
@@ -133,7 +133,7 @@ def test_scale_set_by_the_user(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@grid(cover=1, name=["SGD", "Adagrad"])
 def test_scaler_with_sparse_gradients(name: str) -> None:
     models = [nn.Embedding(10, 4, sparse=True) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -204,7 +204,7 @@ def test_schedulers(name: str, scheduler: str, tensor: bool) -> None:
     close(name, *models)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n != "Muon"])
+@grid(cover=1, name=[n for n in OPTIONS if n != "Muon"])
 def test_maximizing_is_minimizing_the_negative(name: str) -> None:
     up, down = Net(), Net()
     train(up, make(name, up.parameters(), maximize=True), range(4), sign=-1)
@@ -212,8 +212,7 @@ def test_maximizing_is_minimizing_the_negative(name: str) -> None:
     close(name, up, down)
 
 
-@pytest.mark.parametrize("when", ["before the first step", "with the state reloaded", "as it is"])
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
+@grid(cover=1, when=["before the first step", "with the state reloaded", "as it is"], name=["SGD", "AdamW", "LAMB"])
 def test_model_that_changes_its_dtype(name: str, when: str) -> None:
     """States of another dtype than their parameter's are used correctly or, as torch does at times, refused."""
     models, optimizers = pair(name)
@@ -232,7 +231,7 @@ def test_model_that_changes_its_dtype(name: str, when: str) -> None:
         close(name, *models)
 
 
-@pytest.mark.parametrize("name", WITH_FLAGS)
+@grid(cover=1, name=WITH_FLAGS)
 def test_differentiable_is_torchs(name: str) -> None:
     """The gradient passes through a step."""
     gradients = []
@@ -257,7 +256,7 @@ def test_falling_back_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len([r for r in caplog.records if r.name.startswith("bagua_kernels.optim")]) == 1
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_FLAGS if n not in ("SGD", "Adagrad")])
+@grid(cover=1, name=[n for n in WITH_FLAGS if n not in ("SGD", "Adagrad")])
 def test_capturable_is_for_accelerators(name: str) -> None:
     errors = []
     for library in (optim, torch.optim):
@@ -334,7 +333,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", only([n for n in OPTIONS if n != "Muon"], "SGD", "AdamW", "LAMB"))
+@grid(cover=1, name=only([n for n in OPTIONS if n != "Muon"], "SGD", "AdamW", "LAMB"))
 def test_number_of_threads_does_not_change_a_bit(name: str, threads: Callable[[int], None]) -> None:
     """Norms included; Muon's products are torch's, which makes no such promise."""
     results = []
@@ -377,7 +376,7 @@ def test_distributed_tensors(name: str, placement: Any, one_process: dist.Device
             close(name, ours.to_local(), value)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("LAMB", "LARS")])
+@grid(cover=1, name=[n for n in OPTIONS if n not in ("LAMB", "LARS")])
 def test_fully_sharded_model(name: str, one_process: dist.DeviceMesh) -> None:
     model, expected = Net(), Net()
     fully_shard(model, mesh=one_process)

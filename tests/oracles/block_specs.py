@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import settings
 
 from tests import grids
+from tests.grids import grid
 from tests.oracles import block_quantizers as bq
 from tests.oracles.block_rules import Spec
 from tests.oracles.vectors import (
@@ -40,9 +40,9 @@ STOCHASTIC = {
 
 ALL = {**NEAREST, **STOCHASTIC}
 
-nearest = pytest.mark.parametrize("spec", NEAREST.values(), ids=NEAREST.keys())
+nearest = grid(cover=1, spec=NEAREST)
 
-every = pytest.mark.parametrize("spec", ALL.values(), ids=ALL.keys())
+every = grid(cover=1, spec=ALL)
 
 
 def recode(spec: Spec, x: F32, seed: int = 0) -> F32:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grids import folded
+from tests.grids import folded, grid
 from tests.oracles import block_quantizers as bq
 from tests.oracles import minmax_uint8 as mm
 from tests.oracles.block_rules import Spec
@@ -24,9 +24,9 @@ from tests.oracles.vectors import (
 )
 
 
-@pytest.mark.parametrize(
-    ("spec", "n", "size"),
-    [
+@grid(
+    cover=1,
+    spec__n__size=[
         (Spec("minmax", 256), 257, 16 + 272),
         (Spec("minmax", 256, bits=4), 257, 16 + 256),
         (Spec("minmax", 32, bits=2), 65, 32 + 32),
@@ -54,9 +54,9 @@ def test_empty_vector(spec: Spec) -> None:
     assert left[0].size == left[1].size == 0
 
 
-@pytest.mark.parametrize(
-    ("spec", "x", "expected"),
-    [
+@grid(
+    cover=1,
+    spec__x__expected=[
         (
             Spec("minmax", 32, bits=2),
             f32(0, 1, 2, 3, 1, 0, 0, 0, 3, 2),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.grids import folded
+from tests.grids import folded, grid
 from tests.oracles import block_quantizers as bq
 from tests.oracles import block_rules
 from tests.oracles.block_rules import Spec
@@ -23,7 +23,7 @@ from tests.oracles.vectors import (
     vectors,
 )
 
-stochastic = pytest.mark.parametrize("spec", STOCHASTIC.values(), ids=STOCHASTIC.keys())
+stochastic = grid(cover=1, spec=STOCHASTIC)
 
 
 def per_block(spec: Spec, x: F32) -> tuple[F64, F64, F64]:
@@ -77,8 +77,8 @@ def check_against_mathematics(spec: Spec, x: F32) -> None:
 
 
 # Of two magnitudes a threshold within rounding of a value moves a whole side; their errors are compared in another test.
-settled = pytest.mark.parametrize(
-    "spec", [pytest.param(spec, id=name) for name, spec in NEAREST.items() if spec.kind != "magnitudes"]
+settled = grid(
+    cover=1, spec=[pytest.param(spec, id=name) for name, spec in NEAREST.items() if spec.kind != "magnitudes"]
 )
 
 
@@ -110,7 +110,7 @@ def test_stochastic_takes_a_neighbour(spec: Spec, x: F32) -> None:
     assert np.all(error <= gap(spec, x) * (1 + 2.0**-14) + rounding(spec, x))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@grid(cover=1, bits=[8, 4, 2])
 @given(x=vectors())
 @deterministic
 def test_error_bound_of_minmax(bits: int, x: F32) -> None:
@@ -120,7 +120,7 @@ def test_error_bound_of_minmax(bits: int, x: F32) -> None:
     assert np.all(error <= gap(spec, x) / 2 + rounding(spec, x))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@grid(cover=1, bits=[8, 4, 2])
 @given(x=vectors())
 @deterministic
 def test_encoding_a_decoded_vector(bits: int, x: F32) -> None:
@@ -210,9 +210,9 @@ def test_natural_is_unbiased_below_its_least_power() -> None:
     assert small.astype(np.float64).mean() * 2.0**126 == pytest.approx(1.5, abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("m", "pre", "unit"),
-    [
+@grid(
+    cover=1,
+    m__pre__unit=[
         (0.0, 2.0**80, 2.0**126),
         (FLOAT32_TINIEST, 2.0**80, 2.0**126),
         (2.0**-126, 2.0**80, 2.0**126),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grids import grid
+from tests.grids import folded, grid
 from tests.oracles import chunked
 from tests.oracles.sparse import keys
 from tests.oracles.vectors import F32, FLOAT32_MAX, KINDS, deterministic, f32, make, raw_vectors, same_bits
@@ -45,8 +45,22 @@ def test_sizes() -> None:
     assert [chunked.kept(m, 5, 32) for m in (1, 3, 9, 10, 16, 31, 32)] == [1, 1, 1, 2, 3, 5, 5]
 
 
-@grid(shape=SHAPES, n=[1, 31, 32, 33, 95, 4096, 4100, 9001], kind=KINDS, cover=1)
+LENGTHS = (1, 31, 32, 33, 95, 4096, 4100, 9001)
+
+
+@grid(shape=SHAPES, n=LENGTHS, kind=KINDS, cover=1, most=1)
 def test_round_trips(shape: tuple[int, int], n: int, kind: str) -> None:
+    check_round_trip(shape, n, kind)
+
+
+@pytest.mark.slow
+@grid(shape=SHAPES)
+@folded(n=LENGTHS, kind=KINDS)
+def test_all_round_trips(shape: tuple[int, int], n: int, kind: str) -> None:
+    check_round_trip(shape, n, kind)
+
+
+def check_round_trip(shape: tuple[int, int], n: int, kind: str) -> None:
     """The entries are the largest, and they keep their signs; the payload of what was decoded has the same entries."""
     k, chunk = shape
     x = make(kind, n, 1.0, 3)
@@ -122,8 +136,7 @@ def test_two_magnitudes_are_no_worse_than_one(shape: tuple[int, int], kind: str)
     assert np.sum(error**2) <= np.sum((z - z.mean()) ** 2) + 2.0**-17 * np.sum(z**2)
 
 
-@pytest.mark.parametrize("s", range(-40, 41, 8))
-@pytest.mark.parametrize("law", ["gauss", "student"])
+@grid(cover=1, s=range(-40, 41, 8), law=["gauss", "student"])
 def test_powers_of_two_scale_the_magnitudes_only(law: str, s: int) -> None:
     x = draw(law, (3 * 4096,))
     plain, scaled = chunked.encode(x, 64, 4096), chunked.encode(np.ldexp(x, s), 64, 4096)
@@ -145,8 +158,7 @@ def test_order_and_signs_do_not_change_the_magnitudes() -> None:
     assert minus == [word ^ sign for word, sign in zip(words, signs, strict=True)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("value", [1.0, -3.5, 0.0, -0.0, 2.0**100, 2.0**-86])
+@folded(shape=SHAPES, value=[1.0, -3.5, 0.0, -0.0, 2.0**100, 2.0**-86])
 def test_constants_are_exact_and_ties_go_to_the_lowest_index(shape: tuple[int, int], value: float) -> None:
     k, chunk = shape
     n = chunk + chunk // 2
@@ -216,9 +228,9 @@ def damaged(payload: chunked.U8, changes: dict[int, int]) -> chunked.U8:
 SMALL = chunked.encode(np.where(np.isin(np.arange(52), [3, 20, 33]), f32(1.0), f32(0.0)), 2, 32)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+@grid(
+    cover=1,
+    changes__message=[
         ({1: 0b100}, "set bits"),
         ({1: 0}, "set bits"),
         ({1: 0b111}, "set bits"),

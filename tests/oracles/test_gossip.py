@@ -65,7 +65,7 @@ def differ(a: F64, b: F64) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-@pytest.mark.parametrize("w", SYMMETRIC.values(), ids=SYMMETRIC.keys())
+@grid(cover=1, w=SYMMETRIC)
 def test_d2_equals_its_form_with_two_vectors(w: F64) -> None:
     """Tang et al.: the old gradient counts with the old learning rate."""
     gradient = quadratic(len(w), noise=0.1)
@@ -82,7 +82,7 @@ def test_d2_equals_its_form_with_two_vectors(w: F64) -> None:
     assert differ(simulated(gossip.D2, always(w), flows=False), np.stack(expected)) <= 1e-12
 
 
-@pytest.mark.parametrize("w", SYMMETRIC.values(), ids=SYMMETRIC.keys())
+@grid(cover=1, w=SYMMETRIC)
 def test_identities_of_codecs_without_loss(w: F64) -> None:
     adapt = simulated(gossip.AdaptThenCombine, always(w))
     combine = simulated(gossip.DPSGD, always(w))
@@ -91,7 +91,7 @@ def test_identities_of_codecs_without_loss(w: F64) -> None:
     assert differ(adapt, combine) > 1e-3
 
 
-@pytest.mark.parametrize("topology", [Ring(5), StaticExponential(6), OnePeerExponential(8)], ids=str)
+@grid(cover=1, topology=[Ring(5), StaticExponential(6), OnePeerExponential(8)])
 def test_push_sum_on_a_doubly_stochastic_graph_has_no_weights(topology: Topology) -> None:
     expected = simulated(gossip.AdaptThenCombine, topology.matrix)
     assert differ(simulated(gossip.PushSum, topology.matrix), expected) <= 1e-12
@@ -102,7 +102,7 @@ def irregular(size: int) -> F64:
     return gossip.column_stochastic(size, [range(1, size), *([(rank + 1) % size] for rank in range(1, size))])
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@grid(cover=1, size=[2, 3, 5, 8])
 def test_push_sum_equals_its_form_with_a_numerator(size: int) -> None:
     w, gradient = irregular(size), quadratic(size, noise=0.1)
     n, weights = np.ones((size, D)), np.ones((size, 1))
@@ -155,7 +155,7 @@ def test_d2_needs_no_equal_data() -> None:
     assert ends[gossip.DPSGD] > 0.05
 
 
-@pytest.mark.parametrize("topology", [Ring(4), Graph(5, [(0, 1), (1, 2), (2, 3), (3, 4)])], ids=str)
+@grid(cover=1, topology=[Ring(4), Graph(5, [(0, 1), (1, 2), (2, 3), (3, 4)])])
 def test_d2_by_flows_keeps_the_mean_better_in_float32(topology: Topology) -> None:
     """Errors of mixing that stay in the corrections move the mean in all later steps."""
     w, drift = gossip.lazy(topology.matrix()), {}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.grids import folded
+from tests.grids import folded, grid
 from tests.oracles import minmax_uint8 as mm
 from tests.oracles.vectors import (
     BLOCKS,
@@ -46,9 +46,9 @@ def check_against_mathematics(x: F32, block: int) -> None:
             assert float(y.max()) <= hi + slack
 
 
-@pytest.mark.parametrize(
-    ("n", "block", "size"),
-    [
+@grid(
+    cover=1,
+    n__block__size=[
         (0, 256, 0),
         (1, 256, 32),
         (16, 256, 32),

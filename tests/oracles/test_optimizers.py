@@ -10,9 +10,9 @@ from tests.oracles import optimizers
 F64 = npt.NDArray[np.float64]
 
 
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    [
+@grid(
+    cover=1,
+    momentum__dampening__weight_decay__nesterov__maximize=[
         (0.0, 0.0, 0.0, False, False),
         (0.0, 0.0, 0.1, False, True),
         (0.9, 0.0, 0.0, False, False),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.grids import grid
 from tests.oracles import minmax_uint8 as mm
 from tests.oracles.vectors import F32, F64, U32, deterministic, make
 
@@ -112,7 +113,7 @@ def chi_square_z(cells: npt.NDArray[Any], count: int) -> float:
     return float((np.sum((histogram - expected) ** 2) / expected - (count - 1)) / np.sqrt(2 * (count - 1)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@grid(cover=1, seed=SEEDS)
 def test_random_moments(seed: int) -> None:
     """Mean and variance of the dither are those of the uniform distribution."""
     d = mm.dither(seed, 0, N).astype(np.float64)
@@ -120,7 +121,7 @@ def test_random_moments(seed: int) -> None:
     assert abs(d.var() - 1 / 12) * np.sqrt(180 * N) < 4
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@grid(cover=1, seed=SEEDS)
 def test_random_bytes_are_uniform(seed: int) -> None:
     """Each of the four bytes, and pairs of the high bytes of neighbours, fill their cells evenly."""
     r = mm.random(seed, 0, N)
@@ -131,7 +132,7 @@ def test_random_bytes_are_uniform(seed: int) -> None:
         assert abs(chi_square_z(high[lag:] * 256 + high[:-lag], 65536)) < 4.5
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@grid(cover=1, seed=SEEDS)
 def test_random_has_no_serial_correlation(seed: int) -> None:
     """Neighbours, elements at the same place of neighbouring blocks, and larger strides."""
     r = mm.random(seed, 0, N)
@@ -139,7 +140,7 @@ def test_random_has_no_serial_correlation(seed: int) -> None:
         assert abs(correlation_z(r[lag:], r[:-lag])) < 4.5
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@grid(cover=1, seed=SEEDS)
 def test_random_of_neighbouring_seeds_is_uncorrelated(seed: int) -> None:
     """Seeds that differ by little give independent numbers, at the same and at neighbouring elements."""
     r = mm.random(seed, 0, N)

@@ -71,7 +71,9 @@ def launch(variant: Variant, table: Table, rows: Any, keys: Any) -> torch.Tensor
                 continue
             partials = torch.empty((grid * THREADS, sums) if sums else (1, 1), dtype=torch.float64, device=device)
             arguments = [array(t) for t in (rows, seeds)]
-            run[grid, THREADS, stream](*arguments, tensor, array(partials), *(array(in_order_of_memory(c)) for c in columns))
+            run[grid, THREADS, stream](
+                *arguments, tensor, array(partials), *(array(in_order_of_memory(c)) for c in columns)
+            )
             if sums:
                 totals[tensor] = partials.sum(0)
     return totals if sums else None

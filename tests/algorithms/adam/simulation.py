@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam
+from tests.grids import grid
 from tests.oracles import minmax_uint8
 
 Kind = Callable[..., MomentumAllReduce]
@@ -22,7 +22,7 @@ OneBit = partial(OneBitAdam, exact=(), min_numel=0)  # the models here are small
 
 KINDS: dict[str, Kind] = {"qadam": QAdam, "onebit_adam": OneBit}
 
-both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+both = grid(cover=1, kind=KINDS)
 
 CORRECTIONS = {"default": {}, "none": {"v_correction": "none"}, "frozen": {"v_correction": "frozen"}}
 

@@ -15,8 +15,9 @@ from bagua_kernels.algorithms.registry import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.adam.simulation import CORRECTIONS, Given, draw
 from tests.algorithms.ranks import Odd, batch
+from tests.grids import grid
 
-every_correction = pytest.mark.parametrize("corrected", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+every_correction = grid(cover=1, corrected=CORRECTIONS)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -32,7 +32,7 @@ from tests.grids import grid
 
 
 @both
-@pytest.mark.parametrize("synchronous", [True, False])
+@grid(cover=1, synchronous=[True, False])
 def test_accumulated_gradients(kind: Kind, synchronous: bool) -> None:
     """Three backward passes a step, of which one or all are exchanged: one update with their sum.
 
@@ -70,7 +70,7 @@ def test_accumulated_gradients(kind: Kind, synchronous: bool) -> None:
 
 
 @both
-@pytest.mark.parametrize("infinite", [set(), {1, 6}], ids=["all taken", "some skipped"])
+@grid(cover=1, infinite={"all taken": set(), "some skipped": {1, 6}})
 def test_skipped_steps_under_a_scaler_do_not_count(kind: Kind, infinite: set[int]) -> None:
     """The same as without a scaler and without these steps, whatever the scale: powers of two cost no bits."""
     shape, freeze = (32, 16), 4

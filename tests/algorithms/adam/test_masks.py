@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.adam.simulation import Given, Kind, both, draw, parameters
+from tests.grids import grid
 
 
 def dead(step: int, rank: int, size: float = 0.0) -> torch.Tensor:
@@ -37,7 +38,7 @@ def test_elements_without_gradient_stay_exactly_put(kind: Kind) -> None:
 
 
 @both
-@pytest.mark.parametrize("mask", [False, {"w": torch.ones(16, 16)}], ids=["none", "given"])
+@grid(cover=1, mask={"none": False, "given": {"w": torch.ones(16, 16)}})
 def test_elements_without_gradient_are_caught_without_a_mask(kind: Kind, mask: bool | dict[str, torch.Tensor]) -> None:
     def rank(communicator: Communicator) -> None:
         model = kind(Given(w=(16, 16)), communicator=communicator, freeze_step=5, mask=mask)

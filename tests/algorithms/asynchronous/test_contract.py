@@ -12,12 +12,13 @@ from torch import nn
 
 from bagua_kernels.algorithms import ByteGrad
 from bagua_kernels.comm import Communicator, run_ranks
+from tests import limits
 from tests.algorithms.asynchronous.common import ALL, Make, flat, made, quiet, shuffled, train, trained
 from tests.algorithms.ranks import Odd, batch, fill
-from tests.grids import only
+from tests.grids import grid, only
 
-every = pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-several = pytest.mark.parametrize("name", only(ALL, "wagma", "average, codec", "pairs"))
+every = grid(cover=1, make=ALL)
+several = grid(cover=1, name=only(ALL, "wagma", "average, codec", "pairs"))
 
 
 @every
@@ -52,7 +53,7 @@ def test_one_rank_is_plain_pytorch(make: Make) -> None:
 
 
 @every
-@pytest.mark.parametrize("size", [2, 3, 5])
+@grid(cover=1, size=[2, 3, 5])
 def test_synchronize_gives_all_ranks_the_mean(make: Make, size: int) -> None:
     """Also after different numbers of steps."""
 
@@ -130,7 +131,7 @@ def test_collective_calls_after_different_numbers_of_steps(make: Make) -> None:
         model.close()
         return flat(module)
 
-    everyone = run_ranks(3, rank, timeout=10.0)
+    everyone = run_ranks(3, rank, timeout=limits.seconds(10))
     assert all(torch.equal(each, everyone[0]) for each in everyone)
 
 
@@ -185,7 +186,7 @@ def test_parameters_without_gradients_and_frozen_ones(make: Make) -> None:
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@grid(cover=1, dtype=[torch.bfloat16, torch.float64])
 def test_other_dtypes(make: Make, dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> torch.Tensor:
         module, optimizer, model = made(make, communicator, Odd().to(dtype), lr=0.01)

@@ -17,7 +17,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.mailbox.groups import Butterfly, Shuffled, Whole
 from tests.algorithms.asynchronous.common import flat
 from tests.algorithms.ranks import Odd, batch
-from tests.grids import only
+from tests.grids import grid, only
 
 RATE = 0.05
 
@@ -91,8 +91,7 @@ def test_synthetic_records_have_the_staleness_of_their_times() -> None:
     assert [line.staleness for line in lines[1]] == [1, 1, 2, 0, 1, 1, 2, 0]
 
 
-@pytest.mark.parametrize("activate", ["group", "all"])
-@pytest.mark.parametrize("size", [3, 6, 8])
+@grid(cover=1, activate=["group", "all"], size=[3, 6, 8])
 def test_synthetic_records_can_be_replayed(activate: Any, size: int) -> None:
     draws = random.Random(size)
     seconds = [[draws.choice([1.0, 1.5]) for _ in range(12)] for _ in range(size)]

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua_kernels import comm
 from bagua_kernels.algorithms import ByteGrad, GradientAllReduce, ddp, from_spec
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.algorithms.ddp.common import OPEN, Deep, backward, backward_of, close, close_hooks, hooked, mean, same
 from tests.algorithms.ranks import Odd, batch, gradients, loss_of
 from tests.grids import only
@@ -374,14 +375,14 @@ def play(names: list[str]) -> None:
     only([(QUICK, 2), (list(SCENARIOS), 2), (list(SCENARIOS), 3), (["compiled"], 2), (["many"], 2)], (QUICK, 2)),
 )
 def test_scenarios(names: list[str], ranks: int) -> None:
-    results = run_processes(play, ranks, args=(names,), timeout=100)
+    results = run_processes(play, ranks, args=(names,), timeout=limits.seconds(100))
     assert [each.returncode for each in results] == [0] * ranks, "\n".join(each.stderr[-3000:] for each in results)
 
 
 def lost() -> None:
     """A rank leaves: the other one's backward raises what happened, in time."""
     dist.init_process_group("gloo")
-    comm.init(timeout=10)
+    comm.init(timeout=limits.seconds(10))
     # DDP's own messages would be the first to fail: those of buffers, and of the new buckets before the second pass.
     model, _ = hooked("bytegrad", torch.nn.Linear(7, 3))
     for step in range(2):
@@ -396,5 +397,5 @@ def lost() -> None:
 
 @pytest.mark.slow
 def test_a_lost_rank() -> None:
-    results = run_processes(lost, 2, timeout=60)
+    results = run_processes(lost, 2, timeout=limits.seconds(60))
     assert (results[0].returncode, results[0].stdout.strip()) == (0, "told"), results[0].stderr[-3000:]

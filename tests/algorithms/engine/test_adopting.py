@@ -20,6 +20,7 @@ from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients
+from tests.grids import grid
 
 
 class Copying(GradientAllReduce):
@@ -86,8 +87,7 @@ def test_adopted_memory_and_steps_in_backward(adopted: list[bool]) -> None:
     assert sum(adopted) == 8
 
 
-@pytest.mark.parametrize("bucket_bytes", [4 * 64 * 64, 10 << 20])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@grid(cover=1, bucket_bytes=[4 * 64 * 64, 10 << 20], size=[1, 2, 3])
 def test_memory_of_large_gradients_becomes_the_buckets(
     adopted: list[bool], size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

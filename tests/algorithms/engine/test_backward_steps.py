@@ -31,8 +31,9 @@ from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.optim.step.compressed import PayloadStep
+from tests import limits
 from tests.algorithms.ranks import batch, fill
-from tests.grids import only
+from tests.grids import grid, only
 
 ALGORITHMS: dict[str, tuple[type[Algorithm], dict[str, Any]]] = {
     "allreduce": (GradientAllReduce, {}),
@@ -128,7 +129,7 @@ SAMPLE = only(
 )
 
 
-@pytest.mark.parametrize(("name", "optimizer", "ranks"), SAMPLE)
+@grid(cover=1, name__optimizer__ranks=SAMPLE)
 def test_results_are_those_of_a_step_after_backward(name: str, optimizer: str, ranks: int) -> None:
     make = OPTIMIZERS[optimizer]
     expected = run_ranks(ranks, lambda c: trained(c, name, make, False))
@@ -249,7 +250,7 @@ def test_parameters_change_while_backward_goes_on() -> None:
             before = second.weight.detach().clone()
 
             def wait(_: torch.Tensor, before: torch.Tensor = before) -> None:
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + limits.seconds(20)
                 while torch.equal(second.weight.detach(), before) and time.monotonic() < deadline:
                     time.sleep(0.001)
                 changed.append(not torch.equal(second.weight.detach(), before))
@@ -273,7 +274,7 @@ def test_a_parameter_that_backward_still_needs_is_not_changed_unnoticed() -> Non
         hidden = torch.ones(1, 4, requires_grad=True)
 
         def wait(_: torch.Tensor) -> None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + limits.seconds(20)
             version = layer.weight._version
             while layer.weight._version == version and time.monotonic() < deadline:
                 time.sleep(0.001)

@@ -114,8 +114,7 @@ def test_what_was_copied_is_let_go() -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("kind", [GradientAllReduce, Lending])
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
+@grid(cover=1, kind=[GradientAllReduce, Lending], seconds=[0.0, 0.05])
 def test_what_later_hooks_make_of_gradients_is_not_exchanged(seconds: float, kind: type[Algorithm]) -> None:
     """However fast the thread is that exchanges them."""
 

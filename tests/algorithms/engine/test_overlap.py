@@ -17,6 +17,7 @@ from bagua_kernels.algorithms import Algorithm, Exchange, GradientAlgorithm, Gra
 from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
+from tests import limits
 from tests.algorithms.ranks import batch, fill, gradients
 
 
@@ -84,7 +85,7 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
 
             class Together(Mean):
                 def run(self, step: int) -> Iterator[Work]:
-                    both.wait(20)
+                    both.wait(limits.seconds(20))
                     yield from super().run(step)
 
             return Together(bucket, communicator)
@@ -144,7 +145,7 @@ class AheadMean(Mean):
             ahead.order.append(index)
             ahead.begun[index].set()
         yield work
-        if not all(begun.wait(20) for begun in ahead.begun[: index + 2]):
+        if not all(begun.wait(limits.seconds(20)) for begun in ahead.begun[: index + 2]):
             raise TimeoutError(f"bucket {index + 1} waits for bucket {index}")
         with ahead.lock:
             ahead.under_way -= 1

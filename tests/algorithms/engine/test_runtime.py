@@ -10,6 +10,7 @@ import torch
 from bagua_kernels.algorithms.engine.runtime import Runtime
 from bagua_kernels.comm import Work
 from bagua_kernels.errors import RankLostError
+from tests import limits
 
 
 def losing() -> Iterator[Work]:
@@ -23,7 +24,7 @@ def test_exchanges_after_a_failure_fail_alike() -> None:
     runtime = Runtime(torch.device("cpu"), 1, 1)
     tasks = [runtime.start(0, losing, "test") for _ in range(3)]
     for task in tasks:
-        assert task.done.wait(10)
+        assert task.done.wait(limits.seconds(10))
         assert isinstance(task.error, RankLostError)
         assert task.error.ranks == (2,)
         assert "rank 2 was lost" in str(task.error)
@@ -41,7 +42,7 @@ def test_exchanges_of_one_connection_start_in_order() -> None:
             self.number = number
 
         def wait(self) -> None:
-            assert open_gates[self.number].wait(10)
+            assert open_gates[self.number].wait(limits.seconds(10))
 
         def is_completed(self) -> bool:
             return open_gates[self.number].is_set()
@@ -58,10 +59,10 @@ def test_exchanges_of_one_connection_start_in_order() -> None:
         threading.Event().wait(0.001)
     assert log == ["start 0", "start 1"]
     open_gates[1].set()
-    assert tasks[1].done.wait(10)
-    assert tasks[2].done.wait(10)
+    assert tasks[1].done.wait(limits.seconds(10))
+    assert tasks[2].done.wait(limits.seconds(10))
     assert not tasks[0].done.is_set()
     open_gates[0].set()
-    assert tasks[0].done.wait(10)
+    assert tasks[0].done.wait(limits.seconds(10))
     assert log.index("start 2") > log.index("end 1")
     runtime.close()

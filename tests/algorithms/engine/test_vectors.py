@@ -10,13 +10,13 @@ from bagua_kernels.algorithms import DGC, TernGrad
 from bagua_kernels.algorithms.engine.vectors import euclidean_norm
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.training import Given, Named, draw, follow
+from tests.grids import grid
 from tests.oracles.vectors import FLOAT32_MAX, FLOAT32_TINIEST, KINDS, make
 
 SHAPES = {"matrix": (37, 29), "bias": (11,), "scale": ()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e30, 3e38])
+@grid(cover=1, kind=KINDS, scale=[1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e30, 3e38])
 def test_norm_of_any_vector(kind: str, scale: float) -> None:
     x = make(kind, 1009, scale, 3)
     expected = np.linalg.norm(x.astype(np.float64))

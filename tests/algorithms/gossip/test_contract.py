@@ -31,8 +31,8 @@ EVERY: dict[str, Any] = {
 }
 if hasattr(torch.optim, "Muon"):
     EVERY["mu_loco"] = replace(local_steps.MU_LOCO, options={"interval": 2, **local_steps.MU_LOCO.options})
-every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
-several = pytest.mark.parametrize("name", only(EVERY, "decentralized", "choco", "diloco"))
+every = grid(cover=1, case=EVERY)
+several = grid(cover=1, name=only(EVERY, "decentralized", "choco", "diloco"))
 
 
 def plain(module: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -358,7 +358,7 @@ def test_stats_count_steps_and_bytes(case: Case) -> None:
     run_ranks(3, rank)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@grid(cover=1, name=list(CASES))
 def test_bytes_per_step(name: str) -> None:
     """A rank sends its vector once to each neighbour: 4 bytes per element, and no more than 100 bytes beside it."""
 

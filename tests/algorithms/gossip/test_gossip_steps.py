@@ -105,8 +105,7 @@ def test_distances_decay_as_the_topology_predicts(name: str, topology: Topology)
     assert found == pytest.approx(slope, rel=0.03)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("name", ["decentralized", "push"])
+@grid(cover=1, size=[2, 4, 8], name=["decentralized", "push"])
 def test_one_peer_exponential_is_exact_after_a_period(name: str, size: int) -> None:
     """Integers, whose means of a power of two are exact in float32."""
     start = np.random.default_rng(size).integers(-1000, 1000, (size, D)).astype(np.float32)
@@ -117,7 +116,7 @@ def test_one_peer_exponential_is_exact_after_a_period(name: str, size: int) -> N
     assert first == 0 or not (seen[first - 1] == start.mean(axis=0)).all()
 
 
-@pytest.mark.parametrize("size", only([2, 3, 5, 8], 3, 8))
+@grid(cover=1, size=only([2, 3, 5, 8], 3, 8))
 def test_push_sum_keeps_its_mass(size: int) -> None:
     """All ranks end at the mean though rank 0 is heard by all and the others by one; numerators alone would not."""
     start = spread(size)

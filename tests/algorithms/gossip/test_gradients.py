@@ -100,7 +100,7 @@ def test_gradients_while_ranks_are_late_in_turn(case: Case, seed: int) -> None:
     run_ranks(3, rank)
 
 
-@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
+@grid(cover=1, case=EVERY)
 def test_accumulated_gradients_are_taken_at_one_point(case: Case) -> None:
     """Several passes before a step read the same parameters, however long they take."""
 
@@ -128,7 +128,7 @@ def test_accumulated_gradients_are_taken_at_one_point(case: Case) -> None:
     run_ranks(3, rank)
 
 
-@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
+@grid(cover=1, case=EVERY)
 def test_evaluation_between_steps_reads_finished_parameters(case: Case) -> None:
     """A pass in evaluation changes nothing of what the next step computes, and repeats."""
 

@@ -45,7 +45,7 @@ def test_one_rank_is_plain_pytorch_bit_for_bit(case: Case, momentum: float) -> N
     assert all(torch.equal(a, b) for a, b in zip(ours, plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@grid(cover=1, size=[2, 3, 4, 7])
 def test_complete_graphs_average_models(size: int) -> None:
     """D-PSGD with all ranks as peers: the mean of all models, then each rank's own step."""
     module = Quadratic()
@@ -68,7 +68,7 @@ def test_complete_graphs_follow_averaged_gradients() -> None:
         assert np.abs(found[step + 1].mean(axis=0) - mean).max() <= 1e-6 * np.abs(mean).max()
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@grid(cover=1, size=[3, 4])
 def test_codecs_without_loss_send_differences_exactly(size: int) -> None:
     """DCD is then D-PSGD, and Choco that mixes after the step if eta is 1."""
     w = Ring(size).matrix()
@@ -80,7 +80,7 @@ def test_codecs_without_loss_send_differences_exactly(size: int) -> None:
     assert error(trained(CASES["choco"], size, eta=1.0), adapt) <= 2e-6
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@grid(cover=1, size=[2, 3, 5, 8])
 def test_push_sum_on_a_doubly_stochastic_graph_sends_no_weight(size: int) -> None:
     """Weights stay at 1, so that each element takes four bytes and nothing is added."""
 

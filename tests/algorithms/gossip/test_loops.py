@@ -19,7 +19,7 @@ from tests.grids import grid
 from tests.oracles.gossip import SGD
 
 TOLERANCE = 1e-6
-every = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+every = grid(cover=1, case=ALL)
 
 
 def joined(case: Case, batches: Sequence[int], more: int, **options: Any) -> np.ndarray:
@@ -105,7 +105,7 @@ def test_an_overflow_on_one_rank_shifts_no_round(case: Case, kind: str, at: int)
     assert error(found, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@grid(cover=1, case=CASES)
 def test_a_step_that_a_rank_leaves_out(case: Case) -> None:
     """With `skip_step` instead of the optimizer's step, the rank mixes what it has, in the round of the others."""
 

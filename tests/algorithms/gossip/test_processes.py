@@ -12,6 +12,7 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.algorithms.gossip.common import ALL, CASES, Case, error, follow, simulated
 from tests.algorithms.ranks import compiled_beside_plain
 
@@ -30,7 +31,7 @@ def trained(communicator: Communicator) -> dict[str, tuple[str, list[float]]]:
 
 def report() -> None:
     """Trains with each algorithm in turn, and prints what came of it."""
-    communicator = comm.init(timeout=60)
+    communicator = comm.init(timeout=limits.seconds(60))
     print(json.dumps(trained(communicator)))
     comm.shutdown()
 
@@ -39,7 +40,7 @@ def report() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_compute_what_threads_compute(size: int) -> None:
     """Bit for bit, and within 1e-6 of the simulations."""
-    results = run_processes(report, size, timeout=110)
+    results = run_processes(report, size, timeout=limits.seconds(110))
     assert [r.returncode for r in results] == [0] * size, results[0].stderr[-3000:]
     reports = [json.loads(r.stdout.splitlines()[-1]) for r in results]
     for theirs, ours in zip(reports, run_ranks(size, trained), strict=True):
@@ -52,12 +53,12 @@ def test_processes_compute_what_threads_compute(size: int) -> None:
 
 def compiled() -> None:
     """Trains a compiled module and a plain one, each of them wrapped."""
-    communicator = comm.init(timeout=60)
+    communicator = comm.init(timeout=limits.seconds(60))
     compiled_beside_plain(communicator, ALL["decentralized"], 4)
     comm.shutdown()
 
 
 @pytest.mark.slow
 def test_compiled_modules() -> None:
-    results = run_processes(compiled, 2, timeout=110)
+    results = run_processes(compiled, 2, timeout=limits.seconds(110))
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]

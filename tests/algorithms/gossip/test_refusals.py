@@ -16,7 +16,7 @@ from tests.algorithms.gossip.common import ALL, CASES, Case, flat, unequal
 from tests.algorithms.ranks import Odd, batch
 from tests.grids import grid
 
-every = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+every = grid(cover=1, case=ALL)
 
 
 def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -69,7 +69,7 @@ def test_topologies_that_never_mix(case: Case) -> None:
     refused(4, case, "mix|hear", lambda rank: {"peers": apart})
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@grid(cover=1, size=[2, 4, 8])
 def test_d2_names_the_remedy_for_negative_eigenvalues(size: int) -> None:
     """A ring of an even number of ranks has -1/3 itself; two ranks with a half each have none below 0."""
     if size == 2:
@@ -104,9 +104,9 @@ def test_push_sum_needs_columns() -> None:
     refused(3, ALL["push"], "columns", lambda rank: {"peers": rows})
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "match"),
-    [
+@grid(
+    cover=1,
+    name__options__match=[
         ("decentralized", {"peers": "rings"}, "one of all, .*ring.*, got 'rings'"),
         ("decentralized", {"interval": 0}, "interval"),
         ("decentralized", {"bucket_bytes": 0}, "bucket_bytes"),
@@ -117,15 +117,14 @@ def test_push_sum_needs_columns() -> None:
         ("choco", {"eta": -1.0}, "eta"),
         ("push", {"peers": 3}, "peers"),
     ],
-    ids=str,
 )
 def test_values_that_make_no_sense(name: str, options: dict[str, Any], match: str) -> None:
     refused(2, ALL[name], match, lambda rank: options)
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "other", "match"),
-    [
+@grid(
+    cover=1,
+    name__first__other__match=[
         ("decentralized", {"interval": 1}, {"interval": 2}, "interval"),
         ("decentralized", {"peers": "ring"}, {"peers": "all"}, "peers"),
         (
@@ -141,7 +140,6 @@ def test_values_that_make_no_sense(name: str, options: dict[str, Any], match: st
         ("d2", {"peers": "all"}, {"peers": "ring"}, "peers"),
         ("push", {"peers": "ring"}, {"peers": "one_peer_exponential"}, "peers"),
     ],
-    ids=str,
 )
 def test_options_that_differ_between_ranks(name: str, first: dict[str, Any], other: dict[str, Any], match: str) -> None:
     refused(3, ALL[name], match, lambda rank: other if rank == 1 else first)

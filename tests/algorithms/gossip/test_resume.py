@@ -184,7 +184,7 @@ def flat_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
     return flat(module)
 
 
-@pytest.mark.parametrize("case", RESUMED.values(), ids=RESUMED.keys())
+@grid(cover=1, case=RESUMED)
 def test_states_of_other_algorithms_are_refused(case: Case) -> None:
     def rank(communicator: Communicator) -> None:
         model, _ = made(case, "sgd", communicator)

@@ -124,7 +124,7 @@ def test_nodes_average_before_they_mix(nodes: list[list[int]], peers: str) -> No
     assert error(found, simulated(case, matrices, 12)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@grid(cover=1, case=CASES)
 def test_one_bucket_or_many(case: Case) -> None:
     """The size of buckets changes no bit."""
     small, large = (trained(case, 3, 5, bucket_bytes=size) for size in (1, 10 << 20))

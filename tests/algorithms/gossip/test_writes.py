@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import ALL, Case
 from tests.algorithms.ranks import Odd, batch
+from tests.grids import grid
 
-every = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+every = grid(cover=1, case=ALL)
 
 
 def stepped(case: Case, communicator: Communicator) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -16,6 +16,7 @@ from bagua_kernels import algorithms
 from bagua_kernels.algorithms import LoadBalancingDistributedBatchSampler
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.loading.common import Lengths, batch_samplers, heavy_tailed, samplers
+from tests.grids import grid
 
 
 def cost_of(costs: np.ndarray, padded: bool) -> float:
@@ -160,8 +161,7 @@ def seconds(lengths: np.ndarray, ranks: list[list[Any]], padded: bool) -> float:
     return float(costs.max(0).sum())
 
 
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("sigma", [0.4, 1.0])
+@grid(cover=1, padded=[True, False], sigma=[0.4, 1.0])
 def test_throughput_of_two_ranks(padded: bool, sigma: float) -> None:
     """On log-normal lengths: never below grouping by length, and 1.58 times random batches where padding is paid for."""
     generator = np.random.default_rng(0)

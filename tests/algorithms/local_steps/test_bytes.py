@@ -16,6 +16,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.compression import ChunkedTopK
+from tests import limits
 from tests.comm.backends.sockets.common import striped
 from tests.grids import grid, only
 
@@ -156,7 +157,7 @@ def test_bytes_at_the_sockets(
         model.close()
         return stats, first
 
-    everyone = striped(RANKS, rank, Tuning(), stripes=1, timeout=200.0)
+    everyone = striped(RANKS, rank, Tuning(), stripes=1, timeout=limits.seconds(200))
     assert options.get("blend") is not None or all(torch.equal(first, everyone[0][1]) for _, first in everyone)
     n = sum(p.numel() for p in ten_million().parameters())
     assert n > 10_000_000

@@ -107,7 +107,7 @@ def test_learning_rates_of_ranks_may_differ_with_slow_momentum() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@grid(cover=1, ranks=[2, 3])
 def test_slow_momentum_keeps_its_learning_rate(ranks: int) -> None:
     """In a checkpoint, for any number of ranks. It is in units of parameters, and the learning rate of a round may be another."""
     before = run_ranks(2, learning_rates, lambda rank, number: 0.1)
@@ -130,8 +130,7 @@ def test_slow_momentum_keeps_its_learning_rate(ranks: int) -> None:
         assert torch.allclose(after, before[0][0] - 0.09 * momentum, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("average", [False, True])
+@grid(cover=1, kind=[torch.optim.SGD, torch.optim.AdamW], average=[False, True])
 def test_replicas_stay_equal_after_a_switch_to_gradients(kind: Any, average: bool) -> None:
     """Though the optimizer's states were each rank's own until then, and nobody passes the optimizer again."""
 
@@ -153,11 +152,14 @@ def test_replicas_stay_equal_after_a_switch_to_gradients(kind: Any, average: boo
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize(
-    "case",
-    [Case(LocalSGD), Case(DiLoCo, {"outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})],
-    ids=["local_sgd", "diloco", "slow_mo"],
+@grid(
+    cover=1,
+    delay=[0, 2],
+    case={
+        "local_sgd": Case(LocalSGD),
+        "diloco": Case(DiLoCo, {"outer_momentum": 0.0}),
+        "slow_mo": Case(SlowMo, {"slow_momentum": 0.0}),
+    },
 )
 def test_a_parameter_that_is_frozen_in_the_middle_does_not_change(case: Case, delay: int) -> None:
     """Its pseudo-gradient is zero. An outer momentum is not, and goes on."""

@@ -12,6 +12,7 @@ from torch import nn
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, OuterNesterov, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from tests import limits
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.common import ALL, Case, Tensors, normal, step
 from tests.grids import grid
@@ -221,15 +222,14 @@ def test_a_blend_leaves_outer_parameters_as_they_are(delay: int) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(LocalSGD),
-        Case(DiLoCo, {"codec": "sign", "exact": (), "min_numel": 0}),
-        Case(DiLoCo, {"fragments": 2, "blend": 0.5, "codec": "absmax_int4", "exact": (), "min_numel": 0}),
-        Case(SparseLoCo, {"codec": ChunkedTopK(8, 64)}),
-    ],
-    ids=["exact", "sign", "streaming", "sparse_loco"],
+@grid(
+    cover=1,
+    case={
+        "exact": Case(LocalSGD),
+        "sign": Case(DiLoCo, {"codec": "sign", "exact": (), "min_numel": 0}),
+        "streaming": Case(DiLoCo, {"fragments": 2, "blend": 0.5, "codec": "absmax_int4", "exact": (), "min_numel": 0}),
+        "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(8, 64)}),
+    },
 )
 def test_steps_go_on_while_an_exchange_is_under_way(case: Case) -> None:
     """A delay that is only simulated hides nothing: rank 0 takes its next steps before rank 1 has come to the round."""
@@ -243,7 +243,7 @@ def test_steps_go_on_while_an_exchange_is_under_way(case: Case) -> None:
             for number in range(rounds - 1):
                 step(module, optimizer, communicator.rank, number)
             if communicator.rank == 1:
-                assert gone_on.wait(60), "rank 0 waits for rank 1, which has not come to the round yet"
+                assert gone_on.wait(limits.seconds(60)), "rank 0 waits for rank 1, which has not come to the round yet"
             step(module, optimizer, communicator.rank, rounds)
             before = flat(module)
             for number in range(2):
@@ -254,7 +254,7 @@ def test_steps_go_on_while_an_exchange_is_under_way(case: Case) -> None:
             model.wait()
             return not torch.equal(flat(module), before)
 
-    assert run_ranks(2, rank, timeout=90.0) == [True, True]
+    assert run_ranks(2, rank, timeout=limits.seconds(90)) == [True, True]
 
 
 def test_results_of_a_delay_are_not_used_before_they_are_due() -> None:

@@ -18,7 +18,7 @@ from tests.algorithms.ranks import Odd, batch
 from tests.grids import grid
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-every = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
+every = grid(cover=1, case=ALL)
 
 
 @grid(
@@ -35,9 +35,9 @@ def test_outer_steps_that_only_average_are_local_sgd(size: int, dtype: torch.dty
     assert torch.equal(trained(Case(DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0}), size, 10, **common), expected)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(LocalSGD), Case(DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})],
+@grid(
+    cover=1,
+    case=[Case(LocalSGD), Case(DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})],
 )
 def test_one_rank_is_plain_pytorch(case: Case) -> None:
     plain = Quadratic()
@@ -51,7 +51,7 @@ def test_one_rank_is_plain_pytorch(case: Case) -> None:
     assert torch.equal(trained(case, 1, 9, momentum=0.9)[:, 0], torch.stack(plain.seen))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@grid(cover=1, dtype=DTYPES)
 def test_one_rank_with_outer_momentum_is_outer_nesterov(dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
@@ -100,9 +100,10 @@ def test_outer_parameters_are_the_same_on_all_ranks_after_each_round(case: Case)
     assert any(not torch.equal(a, b) for a, b in pairwise(first))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "case", [ALL["local_sgd"], Case(DiLoCo, {"outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})]
+@grid(
+    cover=1,
+    dtype=DTYPES,
+    case=[ALL["local_sgd"], Case(DiLoCo, {"outer_momentum": 0.0}), Case(SlowMo, {"slow_momentum": 0.0})],
 )
 def test_rounds_without_steps_change_nothing(case: Case, dtype: torch.dtype) -> None:
     """Outer parameters have more bits than a model in bfloat16; a pseudo-gradient begins with what the model holds."""

@@ -13,6 +13,7 @@ from bagua_kernels.algorithms import DiLoCo, LocalSGD, Penalty
 from bagua_kernels.algorithms.local_steps.penalty import Norms, clip_factor, weights_of
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import flat
+from tests.grids import grid
 
 N = 50
 
@@ -83,8 +84,7 @@ def spike(rank: int, step: int) -> float:
 
 
 # Smoothing only begins to differ from a plain mean when its rate is the greater one.
-@pytest.mark.parametrize("clip", [None, 0.4])
-@pytest.mark.parametrize("size", [2, 3])
+@grid(cover=1, clip=[None, 0.4], size=[2, 3])
 def test_as_the_formulas(size: int, clip: float | None) -> None:
     penalty = Penalty(warmup=4, clip=clip)
     everyone = run(size, 12, spike, penalty=penalty)

@@ -12,15 +12,16 @@ from torch import nn
 from bagua_kernels.algorithms import DiLoCo, GradientAllReduce, SparseLoCo, preset
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import batch
+from tests.grids import grid
 
 MODEL = {"parameters": 10_000_000, "ranks": 4, "step_seconds": 0.2}
 # Bytes of an element on each line, from the formulas of the codecs' pages.
 BYTES = {"all_reduce": 4 * 1.5, "float32": 4 * 1.5, "int4": 17 / 32 * 1.5, "sparse": 84 / 4096 * 3}
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "codec"),
-    [
+@grid(
+    cover=1,
+    line__kind__codec=[
         ("1Mbit", SparseLoCo, "chunked_topk:k=64,chunk=4096"),
         ("10Mbit", SparseLoCo, "chunked_topk:k=64,chunk=4096"),
         ("100Mbit", DiLoCo, None),
@@ -34,9 +35,12 @@ def test_choices_for_ten_million_parameters(line: Any, kind: type, codec: str | 
     assert chosen.options.get("codec") == codec
 
 
-@pytest.mark.parametrize("line", ["1Mbit", "10Mbit", "100Mbit", "1Gbit", 2.5e7])
-@pytest.mark.parametrize("parameters", [1_000, 10_000_000, 1_000_000_000])
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@grid(
+    cover=1,
+    line=["1Mbit", "10Mbit", "100Mbit", "1Gbit", 2.5e7],
+    parameters=[1_000, 10_000_000, 1_000_000_000],
+    ranks=[2, 4, 16],
+)
 def test_intervals_are_the_least_that_fit(line: Any, parameters: int, ranks: int) -> None:
     step = 0.2
     found = preset(line, parameters=parameters, ranks=ranks, step_seconds=step)

@@ -14,6 +14,7 @@ from bagua_kernels import comm
 from bagua_kernels.algorithms import DiLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.algorithms.gossip.common import Quadratic, Task, error, falling, flat
 from tests.algorithms.local_steps.common import ALL, Case, follow
 from tests.algorithms.local_steps.test_every_codec import CODECS, EVERYTHING
@@ -56,7 +57,7 @@ def traced(communicator: Communicator) -> dict[str, Any]:
 
 def report() -> None:
     """Trains with each algorithm in turn, and prints what came of it."""
-    communicator = comm.init(timeout=200)
+    communicator = comm.init(timeout=limits.seconds(200))
     print(json.dumps(traced(communicator)))
     comm.shutdown()
 
@@ -65,7 +66,7 @@ def report() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_compute_what_threads_compute(size: int) -> None:
     """Bit for bit where sums have one order, and within 1e-6 of the simulations."""
-    results = run_processes(report, size, timeout=400)
+    results = run_processes(report, size, timeout=limits.seconds(400))
     assert [r.returncode for r in results] == [0] * size, results[0].stderr[-3000:]
     reports = [json.loads(r.stdout.splitlines()[-1]) for r in results]
     rounds = [{key: seen for key, seen in one.items() if key not in CASES} for one in reports]
@@ -82,7 +83,7 @@ def test_processes_compute_what_threads_compute(size: int) -> None:
 
 def compiled() -> None:
     """Trains a compiled module and a plain one, each of them wrapped."""
-    communicator = comm.init(timeout=100)
+    communicator = comm.init(timeout=limits.seconds(100))
     for case in (ALL["diloco"], ALL["streaming"]):
         for model in compiled_beside_plain(communicator, case, 6):
             assert model.stats().steps == 6
@@ -93,5 +94,5 @@ def compiled() -> None:
 
 @pytest.mark.slow
 def test_compiled_modules() -> None:
-    results = run_processes(compiled, 2, timeout=200)
+    results = run_processes(compiled, 2, timeout=limits.seconds(200))
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]

@@ -21,6 +21,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Schedule, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from bagua_kernels.errors import RankLostError
+from tests import limits
 from tests.algorithms.gossip.common import Quadratic, Task, falling, flat
 from tests.algorithms.local_steps.common import Case, trained
 from tests.grids import grid
@@ -198,12 +199,12 @@ def test_a_rank_that_is_late_delays_nobody() -> None:
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], float]:
         module, optimizer, model = made(communicator, quorum=3, grace=0.01)
         if communicator.rank == 1:
-            others.wait(50)
+            others.wait(limits.seconds(50))
         for number in range(8):
             step(model, optimizer, 10 * number + communicator.rank)
         model.wait()
         if communicator.rank != 1:
-            others.wait(50)
+            others.wait(limits.seconds(50))
         model.synchronize()
         model.close()
         return everything(module), model.stats().wait_seconds
@@ -288,9 +289,9 @@ def test_resumed_training_has_the_same_bits() -> None:
     assert run_ranks(3, rank) == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "text"),
-    [
+@grid(
+    cover=1,
+    kind__options__text=[
         (DiLoCo, {"quorum": 3}, "at most the number of ranks, 2"),
         (DiLoCo, {"quorum": 0}, "quorum must be at least 1"),
         (DiLoCo, {"quorum": 1, "grace": -1.0}, "grace 0 or more"),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SlowMo
@@ -71,7 +70,7 @@ def test_follows_the_simulation(name: str, size: int, momentum: float) -> None:
     assert error(found.double().numpy(), expected) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "slow_mo", "diloco"])
+@grid(cover=1, name=["local_sgd", "slow_mo", "diloco"])
 def test_a_wrong_simulation_is_seen(name: str) -> None:
     """The task tells rules apart: another interval is far outside."""
     case, simulation = CASES[name]

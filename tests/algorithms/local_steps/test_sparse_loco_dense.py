@@ -63,7 +63,7 @@ def test_nothing_is_lost(size: int, dense: str) -> None:
     assert float(kept.norm()) > 1e-3 * float(learned.norm())
 
 
-@pytest.mark.parametrize("size", only([2, 3, 4, 5, 8], 2, 3))
+@grid(cover=1, size=only([2, 3, 4, 5, 8], 2, 3))
 def test_bytes_are_those_of_the_codec(size: int) -> None:
     """To the byte: twice the payload of a chunk for each other rank, a third of the bytes of float32 or less."""
 
@@ -121,7 +121,7 @@ def test_resumes_bit_for_bit(size: int, shapes: Any, dense: str) -> None:
     run_ranks(size, rank)
 
 
-@pytest.mark.parametrize("dense", [None, "absmax_int8"])
+@grid(cover=1, dense=[None, "absmax_int8"])
 def test_a_state_of_a_run_without_a_codec_is_taken(dense: Any) -> None:
     """Residuals are zero then; those of a run with a codec are dropped by one without."""
 
@@ -142,7 +142,7 @@ def test_a_state_of_a_run_without_a_codec_is_taken(dense: Any) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("dense", [None, "identity"])
+@grid(cover=1, dense=[None, "identity"])
 def test_a_model_with_small_tensors_only_is_averaged(dense: Any) -> None:
     """Bit for bit as by plain averaging where nothing is lost, and there is no residual."""
 

@@ -115,7 +115,7 @@ def stepped(communicator: Communicator, kind: Any, gradients: Any, **options: An
 ALL_ELEMENTS: dict[str, Any] = {"codec": ChunkedTopK(64, 64), "beta": 0.0, "reduce": "mean"}
 
 
-@pytest.mark.parametrize("size", only(SIZES, 3, 4))
+@grid(cover=1, size=only(SIZES, 3, 4))
 def test_sparse_loco_that_sends_all_elements_averages(size: int) -> None:
     """Without a residual, and with differences that two magnitudes can hold: bit for bit where P is a power of two."""
 

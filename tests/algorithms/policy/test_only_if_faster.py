@@ -33,6 +33,7 @@ from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, train
 from tests.algorithms.training import ODD, Everyone, Given, draw, same
+from tests.grids import grid
 
 STEPS = BLOCK_STEPS * BLOCKS
 
@@ -105,8 +106,7 @@ def owed(states: list[dict[str, Any]], parameter: str) -> np.ndarray:
     return sum(own, np.zeros(ODD[parameter])) / len(states)
 
 
-@pytest.mark.parametrize("seconds", [SLOWER, FASTER], ids=["slower", "faster"])
-@pytest.mark.parametrize("name", WRAPS)
+@grid(cover=1, seconds={"slower": SLOWER, "faster": FASTER}, name=list(WRAPS))
 def test_nothing_is_lost_and_ranks_agree(name: str, seconds: dict[str, float]) -> None:
     """All that was applied, and what residuals still hold, is the sum of all means, with DGC of their momentum."""
     before, after = 2, 6
@@ -161,8 +161,7 @@ def test_nothing_is_lost_and_ranks_agree(name: str, seconds: dict[str, float]) -
                 )
 
 
-@pytest.mark.parametrize("seconds", [SLOWER, FASTER], ids=["slower", "faster"])
-@pytest.mark.parametrize("wrap", [QAdam, OneBitAdam])
+@grid(cover=1, seconds={"slower": SLOWER, "faster": FASTER}, wrap=[QAdam, OneBitAdam])
 def test_adams_lose_no_momentum(wrap: type, seconds: dict[str, float]) -> None:
     """m = beta1 m + (1 - beta1) g + e of before - e of now, of all ranks' means; e is zero after plain steps."""
     shape, freeze, after = (16, 32), 3, 6

@@ -16,6 +16,7 @@ from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_mome
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.errors import CommunicationError
 from tests.algorithms.ranks import Odd
+from tests.grids import folded, grid
 
 COARSE = [
     "sign", "sign:majority_vote=true", "onebit", "double_squeeze", "topk", "topk:ratio=0.1", "randomk", "dgc", "powersgd",
@@ -72,7 +73,7 @@ def made(spec: str, kind: Make = torch.optim.AdamW) -> Callable[[Odd, Communicat
     return lambda net, communicator: from_spec(spec, net, optimizer=kind(net.parameters()), communicator=communicator)
 
 
-@pytest.mark.parametrize("make", ADAMS)
+@folded(make=ADAMS)
 def test_adams_are_recognised(make: Make) -> None:
     assert divides_by_second_moment(make(Odd().parameters()))
 
@@ -82,7 +83,7 @@ def test_other_optimizers_are_not(make: Make) -> None:
     assert not divides_by_second_moment(make(Odd().parameters()))
 
 
-@pytest.mark.parametrize("spec", COARSE)
+@grid(cover=1, spec=COARSE)
 def test_what_holds_gradients_back_warns_once_of_adam(spec: str) -> None:
     (one,) = warned(made(spec), size=3)
     text = str(one.message)
@@ -93,18 +94,18 @@ def test_what_holds_gradients_back_warns_once_of_adam(spec: str) -> None:
     assert one.filename == __file__
 
 
-@pytest.mark.parametrize("spec", FINE)
+@grid(cover=1, spec=FINE)
 def test_what_sends_most_of_a_gradient_goes_with_adam(spec: str) -> None:
     assert not warned(made(spec))
 
 
-@pytest.mark.parametrize("spec", ["sign", "topk", "powersgd"])
+@grid(cover=1, spec=["sign", "topk", "powersgd"])
 def test_other_optimizers_go_with_all(spec: str) -> None:
     assert not warned(made(spec, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)))
     assert not warned(lambda net, communicator: from_spec(spec, net, communicator=communicator))
 
 
-@pytest.mark.parametrize("spec", ["sign", "topk", "powersgd"])
+@grid(cover=1, spec=["sign", "topk", "powersgd"])
 def test_one_rank_compresses_nothing(spec: str) -> None:
     assert not warned(made(spec), size=1)
 

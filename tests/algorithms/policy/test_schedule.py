@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bagua_kernels.algorithms.policy.schedule import Encoding, schedule
 from bagua_kernels.compression import from_spec
+from tests.grids import grid
 
 CODECS: Encoding = {0: "sign", 3: "absmax_int8", 9: "minmax_uint8"}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "warmup_steps", "expected"),
-    [
+@grid(
+    cover=1,
+    encoding__warmup_steps__expected=[
         ("sign", 0, {0: "sign"}),
         ("sign", 4, {0: None, 4: "sign"}),
         (None, 4, {0: None, 4: None}),
@@ -24,7 +23,6 @@ CODECS: Encoding = {0: "sign", 3: "absmax_int8", 9: "minmax_uint8"}
         (CODECS, 5, {0: None, 5: "absmax_int8", 9: "minmax_uint8"}),
         (CODECS, 9, {0: None, 9: "minmax_uint8"}),
     ],
-    ids=str,
 )
 def test_codecs_by_step(encoding: Encoding, warmup_steps: int, expected: dict[int, str | None]) -> None:
     """Each is used from its step on, though not before the warm-up's end."""

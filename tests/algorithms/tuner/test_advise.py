@@ -11,6 +11,7 @@ from bagua_kernels.algorithms.advise import command
 from bagua_kernels.algorithms.advise.models import MODELS
 from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
 from bagua_kernels.algorithms.tuner.cost.methods import methods
+from tests.grids import grid
 
 NETWORK = ("--ranks", "64", "--bandwidth", "10Gbps", "--latency", "1ms")
 
@@ -81,9 +82,9 @@ def test_times(text: str, found: float) -> None:
     assert command.seconds(text) == pytest.approx(found)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+@grid(
+    cover=1,
+    arguments=[
         ["--ranks", "4"],
         [*NETWORK],
         ["--elements", "3", *NETWORK],

@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.tuner.repaying import owed_by
 from bagua_kernels.comm import Communicator, LocalCommunicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, loss_of
 from tests.algorithms.tuner.tuned import FAST, LOW_RANK, PLAIN, SIGN, SLOW, TOPK, Wide, force, sgd
+from tests.grids import grid
 
 
 def test_candidates() -> None:
@@ -194,8 +195,7 @@ def test_forward_passes_that_are_not_for_training(mode: str) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("following", [PLAIN, TOPK, LOW_RANK])
-@pytest.mark.parametrize("spoiled", ["overflow", "frozen"])
+@grid(cover=1, following=[PLAIN, TOPK, LOW_RANK], spoiled=["overflow", "frozen"])
 def test_what_is_owed_waits_for_a_step_that_is_taken(spoiled: str, following: str) -> None:
     """A step that a scaler skips, or that leaves a parameter out, pays nothing."""
 
@@ -221,8 +221,7 @@ def test_what_is_owed_waits_for_a_step_that_is_taken(spoiled: str, following: st
         torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("follows", [False, True])
-@pytest.mark.parametrize("following", [PLAIN, TOPK, LOW_RANK])
+@grid(cover=1, follows=[False, True], following=[PLAIN, TOPK, LOW_RANK])
 def test_a_checkpoint_between_two_candidates_keeps_what_is_owed(following: str, follows: bool) -> None:
     """Whether the next one's exchanges have been made or not; and none of it is paid twice."""
 

@@ -17,6 +17,7 @@ from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
 from bagua_kernels.algorithms.tuner.cost.methods import Method, methods
 from bagua_kernels.algorithms.tuner.cost.predict import predict
 from bagua_kernels.comm import LocalCommunicator
+from tests.grids import folded
 
 KNOWN = {method.name: method for method in methods()}
 FREE = Machine(exposed=0.5, per_byte=0.0, work={"": 0.0})
@@ -88,7 +89,7 @@ def test_nodes_share_a_link() -> None:
     )
 
 
-@pytest.mark.parametrize("method", [method for method in methods() if method.spec], ids=lambda method: method.name)
+@folded(method={method.name: method for method in methods() if method.spec})
 def test_specs_are_those_of_algorithms(method: Method) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer: torch.optim.Optimizer | None = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from torch import nn
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients
+from tests.grids import grid
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
@@ -66,10 +67,13 @@ def real_and_generated(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.softplus(-real).mean() + nn.functional.softplus(generated).mean()
 
 
-@pytest.mark.parametrize("make", [Normalized, Replacing])
-@pytest.mark.parametrize("loss", [contrastive, real_and_generated])
-@pytest.mark.parametrize("average", [False, True], ids=["broadcast", "average"])
-@pytest.mark.parametrize("size", [2, 3])
+@grid(
+    cover=1,
+    make=[Normalized, Replacing],
+    loss=[contrastive, real_and_generated],
+    average={"broadcast": False, "average": True},
+    size=[2, 3],
+)
 def test_two_forward_passes_before_one_backward(make: type[nn.Module], loss: Loss, average: bool, size: int) -> None:
     """Gradients are the mean of what each rank has by itself, with the buffers that its forward passes had."""
 
@@ -112,7 +116,7 @@ def simulated(
     return [torch.stack(grads).mean(0).float() for grads in zip(*everyone, strict=True)]
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["broadcast", "average"])
+@grid(cover=1, average={"broadcast": False, "average": True})
 def test_two_forward_and_then_two_backward_passes(average: bool) -> None:
     """The second one's gradients are added to the first one's means, and averaged with them."""
 

@@ -21,13 +21,15 @@ from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, Top
 from bagua_kernels.algorithms.wrapping.ddp import ARGUMENTS
 from bagua_kernels.comm import Communicator, TorchCommunicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.algorithms.ranks import Odd, batch, gradients, loss_of
+from tests.grids import folded
 
 PAGE = (Path(__file__).parents[3] / "docs" / "from-ddp.md").read_text()
 NOT_MODULE = [name for name in inspect.signature(DistributedDataParallel).parameters if name != "module"]
 
 
-@pytest.mark.parametrize("name", sorted({*NOT_MODULE, *ARGUMENTS}))
+@folded(name=sorted({*NOT_MODULE, *ARGUMENTS}))
 def test_every_argument_has_an_answer(name: str) -> None:
     """Those of the installed version, and what older and newer ones have: it is ours too, or a TypeError says what is."""
     if name in inspect.signature(Algorithm).parameters:
@@ -215,7 +217,7 @@ def subgroups(rank: int) -> None:
 
 @pytest.mark.slow
 def test_neither_goes_around_the_other() -> None:
-    results = run_processes(around_and_inside, 2, timeout=100)
+    results = run_processes(around_and_inside, 2, timeout=limits.seconds(100))
     for result in results:
         assert result.returncode == 0, result.stderr[-3000:]
         assert "through" in result.stdout
@@ -230,7 +232,7 @@ def joins_by_itself() -> None:
 
 @pytest.mark.slow
 def test_the_launchers_environment_is_joined() -> None:
-    results = run_processes(joins_by_itself, 2, timeout=60)
+    results = run_processes(joins_by_itself, 2, timeout=limits.seconds(60))
     assert [r.returncode for r in results] == [0, 0], results[0].stderr[-2000:]
     assert results[0].stdout == results[1].stdout
     assert results[0].stdout.startswith("2 ")

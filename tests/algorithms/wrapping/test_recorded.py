@@ -31,6 +31,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.algorithms.wrapping.recorded import describe, shown
 from bagua_kernels.comm import Communicator, Nodes, run_ranks
 from tests.algorithms.ranks import Odd, batch, gradients
+from tests.grids import grid
 
 
 def first_policy(name: str) -> float:
@@ -69,32 +70,31 @@ def refused(size: int, make: Callable[[int], dict[str, object]], kind: type[Algo
     return run_ranks(size, rank)
 
 
-@pytest.mark.parametrize(
-    ("kind", "make", "expected"),
-    [
-        (FP8AllReduce, lambda r: {"format": ("e4m3", "e5m2")[r % 2]}, "format", ),
-        (RandomK, lambda r: {"seed": 7 + r % 2}, "seed"),
-        (PowerSGD, lambda r: {"rank": 1 + r % 2}, "rank"),
-        (PowerSGD, lambda r: {"seed": r % 2}, "seed"),
-        (DGC, lambda r: {"momentum": (0.9, 0.8)[r % 2]}, "momentum"),
-        (QSGD, lambda r: {"norm": ("max", "l2")[r % 2]}, "norm"),
-        (QAdam, lambda r: {"freeze_step": 5, "lr": (0.1, 0.2)[r % 2]}, "lr"),
-        (QAdam, lambda r: {"freeze_step": 5, "mask": {"first.bias": torch.full((31,), 1.0 + r % 2)}}, "mask"),
-        (ByteGrad, lambda r: {"guard": Guard(every=10 + r % 2)}, "guard"),
-        (ByteGrad, lambda r: {"broadcast_buffers": r % 2 == 0}, "broadcast_buffers"),
-        (ByteGrad, lambda r: {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0 ** (r % 2))}, "scaler"),
-        (CompressedAllReduce, lambda r: {"codec": compression.FP8(format=("e4m3", "e5m2")[r % 2])}, "codec"),
-        (CompressedAllReduce, lambda r: {"codec": {0: "sign", 5 + r % 2: None}}, "codec"),
-        (CompressedAllReduce, lambda r: {"groups": {"*.weight": ("sign", "qsgd")[r % 2]}}, "groups"),
-        (GradientAllReduce, lambda r: {"nodes": Nodes(((0, 1), (2,)) if r % 2 else ((0,), (1, 2)))}, "nodes"),
-        (Mine, lambda r: {"policy": (first_policy, second_policy)[r % 2]}, "policy"),
-        (Mine, lambda r: {"policy": functools.partial(first_policy, name=str(r % 2))}, "policy"),
-        (Mine, lambda r: {"depth": 1 + r % 2}, "depth"),
-        (Mine, lambda r: {"log": ("odd ratio", "")[r % 2]}, "ratio"),
-        (Mine, lambda r: {"log": str(r), "bucket_bytes": 10 + r % 2}, "bucket_bytes"),
-    ],
-    ids=lambda value: getattr(value, "__name__", "") if isinstance(value, type) else str(value) if isinstance(value, str) else "",
-)  # fmt: skip
+DIFFERENT = [
+    (FP8AllReduce, lambda r: {"format": ("e4m3", "e5m2")[r % 2]}, "format"),
+    (RandomK, lambda r: {"seed": 7 + r % 2}, "seed"),
+    (PowerSGD, lambda r: {"rank": 1 + r % 2}, "rank"),
+    (PowerSGD, lambda r: {"seed": r % 2}, "seed"),
+    (DGC, lambda r: {"momentum": (0.9, 0.8)[r % 2]}, "momentum"),
+    (QSGD, lambda r: {"norm": ("max", "l2")[r % 2]}, "norm"),
+    (QAdam, lambda r: {"freeze_step": 5, "lr": (0.1, 0.2)[r % 2]}, "lr"),
+    (QAdam, lambda r: {"freeze_step": 5, "mask": {"first.bias": torch.full((31,), 1.0 + r % 2)}}, "mask"),
+    (ByteGrad, lambda r: {"guard": Guard(every=10 + r % 2)}, "guard"),
+    (ByteGrad, lambda r: {"broadcast_buffers": r % 2 == 0}, "broadcast_buffers"),
+    (ByteGrad, lambda r: {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0 ** (r % 2))}, "scaler"),
+    (CompressedAllReduce, lambda r: {"codec": compression.FP8(format=("e4m3", "e5m2")[r % 2])}, "codec"),
+    (CompressedAllReduce, lambda r: {"codec": {0: "sign", 5 + r % 2: None}}, "codec"),
+    (CompressedAllReduce, lambda r: {"groups": {"*.weight": ("sign", "qsgd")[r % 2]}}, "groups"),
+    (GradientAllReduce, lambda r: {"nodes": Nodes(((0, 1), (2,)) if r % 2 else ((0,), (1, 2)))}, "nodes"),
+    (Mine, lambda r: {"policy": (first_policy, second_policy)[r % 2]}, "policy"),
+    (Mine, lambda r: {"policy": functools.partial(first_policy, name=str(r % 2))}, "policy"),
+    (Mine, lambda r: {"depth": 1 + r % 2}, "depth"),
+    (Mine, lambda r: {"log": ("odd ratio", "")[r % 2]}, "ratio"),
+    (Mine, lambda r: {"log": str(r), "bucket_bytes": 10 + r % 2}, "bucket_bytes"),
+]  # fmt: skip
+
+
+@grid(kind__make__expected=[pytest.param(*case, id=f"{case[0].__name__}-{case[2]}") for case in DIFFERENT])
 def test_any_option_that_differs_is_named(kind: type[Algorithm], make: Callable, expected: str) -> None:
     """On all ranks, with the values and the ranks that have them."""
     messages = refused(3, make, kind)
@@ -224,12 +224,12 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), EQUAL)
+@grid(cover=1, one__other=EQUAL)
 def test_equal_values_have_equal_descriptions(one: Callable, other: Callable) -> None:
     assert json.loads(json.dumps(describe(one()))) == describe(other())
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+@grid(cover=1, one__other=DIFFERENT)
 def test_different_values_have_different_descriptions(one: object, other: object) -> None:
     assert json.loads(json.dumps(describe(one))) != describe(other)
     assert shown(describe(one)) != shown(describe(other))

@@ -100,8 +100,7 @@ def test_nothing_exact() -> None:
         assert torch.equal(result, torch.full((300,), 0.5))
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-@pytest.mark.parametrize("residual", [False, True])
+@grid(cover=1, pieces=[1, 4], residual=[False, True])
 def test_what_is_not_finite_comes_out_on_all_ranks_and_is_not_kept(pieces: int, residual: bool) -> None:
     bad = {0: float("nan"), 700: float("inf"), 1023: -float("inf")}
 
@@ -125,7 +124,7 @@ def test_what_is_not_finite_comes_out_on_all_ranks_and_is_not_kept(pieces: int, 
         assert torch.equal(again, torch.ones(1024))
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@grid(cover=1, residual=[False, True])
 def test_payloads_can_be_taken_instead_of_the_mean(residual: bool) -> None:
     n, codec = 7001, MinMaxUInt8(BLOCK)
 

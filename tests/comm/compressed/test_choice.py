@@ -11,10 +11,11 @@ import torch
 from bagua_kernels.comm import Communicator, ReduceOp, run_ranks
 from bagua_kernels.comm.compressed import all_reduce_for, choice, measure_plain_below
 from bagua_kernels.compression import Codec, MinMaxUInt8, TopK, from_spec
+from tests import limits
+from tests.grids import grid
 
 
-@pytest.mark.parametrize("spec", ["minmax_uint8", "topk", "cast", "terngrad:shared=true"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid(cover=1, spec=["minmax_uint8", "topk", "cast", "terngrad:shared=true"], dtype=[torch.float32, torch.float16])
 def test_plain_below_is_exact(spec: str, dtype: torch.dtype) -> None:
     def rank(communicator: Communicator) -> None:
         def make(n: int) -> Any:
@@ -50,7 +51,7 @@ def test_where_the_exact_part_lies_is_each_ranks_own_affair() -> None:
         all_reduce_for(MinMaxUInt8(), communicator, 999, 3, plain_below=1000)(x, exact)
         return torch.cat([x, exact])
 
-    for result in run_ranks(2, rank, timeout=10.0):
+    for result in run_ranks(2, rank, timeout=limits.seconds(10)):
         assert torch.equal(result, torch.full((1002,), 0.5))
 
 

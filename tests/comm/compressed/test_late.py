@@ -11,6 +11,7 @@ from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceS
 from bagua_kernels.compression import Cast, Codec, MinMaxUInt8, RandomK, TernGrad, TopK
 from tests.comm.compressed import simulation
 from tests.comm.compressed.lazy import make_late
+from tests.grids import grid
 from tests.oracles.vectors import make
 
 SEED, N, PIECES = 7, 5003, 4
@@ -38,8 +39,7 @@ def expected(codec: Codec, inputs: list[torch.Tensor]) -> torch.Tensor:
     return simulated(codec, inputs, PIECES, SEED)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("codec", TWO_PASSES + ONE_PASS, ids=repr)
+@grid(cover=1, ranks=[2, 3], codec=TWO_PASSES + ONE_PASS)
 def test_all_reduce(codec: Codec, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = vectors(ranks)
     make_late(monkeypatch)

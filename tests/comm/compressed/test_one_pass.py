@@ -93,7 +93,7 @@ def mean(inputs: list[torch.Tensor]) -> np.ndarray:
     return np.mean([x.double().numpy() for x in inputs], axis=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+@grid(cover=1, ranks=[1, 2, 3, 4, 7, 8])
 def test_linear_floats(ranks: int) -> None:
     for n, pieces in LENGTHS:
         inputs = vectors(n, ranks)
@@ -113,7 +113,7 @@ def test_linear_randomk_sends_the_same_elements() -> None:
     assert torch.equal(simulation.decoded(codec, payload, inputs[0]) != 0, sent)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@grid(cover=1, ranks=[2, 3, 8])
 def test_linear_terngrad(ranks: int) -> None:
     """Codes are added as bytes under the greatest of all ranks' scales."""
     codec, block = TernGrad(64, shared=True), 64

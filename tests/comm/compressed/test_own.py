@@ -15,7 +15,7 @@ from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceS
 from bagua_kernels.comm.compressed.layout import own_counts
 from bagua_kernels.compression import from_spec
 from tests.algorithms.training import Given, follow
-from tests.grids import only
+from tests.grids import grid, only
 
 SIZES = (5, 64, 70, 1, 33)
 SPECS = (
@@ -38,8 +38,7 @@ def of_equal_magnitudes(like: Bucket, rank: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("spec", only(SPECS, "sign:block=64,two_means=true", "minmax_uint8:block=64"))
+@grid(cover=1, feedback=[False, True], spec=only(SPECS, "sign:block=64,two_means=true", "minmax_uint8:block=64"))
 def test_short_blocks_are_as_exact_as_full_ones(spec: str, feedback: bool) -> None:
     here, ranks = bucket(), 3
     codec = from_spec(spec)
@@ -61,7 +60,7 @@ def test_short_blocks_are_as_exact_as_full_ones(spec: str, feedback: bool) -> No
     run_ranks(ranks, rank)
 
 
-@pytest.mark.parametrize("spec", SPECS[:3])
+@grid(cover=1, spec=SPECS[:3])
 def test_halves(spec: str) -> None:
     here, codec = bucket(), from_spec(spec)
 

@@ -65,8 +65,7 @@ def test_two_passes_conserve(spec: str, ranks: int, pieces: int) -> None:
     check_conservation(ranks, run_ranks(ranks, rank))
 
 
-@pytest.mark.parametrize("pieces", [None, 3])
-@pytest.mark.parametrize("spec", ONE_PASS)
+@grid(cover=1, pieces=[None, 3], spec=ONE_PASS)
 def test_one_pass_conserves(spec: str, pieces: int | None) -> None:
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         codec = from_spec(spec)

@@ -13,6 +13,7 @@ from bagua_kernels.comm.hierarchical import HierarchicalAllReduce
 from bagua_kernels.compression import Cast, Codec, MinMaxUInt8, TernGrad, TopK
 from bagua_kernels.errors import CommunicationError
 from tests.comm.compressed.lazy import make_late
+from tests.grids import grid
 from tests.oracles.vectors import make
 
 SEED, N, PIECES = 7, 5003, 3
@@ -22,8 +23,11 @@ def vectors(rank: int) -> list[torch.Tensor]:
     return [torch.from_numpy(make("gaussian", N, 1.0, 2 * rank + i)) for i in range(2)]
 
 
-@pytest.mark.parametrize("plain_below", [0, N + 1], ids=["compressed", "plain"])
-@pytest.mark.parametrize("codec", [MinMaxUInt8(64, True), TopK(0.1), Cast(), TernGrad(64, shared=True)], ids=repr)
+@grid(
+    cover=1,
+    plain_below={"compressed": 0, "plain": N + 1},
+    codec=[MinMaxUInt8(64, True), TopK(0.1), Cast(), TernGrad(64, shared=True)],
+)
 def test_two_vectors_in_turns(codec: Codec, plain_below: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_late(monkeypatch)
 

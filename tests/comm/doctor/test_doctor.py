@@ -25,12 +25,14 @@ from bagua_kernels.comm.doctor.measure import collect, estimate_clock, measure, 
 from bagua_kernels.comm.joining import interfaces
 from bagua_kernels.comm.joining.interfaces import GlooInterface, Interface
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 from tests.comm.doctor.hosts import DOCKER, LO, facts, gpu_host, hosts, matrix, measured, network
+from tests.grids import grid
 
 MASTER = {"MASTER_ADDR": "127.0.0.1"}
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@grid(cover=1, size=range(1, 10))
 def test_tournament(size: int) -> None:
     """Every two ranks meet once, no rank twice in a round, in as few rounds as can be."""
     rounds = tournament(size)
@@ -200,7 +202,7 @@ def test_missing_process(tmp_path: Path) -> None:
     """A rank that never starts is named, soon."""
     path = tmp_path / "report.json"
     arguments = ["--quick", "--json", str(path), "--timeout", "1"]
-    (result,) = run_processes(run_doctor, 1, args=arguments, env={"WORLD_SIZE": "2"}, timeout=30)
+    (result,) = run_processes(run_doctor, 1, args=arguments, env={"WORLD_SIZE": "2"}, timeout=limits.seconds(30))
     assert result.returncode == 1, result
     assert "rank 1 did not join" in result.stdout
     assert [one["ranks"] for one in json.loads(path.read_text())["findings"]] == [[1]]
@@ -210,5 +212,7 @@ def test_missing_process(tmp_path: Path) -> None:
 def test_import_leaves_the_doctor_alone() -> None:
     """A program that only communicates loads none of it."""
     program = "import sys, bagua_kernels.comm; print([n for n in sys.modules if 'doctor' in n or 'interfaces' in n])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=limits.seconds(60), check=True
+    )
     assert result.stdout.strip() == "[]"

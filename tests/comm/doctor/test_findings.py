@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from bagua_kernels.comm.doctor.facts import Clock, Measurements, RankFacts
 from bagua_kernels.comm.doctor.findings import diagnose
 from bagua_kernels.comm.joining.interfaces import GlooInterface, Interface
 from tests.comm.doctor.hosts import facts, gpu_host, hosts, matrix, measured, network, one_host
+from tests.grids import folded, grid
 
 SLOW_RANK = {f"l{a}_{b}": 1e8 for a, b in itertools.permutations(range(4), 2) if 2 in (a, b)}
 
@@ -142,7 +141,7 @@ RULES: dict[str, tuple[list[RankFacts], Measurements | None, str, tuple[int, ...
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@folded(name=list(RULES))
 def test_rule(name: str) -> None:
     """Each finding appears, for the ranks concerned, and it is the only kind that does."""
     ranks, measurements, level, concerned, what, fix = RULES[name]
@@ -153,9 +152,9 @@ def test_rule(name: str) -> None:
     assert {one.what_to_set for one in found} == {matching[0].what_to_set}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "measurements"),
-    [
+@grid(
+    cover=1,
+    ranks__measurements=[
         (hosts(), None),
         (hosts(), measured()),
         (one_host(), measured()),

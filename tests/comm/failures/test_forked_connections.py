@@ -18,6 +18,7 @@ from bagua_kernels.comm.backends.torch_distributed.communicator import TorchComm
 from bagua_kernels.comm.failures import forked
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
+from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, part, receiving, until, wait
 
 
@@ -45,7 +46,7 @@ def test_child_keeps_no_socket_open() -> None:
             wait(work)
             assert got.equal(data(3))
             loop.stop("over")
-            theirs.settimeout(10)
+            theirs.settimeout(limits.seconds(10))
             assert theirs.recv(1) == b""
         finally:
             os.kill(child, signal.SIGKILL)
@@ -56,8 +57,8 @@ def test_child_keeps_no_socket_open() -> None:
 
 def parent() -> None:
     """One rank of two over Gloo alone, without signs of life; rank 1 has a child."""
-    world = comm.init(timeout=60)
-    c = TorchCommunicator(timeout=60, watch=False)
+    world = comm.init(timeout=limits.seconds(60))
+    c = TorchCommunicator(timeout=limits.seconds(60), watch=False)
     assert c._group.sockets.found
     for descriptor in c._group.sockets.found:
         assert fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -88,12 +89,12 @@ def test_killed_rank_with_a_child_is_missed_by_its_connections() -> None:
     """Gloo's sockets too."""
     with Processes(parent, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}, fresh=True) as processes:
         for rank in range(2):
-            processes.wait_for_output(rank, "GOING", timeout=60)
+            processes.wait_for_output(rank, "GOING", timeout=limits.seconds(60))
         child = int(processes.output(1).split()[1])
         try:
             processes.send_signal(1, signal.SIGKILL)
             # Long before the timeout of 60 s, while the child lives.
-            (result,) = processes.wait(30, ranks=[0])
+            (result,) = processes.wait(limits.seconds(30), ranks=[0])
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)

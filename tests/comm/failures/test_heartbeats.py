@@ -18,7 +18,9 @@ from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, parse_report, report_to_json
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.joining.evidence import Evidence, Process, _stat, _table
+from tests import limits
 from tests.comm.failures.test_liveness import Ranks
+from tests.grids import folded
 
 DAMAGED = [
     "",
@@ -69,7 +71,7 @@ def test_what_is_written_can_be_read() -> None:
             parse_report(report_to_json(wrong).encode(), 3)
 
 
-@pytest.mark.parametrize("text", DAMAGED)
+@folded(text=DAMAGED)
 def test_damaged_reports_and_signs_are_passed_over(text: str) -> None:
     """They end no rank's signs of life, blame nobody, and leave room for the reports that follow."""
     ranks = Ranks(3)
@@ -101,7 +103,7 @@ def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture
     others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (0, 2)]
     liveness = Liveness(store, 1, 3, heartbeat=0.02)
     assert liveness._thread is not None
-    liveness._thread.join(10)
+    liveness._thread.join(limits.seconds(10))
     diagnosis = liveness.diagnose(
         FailedOperation("world", (0, 1, 2), 0, "all_reduce", liveness.clock(), timed_out=True)
     )
@@ -210,7 +212,7 @@ def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
     leaving.join(0.3)  # fifteen heartbeats
     assert leaving.is_alive()
     store.add("left", 1)
-    leaving.join(3)
+    leaving.join(limits.seconds(3))
     assert not leaving.is_alive()
 
 
@@ -306,18 +308,18 @@ def test_a_farewell_in_the_middle_of_a_beat_is_told() -> None:
         def check(self, keys: list[str]) -> bool:
             if keys == ["report/0"] and threading.current_thread() is liveness_thread:
                 writing.set()
-                go_on.wait(10)
+                go_on.wait(limits.seconds(10))
             return super().check(keys)
 
     liveness_thread = None
     store = Slow()
     liveness = Liveness(store, 0, 1, heartbeat=0.05)
     liveness_thread = liveness._thread
-    assert writing.wait(10)
+    assert writing.wait(limits.seconds(10))
     stopping = threading.Thread(target=liveness.stop, args=("it has had enough",))
     stopping.start()
     while not liveness._left:
         pass
     go_on.set()
-    stopping.join(10)
+    stopping.join(limits.seconds(10))
     assert Heartbeat.parse(store.get("beat/0")).left == "it has had enough"

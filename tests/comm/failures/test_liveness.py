@@ -19,6 +19,7 @@ from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
+from tests import limits
 
 BEAT = 1.0
 
@@ -228,10 +229,10 @@ def test_closed_communicators_do_not_pile_up() -> None:
 
 
 def looping(timeout: float, sleeper: int = -1, raiser: int = -1) -> None:
-    """All-reduces until somebody fails; tells which error came, and after how long."""
-    communicator = comm.init(timeout=timeout)
+    """All-reduces until somebody fails; tells which error came."""
+    communicator = comm.init(timeout=limits.seconds(60))
+    communicator.set_timeout(timeout)
     tensor = torch.ones(1000)
-    started = time.monotonic()
     step = 0
     try:
         while True:
@@ -241,19 +242,18 @@ def looping(timeout: float, sleeper: int = -1, raiser: int = -1) -> None:
                 if communicator.rank == raiser:
                     raise KeyError("no such batch")
                 if communicator.rank == sleeper:
-                    time.sleep(60)
-            started = time.monotonic()
+                    time.sleep(limits.NEVER)
             communicator.all_reduce(tensor, comm.ReduceOp.AVG).wait()
             time.sleep(0.005)
     except CommunicationError as error:
         told = {"type": type(error).__name__, "ranks": getattr(error, "ranks", None), "text": str(error)}
-        print("TOLD", json.dumps({**told, "seconds": time.monotonic() - started}), flush=True)
+        print("TOLD", json.dumps(told), flush=True)
         sys.exit(3)
 
 
 def told(processes: Processes, rank: int, limit: float = 40.0) -> dict[str, Any]:
     """Waits for a survivor to end, and returns what it said."""
-    (result,) = processes.wait(limit, [rank])
+    (result,) = processes.wait(limits.seconds(limit), [rank])
     lines = [line for line in result.stdout.splitlines() if line.startswith("TOLD ")]
     assert lines, f"rank {rank} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
     assert result.returncode == 3
@@ -261,13 +261,12 @@ def told(processes: Processes, rank: int, limit: float = 40.0) -> dict[str, Any]
     return fields
 
 
-def survivors(
-    size: int, culprit: int, act: Callable[[Processes], None], *args: float, beat: str = "0.25"
-) -> list[dict[str, Any]]:
+def survivors(size: int, culprit: int, act: Callable[[Processes], None], *args: float) -> list[dict[str, Any]]:
     """Starts ranks that all-reduce, acts on them once they do, and returns what all but the culprit say."""
-    with Processes(looping, size, args=args, env={"BAGUA_KERNELS_HEARTBEAT": beat}) as processes:
+    environment = {"BAGUA_KERNELS_HEARTBEAT": f"{limits.seconds(0.25)}"}
+    with Processes(looping, size, args=args, env=environment) as processes:
         for rank in range(size):
-            processes.wait_for_output(rank, "READY")
+            processes.wait_for_output(rank, "READY", limits.seconds(60))
         act(processes)
         return [told(processes, rank) for rank in range(size) if rank != culprit]
 
@@ -276,38 +275,36 @@ def survivors(
     "culprit", [pytest.param(1, id="peer", marks=pytest.mark.slow), pytest.param(0, id="host_of_the_store")]
 )
 def test_killed_rank_is_named(culprit: int) -> None:
-    """Long before the timeout, also by the rank that is no neighbour of it in Gloo's ring."""
-    for error in survivors(4, culprit, lambda p: p.send_signal(culprit, signal.SIGKILL), 30):
+    """Whatever the timeout, also by the rank that is no neighbour of it in Gloo's ring."""
+    for error in survivors(4, culprit, lambda p: p.send_signal(culprit, signal.SIGKILL), limits.NEVER):
         assert error["type"] == "RankLostError", error
         assert error["ranks"] == [culprit], error
         assert "all_reduce #" in error["text"]
-        assert error["seconds"] < 10, error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [pytest.param(1, id="peer"), pytest.param(0, id="host_of_the_store")])
 def test_stopped_rank_is_named(culprit: int) -> None:
     """A rank that only stalls keeps its connections; the timeout ends the wait, and the silence gives it away."""
-    for error in survivors(3, culprit, lambda p: p.send_signal(culprit, signal.SIGSTOP), 3):
+    for error in survivors(3, culprit, lambda p: p.send_signal(culprit, signal.SIGSTOP), limits.seconds(3)):
         assert error["type"] == "RankLostError", error
         assert error["ranks"] == [culprit], error
-        assert error["seconds"] < 9, error
 
 
 def test_rank_that_stays_away_is_named() -> None:
     """It answers, so it is late and not lost."""
-    for error in survivors(3, 2, lambda p: None, 2, 2):
+    timeout = limits.seconds(2)
+    for error in survivors(3, 2, lambda p: None, timeout, 2):
         assert error["type"] == "CollectiveTimeoutError", error
         assert error["ranks"] == [2], error
         assert "after all_reduce #18" in error["text"]
-        assert error["seconds"] < 8, error
+        assert f"within {timeout:g} s" in error["text"], error
 
 
 @pytest.mark.slow
 def test_rank_that_raises_is_named_with_its_exception() -> None:
-    """The others learn why it left."""
-    for error in survivors(3, 1, lambda p: None, 30, -1, 1):
+    """The others learn why it left, whatever the timeout."""
+    for error in survivors(3, 1, lambda p: None, limits.NEVER, -1, 1):
         assert error["type"] == "RankLostError", error
         assert error["ranks"] == [1], error
         assert "KeyError: 'no such batch'" in error["text"]
-        assert error["seconds"] < 10, error

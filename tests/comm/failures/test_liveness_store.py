@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
 import pickle
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from bagua_kernels.comm.failures.liveness_client import Client, StoreError
 from bagua_kernels.comm.failures.liveness_store import Host
 from bagua_kernels.comm.joining import hello
 from bagua_kernels.comm.joining.secret import Secret
+from tests import limits
+from tests.grids import grid
 
 KEY = Secret.random()
+until = functools.partial(limits.until, what="the other side notices")
 
 
 @pytest.fixture(params=["process", "thread"])
@@ -35,7 +40,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "thread":
         monkeypatch.setattr(sys, "executable", "")
     made = Host("127.0.0.1", KEY, 3)
-    made.wait_until_ready(30.0)
+    made.wait_until_ready(limits.seconds(30))
     try:
         yield made
     finally:
@@ -44,23 +49,16 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @contextlib.contextmanager
 def client(host: Host, rank: int = 0) -> Iterator[Client]:
-    made = Client(hello.call(host.address, KEY, rank, 0, 0, 30.0))
+    made = Client(hello.call(host.address, KEY, rank, 0, 0, limits.seconds(30)))
     try:
         yield made
     finally:
         made.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
-
-
 def hung_up(sock: socket.socket) -> bool:
     """Whether the other side ends a connection, with no word but that the secret is another."""
-    sock.settimeout(30)
+    sock.settimeout(limits.seconds(30))
     try:
         return sock.recv(100) in (b"", hello.REFUSAL)
     except ConnectionResetError:
@@ -101,16 +99,20 @@ def test_requests_that_make_no_sense(host: Host) -> None:
         assert mine.get("a") == b"1"
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [b"\xff\xff\xff\xff", (1 << 31).to_bytes(4, "little") + b"x", b"\x00\x00\x00\x00", b"\x05\x00\x00\x00abcde"],
-    ids=["longest", "long", "empty", "not JSON"],
+@grid(
+    cover=1,
+    frame={
+        "longest": b"\xff\xff\xff\xff",
+        "long": (1 << 31).to_bytes(4, "little") + b"x",
+        "empty": b"\x00\x00\x00\x00",
+        "not JSON": b"\x05\x00\x00\x00abcde",
+    },
 )
 def test_malformed_frames_of_a_rank(host: Host, frame: bytes) -> None:
     """They end that rank's connection, or are refused, and touch no other."""
     with client(host, 1) as theirs, client(host, 2) as broken:
         broken._sock.sendall(frame)
-        broken._sock.settimeout(30)
+        broken._sock.settimeout(limits.seconds(30))
         answer = broken._sock.recv(1 << 16)
         assert answer == b"" or b"error" in answer
         theirs.set("a", "1")
@@ -129,7 +131,7 @@ STRANGERS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
+@grid(cover=1, kind=list(STRANGERS))
 def test_strangers(host: Host, kind: str) -> None:
     """Neither what they send nor their number keeps ranks from the store, and they leave nothing in it."""
     with contextlib.ExitStack() as stack:
@@ -175,7 +177,7 @@ def test_close_ends_a_call_under_way(host: Host, monkeypatch: pytest.MonkeyPatch
         thread.start()
         until(lambda: store._lock.locked())
         store.close()
-        thread.join(30)
+        thread.join(limits.seconds(30))
         assert len(told) == 1
 
 
@@ -196,7 +198,7 @@ def test_everything_ends_with_the_host() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     host = Host("127.0.0.1", KEY, 3)
-    host.wait_until_ready(30.0)
+    host.wait_until_ready(limits.seconds(30))
     process = host._process
     assert process is not None
     with client(host) as mine:
@@ -209,22 +211,22 @@ def test_everything_ends_with_the_host() -> None:
 
 @pytest.mark.slow
 def test_server_answers_while_this_interpreter_does_not() -> None:
-    """A rank 0 that is busy in a call that holds the interpreter's lock keeps nobody waiting."""
+    """A rank 0 that is busy in a call that holds the interpreter's lock keeps nobody waiting: it waits for the other rank."""
     host = Host("127.0.0.1", KEY, 3)
-    host.wait_until_ready(30.0)
+    host.wait_until_ready(limits.seconds(30))
     # The other rank is a process, for in this one no thread runs.
     rank = (
-        "import sys, time\n"
+        "import sys\n"
         "from bagua_kernels.comm.joining import hello\n"
         "from bagua_kernels.comm.joining.secret import Secret\n"
         "from bagua_kernels.comm.failures.liveness_client import Client\n"
         f"store = Client(hello.call({host.address!r}, Secret(bytes.fromhex({KEY.export()!r})), 1, 0, 0, 30.0))\n"
         "print('here', flush=True)\n"
         "sys.stdin.readline()\n"
-        "began = time.monotonic()\n"
-        "while time.monotonic() - began < 1:\n"
-        "    store.set('beat/1', str(time.monotonic() - began))\n"
+        "for beat in range(100):\n"
+        "    store.set('beat/1', str(beat))\n"
         "print('done', flush=True)\n"
+        "sys.stdin.readline()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -232,13 +234,13 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
         assert process.stdin is not None
         assert process.stdout.readline() == b"here\n"
         with client(host) as mine:
-            # PyDLL holds the interpreter's lock for the length of the call.
             process.stdin.write(b"go\n")
             process.stdin.flush()
-            ctypes.PyDLL(None).usleep(900_000)
-            # What was written while this process could not run lies there already.
-            assert float(mine.get("beat/1")) > 0.3
-        assert process.stdout.readline() == b"done\n"
+            # PyDLL holds the interpreter's lock until the other rank has written, or for as long as the limit.
+            written = ctypes.create_string_buffer(struct.pack("ihh", process.stdout.fileno(), select.POLLIN, 0))
+            assert ctypes.PyDLL(None).poll(written, 1, int(1e3 * limits.seconds(10))) == 1
+            assert process.stdout.readline() == b"done\n"
+            assert mine.get("beat/1") == b"99"
     finally:
         process.stdin.close()  # type: ignore[union-attr]
         process.stdout.close()  # type: ignore[union-attr]
@@ -267,7 +269,7 @@ def test_server_ends_with_a_killed_owner_whose_child_lives(tmp_path: Path) -> No
     try:
         assert process.stdout is not None
         child, server, address, port = process.stdout.readline().split()
-        mine = Client(hello.call((address.decode(), int(port)), KEY, 1, 0, 0, 30.0))
+        mine = Client(hello.call((address.decode(), int(port)), KEY, 1, 0, 0, limits.seconds(30)))
         mine.set("a", "1")
         process.kill()
         process.wait()

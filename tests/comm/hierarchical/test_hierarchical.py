@@ -18,6 +18,7 @@ from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce
 from bagua_kernels.comm.hierarchical.nodes import Nodes, Place
 from bagua_kernels.compression import Codec, MinMaxUInt8, from_spec
 from bagua_kernels.errors import CommunicationError
+from tests import limits
 from tests.grids import grid
 
 LAYOUTS = [
@@ -217,10 +218,10 @@ def test_a_lost_rank_ends_the_others() -> None:
             return ""
         with pytest.raises(CommunicationError) as caught:
             all_reduce(torch.ones(800))
-        others_know.wait(10)
+        others_know.wait(limits.seconds(10))
         return str(caught.value.__notes__)
 
-    notes = run_ranks(4, rank, timeout=30.0)
+    notes = run_ranks(4, rank, timeout=limits.seconds(30))
     assert "ranks of this node: [0, 1]; owners of the shards of this rank: [[0, 2]]" in notes[0]
 
 

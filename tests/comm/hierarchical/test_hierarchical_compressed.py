@@ -11,6 +11,8 @@ from bagua_kernels.comm import Communicator, ReduceOp, run_ranks
 from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce
 from bagua_kernels.compression import Cast, MinMaxUInt8, TernGrad, TopK, from_spec
 from bagua_kernels.errors import CommunicationError
+from tests import limits
+from tests.grids import grid
 
 NODES = [[0, 1], [2, 3]]
 N = 1000
@@ -36,8 +38,7 @@ def test_a_sum_overflows_no_codec_that_could_hold_it_divided() -> None:
                 assert torch.equal(result, torch.full((N,), 40_000.0 * len(nodes)))
 
 
-@pytest.mark.parametrize("spec", ["sign:block=64", "absmax_int4:block=64"])
-@pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.SUM], ids=str)
+@grid(cover=1, spec=["sign:block=64", "absmax_int4:block=64"], op=[ReduceOp.AVG, ReduceOp.SUM])
 def test_residuals_conserve_what_went_in(spec: str, op: ReduceOp) -> None:
     """What came out, the mean of the owners' residuals of each shard and those of the chunks are what went in."""
     steps = 5
@@ -133,7 +134,7 @@ def test_any_failure_in_the_middle_ends_the_others(error: BaseException) -> None
             all_reduce(torch.ones(N))
         return f"{type(caught.value).__name__} {caught.value.__notes__}"
 
-    texts = run_ranks(4, rank, timeout=60.0)
+    texts = run_ranks(4, rank, timeout=limits.seconds(60))
     assert texts[3].startswith(type(error).__name__)
     assert all("ranks of this node" in text for text in texts)
 

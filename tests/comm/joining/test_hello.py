@@ -17,6 +17,7 @@ import pytest
 
 from bagua_kernels.comm.joining import gate, hello
 from bagua_kernels.comm.joining.secret import Secret
+from tests import limits
 
 MAGIC = b"bagua\x00\x01\n"
 
@@ -63,10 +64,7 @@ def hosting(key: Secret, **options: Any) -> Iterator[Host]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
+    limits.until(condition, "the gate has come so far", limit=20, pause=0.002)
 
 
 def opening(key: Secret, rank: int = 1, number: int = 0, peer: int = 0) -> bytes:
@@ -76,7 +74,7 @@ def opening(key: Secret, rank: int = 1, number: int = 0, peer: int = 0) -> bytes
 
 def everything(sock: socket.socket) -> bytes:
     """All that arrives until the other side hangs up."""
-    sock.settimeout(20)
+    sock.settimeout(limits.seconds(20))
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while data := sock.recv(1 << 16):
@@ -87,12 +85,12 @@ def everything(sock: socket.socket) -> bytes:
 def test_two_that_share_the_secret() -> None:
     """Both ends have the connection, and nothing but what is sent afterwards is in it."""
     key = Secret.random()
-    with hosting(key) as host, hello.call(host.address, key, 3, 1, 0, 20.0) as theirs:
+    with hosting(key) as host, hello.call(host.address, key, 3, 1, 0, limits.seconds(20)) as theirs:
         until(lambda: bool(host.admitted))
         ours, rank, number = host.admitted[0]
         assert (rank, number) == (3, 1)
-        theirs.settimeout(20)
-        ours.settimeout(20)
+        theirs.settimeout(limits.seconds(20))
+        ours.settimeout(limits.seconds(20))
         theirs.sendall(b"from rank 3")
         ours.sendall(b"from rank 0")
         assert ours.recv(100) == b"from rank 3"
@@ -109,7 +107,7 @@ def test_caller_with_another_secret() -> None:
         with pytest.raises(
             hello.HelloError, match=r"where rank 0 should be, does not know the secret .* BAGUA_KERNELS_SECRET"
         ):
-            hello.call(host.address, Secret.random(), 1, 0, 0, 20.0)
+            hello.call(host.address, Secret.random(), 1, 0, 0, limits.seconds(20))
         assert host.gate.refused == {1}
         assert not host.admitted
 
@@ -129,7 +127,7 @@ def test_listener_with_another_secret() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(hello.HelloError, match="does not know the secret"):
-            hello.call(server.getsockname(), Secret.random(), 1, 0, 0, 20.0)
+            hello.call(server.getsockname(), Secret.random(), 1, 0, 0, limits.seconds(20))
         thread.join()
         assert got == [b""]
 
@@ -146,7 +144,7 @@ def test_rubbish(rubbish: bytes) -> None:
         with socket.create_connection(host.address) as sock:
             sock.sendall(rubbish)
             assert everything(sock) in (b"", b"bagua_kernels: this job has another secret".ljust(64))
-        hello.call(host.address, key, 1, 0, 0, 20.0).close()
+        hello.call(host.address, key, 1, 0, 0, limits.seconds(20)).close()
         until(lambda: len(host.admitted) == 1)
 
 
@@ -157,7 +155,7 @@ def test_replayed_opening() -> None:
     with hosting(key) as host:
         with socket.create_connection(host.address) as first, socket.create_connection(host.address) as second:
             first.sendall(words)
-            first.settimeout(20)
+            first.settimeout(limits.seconds(20))
             assert len(first.recv(64, socket.MSG_WAITALL)) == 64
             second.sendall(words)
             assert everything(second) == b""
@@ -212,7 +210,7 @@ def test_many_strangers_keep_nobody_out() -> None:
     with hosting(key) as host, contextlib.ExitStack() as stack:
         for _ in range(300):
             stack.enter_context(socket.create_connection(host.address))
-        hello.call(host.address, key, 1, 0, 0, 20.0).close()
+        hello.call(host.address, key, 1, 0, 0, limits.seconds(20)).close()
         until(lambda: len(host.admitted) == 1)
         assert len(host.gate._callers) <= 64
 
@@ -233,7 +231,7 @@ def test_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flood_is_read_for_80_bytes_only() -> None:
     """Megabytes without a pause cost the listener no more memory than an opening."""
     with hosting(Secret.random()) as host, socket.create_connection(host.address) as sock:
-        sock.settimeout(20)
+        sock.settimeout(limits.seconds(20))
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             sock.sendall(MAGIC + bytes(1 << 30))
         until(lambda: not host.gate._callers)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,34 +19,37 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from bagua_kernels import comm
+from bagua_kernels.comm.joining import bounded, incarnation, start
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from tests import limits
+from tests.clocks import VirtualClock
 
-TIMEOUT = 8.0
-BUSY = 4.0  # seconds more for a machine that has other things to do
+TIMEOUT = limits.seconds(8.0)
+LIMIT = limits.seconds(120)
+HEARTBEAT = {"BAGUA_KERNELS_HEARTBEAT": f"{limits.seconds(0.1)}"}
 STAGES = ("group", "introduction", "connections", "signs", "settings", "sockets")
 
 
 def starting(absent: list[int], delays: list[float]) -> None:
-    """Comes late, or not at all; tells what init raised, and how long it took."""
+    """Comes late, or not at all; tells what init raised."""
     rank = int(os.environ["RANK"])
     if rank in absent:
         return
     time.sleep(delays[rank])
-    started = time.monotonic()
     try:
         comm.init(timeout=TIMEOUT)
     except CommunicationError as error:
-        tell(error, started)
+        tell(error)
     else:
         print("JOINED", flush=True)
 
 
-def tell(error: CommunicationError, started: float) -> None:
+def tell(error: CommunicationError) -> None:
     """Prints an error for the test to read."""
     told = {"kind": type(error).__name__, "ranks": list(getattr(error, "ranks", ())), "text": str(error)}
-    print("TOLD", json.dumps({**told, "seconds": time.monotonic() - started}), flush=True)
+    print("TOLD", json.dumps(told), flush=True)
 
 
 def told(result: Any) -> dict[str, Any]:
@@ -59,12 +64,54 @@ def told(result: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [2, 0])
 def test_a_rank_that_never_starts_is_named(absent: int) -> None:
-    """By all others, within the timeout, also where one of them came earlier."""
-    results = run_processes(starting, 3, args=[[absent], [0.5, 0.0, 0.0]], timeout=120)
+    """By all others, also where one of them came earlier."""
+    results = run_processes(starting, 3, args=[[absent], [0.5, 0.0, 0.0]], timeout=LIMIT)
     for rank in {0, 1, 2} - {absent}:
         fields = told(results[rank])
         assert (fields["kind"], fields["ranks"]) == ("CollectiveTimeoutError", [absent]), fields
-        assert fields["seconds"] < TIMEOUT + BUSY, fields
+        # What is left of the timeout when a rank has reached the store.
+        limit = re.search(r"within ([\d.]+) s", fields["text"])
+        assert limit is not None, fields
+        assert 0 < float(limit[1]) <= TIMEOUT, fields
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_host_that_never_comes_is_given_up_within_the_timeout(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's machine refuses connections, or answers nothing; the clock runs only while this rank waits."""
+    clock = VirtualClock()
+
+    def connect(address: tuple[str, int], timeout: float) -> Any:
+        clock.sleep(0.02 if answers else timeout)
+        raise ConnectionRefusedError("refused") if answers else TimeoutError("timed out")
+
+    monkeypatch.setattr(start, "time", clock)
+    monkeypatch.setattr(start, "socket", SimpleNamespace(create_connection=connect))
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not open the store at .* within 8 s") as caught:
+        start.open_store("127.0.0.1", 1, 1, 8.0, launcher=False)
+    assert caught.value.ranks == (0,)
+    assert 7.5 < clock.now <= 8.0
+
+
+def test_a_rank_that_falls_silent_in_the_start_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have come; then rank 2 is heard of no more, and the transport fails on the others when its time is over."""
+    schedule, store = comm.Schedule(0), HashStore()
+    clock = SimpleNamespace(monotonic=schedule.now, sleep=schedule.sleep)
+    for module in (bounded, incarnation, start):
+        monkeypatch.setattr(module, "time", clock)
+
+    def rank(c: comm.Communicator) -> None:
+        begun = start.Start(store, c.rank, c.size, 8.0, schedule.now(), launcher=False)
+        if c.rank == 2:
+            schedule.sleep(20)
+            begun._store.close()
+            return
+        schedule.sleep(begun.left())
+        with pytest.raises(RankLostError, match="rank 2 did not answer within 8 s") as caught, begun.told():
+            raise RuntimeError("timed out")
+        assert caught.value.ranks == (2,)
+        assert schedule.now() <= 8.1
+
+    comm.run_ranks(3, rank, schedule=schedule)
 
 
 def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
@@ -73,9 +120,9 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
 
     class Hanging(HashStore):
         def check(self, keys: list[str]) -> bool:
-            return release.wait(30)
+            return release.wait(limits.seconds(30))
 
-    with BoundedStore(HashStore(), time.monotonic() + 10) as store:
+    with BoundedStore(HashStore(), time.monotonic() + limits.seconds(10)) as store:
         store.set("key", "value")
         assert store.get("key") == "value"
     assert store._thread is not None
@@ -86,7 +133,7 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
             store.check("key")
     release.set()
     assert store._thread is not None
-    store._thread.join(10)
+    store._thread.join(limits.seconds(10))
     assert not store._thread.is_alive()
 
 
@@ -117,11 +164,10 @@ def dying(stage: str, victim: int, how: str, folder: str) -> None:
         return before(*args, **keywords)
 
     setattr(module, name, come)
-    started = time.monotonic()
     try:
         comm.init(timeout=TIMEOUT)
     except CommunicationError as error:
-        tell(error, started)
+        tell(error)
     except KeyError:
         print("RAISED", flush=True)
 
@@ -146,20 +192,18 @@ QUICK = [("group", 2, "SIGKILL")]
     ],
 )
 def test_a_rank_that_dies_in_the_middle_of_init_is_named(stage: str, victim: int, how: str, tmp_path: Path) -> None:
-    """By an error of this package, within the timeout."""
-    environment = {"BAGUA_KERNELS_HEARTBEAT": "0.1"}
-    with Processes(dying, 3, args=[stage, victim, how, str(tmp_path)], env=environment) as processes:
+    """By an error of this package."""
+    with Processes(dying, 3, args=[stage, victim, how, str(tmp_path)], env=HEARTBEAT) as processes:
         survivors = [rank for rank in range(3) if rank != victim]
-        for result in processes.wait(120, survivors):
+        for result in processes.wait(LIMIT, survivors):
             fields = told(result)
             assert fields["kind"] in ("RankLostError", "CollectiveTimeoutError"), fields
             assert fields["ranks"] == [victim], fields
-            assert fields["seconds"] < TIMEOUT + BUSY, fields
 
 
 def survives(ports: list[int]) -> None:
     """Rank 1 of three dies; the others start anew, as two, and train."""
-    communicator = comm.init(timeout=20)
+    communicator = comm.init(timeout=limits.seconds(20))
     x = torch.ones(10)
     communicator.all_reduce(x).wait()
     rank = communicator.rank
@@ -178,7 +222,7 @@ def survives(ports: list[int]) -> None:
         assert not comm.is_initialized()
         assert not dist.is_initialized()
         os.environ.update(RANK=str(rank // 2), WORLD_SIZE="2", LOCAL_RANK=str(rank // 2), MASTER_PORT=str(port))
-        communicator = comm.init(timeout=20)
+        communicator = comm.init(timeout=limits.seconds(20))
         assert communicator.all_gather_object(rank) == [0, 2]
         y = torch.full((5,), float(communicator.rank))
         communicator.all_reduce(y).wait()
@@ -194,7 +238,6 @@ def survives(ports: list[int]) -> None:
 def test_survivors_start_anew(same_port: bool) -> None:
     """In the same processes, twice, where rank 0's store still listens or at another port."""
     port = [free_port(), free_port()]
-    environment = {"BAGUA_KERNELS_HEARTBEAT": "0.1"}
-    with Processes(survives, 3, args=[port[:1] * 2 if same_port else port], env=environment) as processes:
-        for result in processes.wait(120, [0, 2]):
+    with Processes(survives, 3, args=[port[:1] * 2 if same_port else port], env=HEARTBEAT) as processes:
+        for result in processes.wait(limits.seconds(120), [0, 2]):
             assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr

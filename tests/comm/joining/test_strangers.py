@@ -19,6 +19,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm.backends.sockets import mesh
 from bagua_kernels.comm.joining import gate
 from bagua_kernels.comm.testing import run_processes
+from tests import limits
 
 _ROUNDS = 200  # at most, on each listener
 
@@ -85,7 +86,7 @@ def _trains(folder: str) -> None:
         return listener
 
     gate.listen = mesh.listen = attacked
-    c = comm.init(timeout=60)
+    c = comm.init(timeout=limits.seconds(60))
     for step in range(20):
         x = torch.full((1000,), float(c.rank + step), dtype=torch.float32)
         c.all_reduce(x).wait()
@@ -107,7 +108,7 @@ def _trains(folder: str) -> None:
 def test_attacked_job_goes_on(tmp_path: Path) -> None:
     """Each rank's sockets, those of a split too, and the store, from before `init` to the end."""
     secret = {"BAGUA_KERNELS_SECRET": "a secret that torch's store does not know"}
-    results = run_processes(_trains, 3, args=[str(tmp_path)], env=secret, timeout=120)
+    results = run_processes(_trains, 3, args=[str(tmp_path)], env=secret, timeout=limits.seconds(120))
     assert [result.returncode for result in results] == [0, 0, 0], results
     for result in results:
         attacks, addresses, others = json.loads(result.stdout)

@@ -12,6 +12,7 @@ import torch
 
 from bagua_kernels.comm import Mailbox, Work
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
+from tests import limits
 from tests.comm.backends.sockets.common import until
 
 LARGE = 1 << 40
@@ -104,7 +105,7 @@ def case_any_thread(box: Mailbox) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(limits.seconds(30))
             assert not thread.is_alive()
     for number in range(40):
         assert got[number].equal(value(left, box.rank, number))

@@ -17,6 +17,7 @@ from bagua_kernels.comm.backends.sockets.letters import LetterBox
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.comm.backends.sockets.mailbox_loop import MailboxLoop, code_of
 from bagua_kernels.errors import RankLostError
+from tests import limits
 
 T = TypeVar("T")
 HEADER = struct.Struct("<QQIQQQ")
@@ -39,11 +40,11 @@ def over_sockets(communicator: Communicator) -> SocketMailbox:
 
 
 def among_threads(size: int, fn: Callable[[SocketMailbox], T], timeout: float = 20.0) -> list[T]:
-    """Runs `fn` on ranks that are threads, over sockets; a rank leaves when it returns."""
+    """Runs `fn` on ranks that are threads, over sockets; a rank leaves when it returns. The timeout is scaled."""
 
     def run(communicator: Communicator) -> T:
         with over_sockets(communicator) as box:
-            box.timeout = timeout
+            box.timeout = limits.seconds(timeout)
             return fn(box)
 
     return run_ranks(size, run)
@@ -96,8 +97,8 @@ class ByHand(SocketMailbox):
 
 @contextlib.contextmanager
 def by_hand(peers: int = 1, timeout: float = 20.0) -> Iterator[ByHand]:
-    """See `ByHand`; closes everything."""
-    box = ByHand(peers, timeout)
+    """See `ByHand`; closes everything. The timeout is scaled."""
+    box = ByHand(peers, limits.seconds(timeout))
     try:
         yield box
     finally:

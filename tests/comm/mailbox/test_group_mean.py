@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
@@ -50,14 +49,14 @@ def test_one_member_sends_nothing() -> None:
     assert run_ranks(2, rank) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "codec",
-    only(
+@grid(
+    cover=1,
+    codec=only(
         ["minmax_uint8:block=64", "sign:block=64", "qsgd:bits=2,block=32", "absmax_int4:block=32,stochastic=true"],
         *("minmax_uint8:block=64", "sign:block=64", "qsgd:bits=2,block=32"),
     ),
+    size__n=[(2, 1000), (3, 70), (5, 33)],
 )
-@pytest.mark.parametrize(("size", "n"), [(2, 1000), (3, 70), (5, 33)])
 def test_nothing_is_lost_by_a_codec(codec: str, size: int, n: int) -> None:
     """The reference is the sum of all means of differences, but for what is kept; and the same bits on all ranks."""
     turns = 6

@@ -9,6 +9,7 @@ import pytest
 
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, Shuffled, Whole
+from tests.grids import grid
 
 ALL: list[Groups] = [
     *(Butterfly(size, group) for size in (2, 4, 8, 16) for group in (2, 4, 8) if group <= size),
@@ -23,7 +24,7 @@ ALL: list[Groups] = [
 ]
 
 
-@pytest.mark.parametrize("groups", ALL, ids=repr)
+@grid(cover=1, groups=ALL)
 def test_every_version_is_a_partition(groups: Groups) -> None:
     for version in [*range(20), 2**40]:
         found = groups.partition(version)
@@ -43,7 +44,7 @@ def mixing(groups: Groups, version: int) -> np.ndarray:
     return matrix
 
 
-@pytest.mark.parametrize(("size", "group"), [(2, 2), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (8, 8)])
+@grid(cover=1, size__group=[(2, 2), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (8, 8)])
 def test_a_butterfly_has_the_exact_mean_after_few_versions(size: int, group: int) -> None:
     groups = Butterfly(size, group)
     versions = math.ceil(math.log2(size) / math.log2(group))

@@ -14,6 +14,7 @@ from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.backends.sockets import farewell, inbox
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.errors import CommunicationError, RankLostError
+from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, until
 from tests.comm.mailbox.cases import meet
 from tests.comm.mailbox.common import (
@@ -98,7 +99,7 @@ def test_leaving_loses_nothing_of_what_the_network_still_holds(monkeypatch: pyte
             for number in numbers:
                 box.exchange({}, {1: data(n, number)}, number).wait()
             box.post(1, b"now")
-            assert unread.wait(10)
+            assert unread.wait(limits.seconds(10))
             until(lambda: box._loop._links[1][0].parked is not None)
             box.leave("it is done")
             return
@@ -149,7 +150,7 @@ def test_leaving_wakes_those_that_wait() -> None:
         box.tensors[1].close()
         box.leave("enough")
         for thread in threads:
-            thread.join(5)
+            thread.join(limits.seconds(5))
         assert len(errors) == 3
 
 
@@ -166,7 +167,7 @@ def test_forgotten_mailbox_is_gone() -> None:
             box.exchange({1: zeros()}, {}, 1)
             del box
             gc.collect()
-            thread.join(10)
+            thread.join(limits.seconds(10))
             assert not thread.is_alive()
             assert not inbox._arrivals
         else:

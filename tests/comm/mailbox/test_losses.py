@@ -11,6 +11,7 @@ import pytest
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.backends.sockets import inbox
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, until
 from tests.comm.mailbox.common import (
     LEAVE,
@@ -141,7 +142,7 @@ def test_memory_is_the_callers_again_after_an_error(end: str, begins: str) -> No
         assert not got.any()
         # What had begun to leave arrives as it was.
         arrived = bytearray()
-        box.tensors[1].settimeout(10)
+        box.tensors[1].settimeout(limits.seconds(10))
         while len(arrived) < 44 + mine.numel():
             arrived += box.tensors[1].recv(1 << 20)
         assert arrived[44:] == mine.numpy().tobytes()
@@ -207,7 +208,7 @@ def test_questions_are_answered_with_the_ranks_that_are_waited_for() -> None:
         box.letters[2].sendall(frame(PING))
         until(lambda: box.answers(2) == [(PONG, bytes([3, 0, 0, 0]))])
         box.tensors[3].close()
-        waiting.join(10)
+        waiting.join(limits.seconds(10))
         assert not waiting.is_alive()
 
 

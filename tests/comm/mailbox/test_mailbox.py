@@ -9,6 +9,7 @@ import pytest
 
 from bagua_kernels.comm import Communicator, Mailbox, open_mailbox, run_ranks
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
+from tests import limits
 from tests.comm.backends.sockets.common import leaving_nothing
 from tests.comm.mailbox.cases import CASES
 from tests.grids import grid
@@ -41,8 +42,8 @@ def test_dropped_ranks_are_lost_at_once() -> None:
                 entered, over = threading.Event(), threading.Event()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(box._loop, "_do_here", lambda function, name: False)
-                    box._loop.call(lambda: (entered.set(), over.wait(10), None)[-1], "something else")
-                    assert entered.wait(10)
+                    box._loop.call(lambda: (entered.set(), over.wait(limits.seconds(10)), None)[-1], "something else")
+                    assert entered.wait(limits.seconds(10))
                     box.drop([1])
                     assert box.lost() == {1: "it was dropped"}
                     assert not over.is_set()

@@ -12,6 +12,7 @@ import torch
 
 from bagua_kernels.comm.backends.sockets import inbox
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
+from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, until
 from tests.comm.mailbox.cases import meet
 from tests.comm.mailbox.common import LETTER, among_threads, by_hand, frame, message
@@ -46,7 +47,7 @@ def test_letters_overtake_tensors_that_nobody_asks_for(monkeypatch: pytest.Monke
         assert box.take(10.0) == (0, b"behind the tensor")
         until(lambda: box._loop._links[0][0].parked is not None)
         box.post(0, b"an answer")
-        assert there.wait(10)
+        assert there.wait(limits.seconds(10))
         assert box._loop._inbox._ahead[0] == 1 << 20
         # It lies behind the other one.
         for number, nbytes in ((1, LARGE), (0, 1 << 20)):

@@ -15,13 +15,15 @@ from bagua_kernels import comm
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError, RankLostError
+from tests import limits
 from tests.comm.backends.sockets.common import until
 from tests.comm.hosts import on_hosts
 from tests.comm.mailbox.cases import value
 
 RANKS, VICTIM = 4, 1
-TIMEOUT = 8.0  # seconds, of which a quarter without an answer is silence: more than a rank on a busy machine takes
-PATIENCE = 300  # seconds for processes that start on a busy machine, or end
+TIMEOUT = limits.seconds(8)  # of which a quarter without an answer is silence: more than a rank on a busy machine takes
+PATIENCE = 300  # seconds for processes that start or end
+LIMIT = limits.seconds(PATIENCE)
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 N = 50_000
@@ -38,7 +40,7 @@ def ring(box: Mailbox, members: list[int], number: int) -> None:
 
 def survive(leaves: bool) -> None:
     """One rank of four: exchanges around a ring until a rank is missed, then without it."""
-    c = comm.init(timeout=PATIENCE)
+    c = comm.init(timeout=LIMIT)
     box = comm.open_mailbox(c)
     everyone = list(range(RANKS))
     ring(box, everyone, 0)
@@ -61,7 +63,7 @@ def survive(leaves: bool) -> None:
     others = [rank for rank in everyone if rank not in (VICTIM, box.rank)]
     for rank in others:
         box.post(rank, b"missed")
-    box.timeout = PATIENCE
+    box.timeout = LIMIT
     for _ in others:
         assert box.take() is not None
     box.drop([VICTIM], below=1 << 40)
@@ -84,13 +86,13 @@ def test_survivors_go_on(fault: signal.Signals | None) -> None:
     """Every other rank hears which one is lost: also the one that is no neighbour of it."""
     with Processes(survive, RANKS, args=[fault is None]) as processes:
         for rank in range(RANKS):
-            processes.wait_for_output(rank, "GOING", PATIENCE)
+            processes.wait_for_output(rank, "GOING", LIMIT)
         time.sleep(0.2)
         if fault is not None:
             processes.send_signal(VICTIM, fault)
         survivors = [rank for rank in range(RANKS) if rank != VICTIM]
         reason = {signal.SIGKILL: "its connection broke", signal.SIGSTOP: "nothing came from it"}
-        for rank, result in zip(survivors, processes.wait(PATIENCE, survivors), strict=True):
+        for rank, result in zip(survivors, processes.wait(LIMIT, survivors), strict=True):
             assert result.returncode == 0, f"rank {rank}:\n{result.stdout}\n{result.stderr}"
             check(rank, result.stdout, reason.get(fault, "it left: it has had enough"))
 
@@ -118,7 +120,7 @@ def test_survivors_of_an_unplugged_rank_go_on() -> None:
 
 def forking() -> None:
     """One rank of two: a child of rank 1 lives on, but cannot use the mailbox."""
-    c = comm.init(timeout=60)
+    c = comm.init(timeout=limits.seconds(60))
     box = comm.open_mailbox(c)
     box.exchange({1 - c.rank: torch.empty(3)}, {1 - c.rank: torch.ones(3)}, 0).wait()
     c.close()
@@ -150,11 +152,11 @@ def forking() -> None:
 def test_forked_child_holds_no_connection() -> None:
     """The other rank misses a killed one whose child lives."""
     with Processes(forking, 2) as processes:
-        processes.wait_for_output(1, "ENDS THE LINE", PATIENCE)
+        processes.wait_for_output(1, "ENDS THE LINE", LIMIT)
         child = int(processes.output(1).split()[1])
         try:
             processes.send_signal(1, signal.SIGKILL)
-            (result,) = processes.wait(PATIENCE, [0])
+            (result,) = processes.wait(LIMIT, [0])
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
@@ -163,7 +165,7 @@ def test_forked_child_holds_no_connection() -> None:
 
 def exiting(how: str) -> None:
     """One rank of two: ends without leaving, in one of several ways, while the other one waits for it."""
-    c = comm.init(timeout=PATIENCE)
+    c = comm.init(timeout=LIMIT)
     box = comm.open_mailbox(c)
     box.exchange({1 - c.rank: torch.empty(3)}, {1 - c.rank: torch.ones(3)}, 0).wait()
     c.close()
@@ -184,7 +186,7 @@ def exiting(how: str) -> None:
 def test_process_that_ends_leaves(how: str) -> None:
     """Its end is neither held up nor silent."""
     with Processes(exiting, 2, args=[how]) as processes:
-        results = processes.wait(PATIENCE)
+        results = processes.wait(LIMIT)
     assert [result.returncode for result in results] == [0, int(how == "raises")], results[1].stderr
     assert "rank 1 was lost (it left: its mailbox was forgotten, or its process exits)" in results[0].stdout
     assert "Warning" not in results[0].stderr + results[1].stderr

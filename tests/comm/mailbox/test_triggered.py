@@ -18,6 +18,7 @@ from tests.comm.backends.sockets.common import leaving_nothing
 from tests.comm.mailbox import triggered_runs
 from tests.comm.mailbox.common import over_sockets, schedules
 from tests.comm.mailbox.triggered_runs import Case, check, rank, scheduled
+from tests.grids import grid
 
 
 @schedules(1000)
@@ -97,7 +98,7 @@ def told(count: int, version: int, tree: Any, first: int = 0) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 12, 31])
+@grid(cover=1, count=[1, 2, 3, 4, 5, 6, 7, 8, 12, 31])
 def test_all_members_are_told_once(count: int) -> None:
     """Whoever begins."""
     for version in range(count):

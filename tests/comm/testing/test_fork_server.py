@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.comm.testing import Processes, run_processes
 from bagua_kernels.comm.testing.fork_server import ForkedProcess, ForkServer, servers
+from tests import limits
 from tests.grids import only
 
 
@@ -67,7 +68,7 @@ def test_signals_and_time_limits() -> None:
         with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] still run after 0.1 s"):
             processes.wait(0.1)
         processes.send_signal(0, signal.SIGTERM)
-        assert processes.wait(10, ranks=[0])[0].returncode == -signal.SIGTERM
+        assert processes.wait(limits.seconds(10), ranks=[0])[0].returncode == -signal.SIGTERM
         pids = [process.pid for process in processes._processes]
     assert processes.poll(1) == -signal.SIGKILL
     for pid in pids:

@@ -24,6 +24,8 @@ from bagua_kernels.comm.tuning.command import Command, CommandError, parse
 from bagua_kernels.comm.tuning.launcher import Probes
 from bagua_kernels.comm.tuning.probe import Case, Node, Order, Result
 from bagua_kernels.comm.tuning.report import show
+from tests import limits
+from tests.grids import grid
 
 ROOT = Path(__file__).parents[3]
 HOST = Node("eth0", ("eth0", "eth1"))
@@ -48,9 +50,7 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "launcher", "options", "kind"),
-    [
+@grid(cover=1, line__launcher__options__kind=[
         ("torchrun script.py", "torchrun", "", "script"),
         ("torchrun --nproc-per-node 2 script.py --lr 1 -m x", "torchrun", "--nproc-per-node 2", "script"),
         ("/usr/bin/torchrun --nproc_per_node=2 script.py", "/usr/bin/torchrun", "--nproc_per_node=2", "script"),
@@ -66,8 +66,7 @@ sys.exit(int(sys.argv[2]))
         ("python -m torch.distributed.launch --use-env s.py", "python -m torch.distributed.launch", "--use-env",
          "script"),
         ("python bin/torchrun -m train", "python bin/torchrun", "-m", "module"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_parse_finds_the_users_script(line: str, launcher: str, options: str, kind: str) -> None:
     command = parse(line.split())
     assert command.launcher == tuple(launcher.split())
@@ -75,9 +74,9 @@ def test_parse_finds_the_users_script(line: str, launcher: str, options: str, ki
     assert command.kind == kind
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
+@grid(
+    cover=1,
+    line__text=[
         ("", "got nothing"),
         ("mpirun -n 2 python script.py", "expected `torchrun.*got mpirun -n 2.*--dry-run -- torchrun"),
         ("srun torchrun script.py", "got srun torchrun"),
@@ -293,7 +292,9 @@ def launch(folder: Path, words: list[str], **variables: str) -> subprocess.Compl
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     command = [sys.executable, "-m", "bagua_kernels.comm.tune", *words]
     environment = {**kept, "PYTHONPATH": path, **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limits.seconds(100)
+    )
 
 
 @pytest.mark.slow

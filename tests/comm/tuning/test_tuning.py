@@ -19,7 +19,7 @@ from bagua_kernels.comm.tuning import measure as tuning_measure
 from bagua_kernels.comm.tuning.measure import borders, tune
 from tests.comm import contract
 from tests.comm.values import check, oracle, values
-from tests.grids import grid, only
+from tests.grids import folded, grid, only
 
 
 def test_way_at_the_borders() -> None:
@@ -31,9 +31,9 @@ def test_way_at_the_borders() -> None:
     assert tuning.way("broadcast", (256 << 10) + 1) == "chain"
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
+@grid(
+    cover=1,
+    fields__text=[
         ({"all_reduce": ()}, "expected all_reduce to be"),
         ({"all_reduce": ((10, "direct"),)}, "up to infinity"),
         ({"all_reduce": ((20, "direct"), (10, "ring"), (EVER, "ring"))}, "ascending"),
@@ -86,9 +86,8 @@ def test_text_is_json_for_other_programs_too() -> None:
     assert Tuning.from_json('{"all_to_all": [[Infinity, "base"]]}').all_to_all == ((EVER, "base"),)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+@folded(
+    text=[
         "",
         "7",
         "[]",

@@ -91,8 +91,11 @@ def test_ranks_agree(ranks: int) -> None:
             assert float(outs[0][i].norm()) <= (1 + 1e-5) * float(torch.as_tensor(total).norm())
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
-@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@grid(
+    cover=1,
+    dtype__close=[(torch.float32, 1e-5), (torch.float64, 1e-10)],
+    of=[torch.float32, torch.float16, torch.bfloat16],
+)
 def test_error_feedback_loses_nothing(of: torch.dtype, dtype: torch.dtype, close: float) -> None:
     state = start(2, SHAPES, dtype=dtype, min_compression=1)
     sent, given = ([torch.zeros(s, dtype=torch.float64) for s in SHAPES] for _ in range(2))
@@ -168,8 +171,7 @@ def test_not_finite_goes_through_and_is_forgotten(bad: float, steps: int) -> Non
         assert all(x.isfinite().all() for out in outs for x in out)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("steps", [2, 3])
+@grid(cover=1, rank=[1, 2, 3, 4, 5], steps=[2, 3])
 def test_saved_state_resumes_bit_for_bit_in_another_order(steps: int, rank: int) -> None:
     shapes, names = [(20, 30), (8,), (8, 4, 3, 3), (30, 20)], ["a", "b", "c", "d"]
     order = [3, 1, 0, 2]
@@ -192,7 +194,7 @@ def test_saved_state_resumes_bit_for_bit_in_another_order(steps: int, rank: int)
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@grid(cover=1, steps=[1, 2])
 def test_a_step_that_broke_off_is_repeated(steps: int) -> None:
     states = [start(2, [(20, 30)]) for _ in range(2)]
     x = gradients([(20, 30)])

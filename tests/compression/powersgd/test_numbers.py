@@ -141,8 +141,7 @@ def test_output_has_the_bits_of_the_page(rank: int, shape: tuple[int, int], offs
         assert torch.equal(out, torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize("shape", [(40, 30), (300, 208)], ids=str)
-@pytest.mark.parametrize("rank", only([1, 2, 3, 4, 5], 1, 2, 4, 5))
+@grid(cover=1, shape=[(40, 30), (300, 208)], rank=only([1, 2, 3, 4, 5], 1, 2, 4, 5))
 def test_residual_has_the_bits_of_the_page(rank: int, shape: tuple[int, int]) -> None:
     """Of three steps: what is given out is not taken off before the next one, or when somebody looks."""
     looked, other = (PowerSGD(rank, min_compression=0).start([shape]) for _ in range(2))

@@ -78,8 +78,9 @@ def test_dense_tensors_are_not_touched() -> None:
     assert not any((out[i] == 7).any() for i in range(len(SHAPES)) if i not in state.dense)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank"), [("constant", 1), ("one_hot", 1), ("one_hot", 3), ("sparse", 30), ("gaussian", 30), ("heavy", 30)]
+@grid(
+    cover=1,
+    kind__rank=[("constant", 1), ("one_hot", 1), ("one_hot", 3), ("sparse", 30), ("gaussian", 30), ("heavy", 30)],
 )
 def test_enough_rank_is_exact(kind: str, rank: int) -> None:
     x = matrix(kind, (30, 50))
@@ -88,7 +89,7 @@ def test_enough_rank_is_exact(kind: str, rank: int) -> None:
         assert error(x, exchange([state], [[x]])[0][0]) < 3e-6
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+@grid(cover=1, rank=[1, 3, 8, 16])
 def test_deficient_matrix_is_exact(rank: int) -> None:
     """To the rounding of P, whose span it magnifies by P's condition; a draw can be unlucky, a warm start is not."""
     x = matrix("gaussian", (30, rank), 1) @ matrix("gaussian", (rank, 50), 2)
@@ -112,8 +113,7 @@ def test_rank_of_the_matrix_is_exact() -> None:
     assert (out[6] == 0).all()
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize("kind", KINDS)
+@grid(cover=1, warm={"warm": True, "cold": False}, kind=KINDS)
 def test_contraction(kind: str, warm: bool) -> None:
     for rank in (1, 2, 4):
         state = PowerSGD(rank, min_compression=0, warm_start=warm).start([(40, 60)] * 3)
@@ -131,7 +131,7 @@ def test_gaussian_matrix_loses_the_expected_share() -> None:
     assert error(x, exchange([state], [[x]])[0][0]) ** 2 == pytest.approx(15 / 16, rel=1e-5)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@grid(cover=1, rank=[1, 2, 4])
 def test_warm_start_converges_to_the_best_approximation(rank: int) -> None:
     x = matrix("gaussian", (50, 70))
     state = PowerSGD(rank, min_compression=0).start([x.shape])
@@ -228,8 +228,7 @@ def test_ranks_agree(ranks: int, warm: bool) -> None:
         assert all(same(q[name], rights[0][name]) for q in rights for name in q)
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize("exponent", [-100, -60, 60, 100])
+@grid(cover=1, warm={"warm": True, "cold": False}, exponent=[-100, -60, 60, 100])
 def test_scale_invariance(exponent: int, warm: bool) -> None:
     """A power of two goes through exactly."""
     scale = 2.0**exponent
@@ -249,8 +248,7 @@ def test_extreme_scales_lose_nothing(scale: float) -> None:
         assert error(x / scale, exchange([state], [[x]])[0][0] / scale) < 1e-5
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("warm_steps", [0, 2])
+@grid(cover=1, bad=[math.inf, -math.inf, math.nan], warm_steps=[0, 2])
 def test_not_finite_goes_through_and_is_forgotten(bad: float, warm_steps: int) -> None:
     """Only its own matrix suffers, on all ranks, and one step later nothing is left of it."""
     shapes = [(20, 30), (20, 30), (30, 20)]

@@ -100,8 +100,7 @@ def test_scales(target: Target, codec: Any, scale: float, kind: str) -> None:
     check(codec, make(kind, some(codec), scale, 6), target)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("value", [-0.0, -3.7] if EMULATED else [0.0, -0.0, 1.0, -3.7, 1e-44, FLOAT32_MAX])
+@grid(cover=1, codec=CODECS, value=[-0.0, -3.7] if EMULATED else [0.0, -0.0, 1.0, -3.7, 1e-44, FLOAT32_MAX])
 def test_ties_go_to_the_lowest_index(target: Target, value: float, codec: Any) -> None:
     n = some(codec)
     check(codec, np.full(n, value, np.float32), target)
@@ -110,7 +109,7 @@ def test_ties_go_to_the_lowest_index(target: Target, value: float, codec: Any) -
     check(codec, x, target)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@grid(cover=1, codec=CODECS)
 def test_values_that_are_not_finite_stay_in_their_place(target: Target, codec: Any) -> None:
     n = some(codec)
     x = make("gaussian", n, 1.0, 1)
@@ -150,7 +149,7 @@ def test_any_finite_bits(target: Target, key: list[int], seed: int) -> None:
         check(CODECS[0], (bits + signs).astype(np.uint32).view(np.float32), target)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@grid(cover=1, codec=CODECS)
 def test_vectors_may_start_anywhere(target: Target, codec: Any) -> None:
     n = some(codec)
     buffer = on(target, make("heavy", n + 3, 1.0, 0))
@@ -287,7 +286,7 @@ def test_feedback_of_lengths_and_kinds(target: Target, codec: Any, length: tuple
     assert same_bits(plain(residual), lost)
 
 
-@pytest.mark.parametrize("codec", CODECS[:3], ids=repr)
+@grid(cover=1, codec=CODECS[:3])
 def test_feedback_of_values_that_become_zero(target: Target, codec: Any) -> None:
     """Entries of zeros leave the difference of two zeros; entries of tiny values leave all of them."""
     n = some(codec)
@@ -319,7 +318,7 @@ def test_outer(target: Target, codec: Any, dtype: torch.dtype, beta: float) -> N
     assert conserved(plain(residual), decoded(codec, payload, n), np.float32(beta) * before + d)
 
 
-@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
+@grid(cover=1, length=LENGTHS)
 def test_outer_of_lengths(target: Target, length: tuple[int, int]) -> None:
     codec = CODECS[-1]
     n = length[0] * codec.chunk + length[1]

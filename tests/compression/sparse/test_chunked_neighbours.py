@@ -10,7 +10,7 @@ import torch
 
 from bagua_kernels.compression import ChunkedTopK
 from tests.conftest import EMULATED, Target
-from tests.grids import grid
+from tests.grids import folded, grid
 from tests.oracles import chunked as oracle
 from tests.oracles.vectors import F32, make, same_bits
 
@@ -79,7 +79,8 @@ def check(target: Target, codec: ChunkedTopK, x: F32) -> None:
     assert same_bits(residual.cpu().numpy(), lost)
 
 
-@grid(codec=CODECS, first=list(CHUNKS), second=list(CHUNKS))
+@grid(codec=CODECS, first=list(CHUNKS))
+@folded(second=list(CHUNKS))
 def test_each_after_each(target: Target, codec: ChunkedTopK, first: str, second: str) -> None:
     check(target, codec, vector(codec, [first, second]))
 
@@ -92,7 +93,7 @@ def test_many_in_turn(target: Target, codec: ChunkedTopK) -> None:
     check(target, codec, x[:-7])
 
 
-@pytest.mark.parametrize("size", [31, 32, 33, 63, 64, 65, 100, 127, 129])
+@grid(cover=1, size=[31, 32, 33, 63, 64, 65, 100, 127, 129])
 def test_last_chunks_of_any_size(target: Target, size: int) -> None:
     codec = CODECS[2]
     check(target, codec, vector(codec, ["ones", "steps"])[: codec.chunk + size])

@@ -67,8 +67,9 @@ def test_kinds(target: Target, kind: str, codec: Any) -> None:
     check(codec, make(kind, 300 if EMULATED else 20_001, 1.0, 5), target)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.05), ThresholdTopK(0.05)], ids=repr)
-@pytest.mark.parametrize("value", [-0.0, -3.5] if EMULATED else [0.0, -0.0, 1.0, -3.5, 1e-44])
+@grid(
+    cover=1, codec=[TopK(0.05), ThresholdTopK(0.05)], value=[-0.0, -3.5] if EMULATED else [0.0, -0.0, 1.0, -3.5, 1e-44]
+)
 def test_ties_go_to_the_lowest_index(target: Target, value: float, codec: Any) -> None:
     n = 300 if EMULATED else 70_001
     check(codec, np.full(n, value, np.float32), target)
@@ -78,7 +79,7 @@ def test_ties_go_to_the_lowest_index(target: Target, value: float, codec: Any) -
     check(codec, -np.abs(x), target)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.02), ThresholdTopK(0.02)], ids=repr)
+@grid(cover=1, codec=[TopK(0.02), ThresholdTopK(0.02)])
 def test_non_finite_values_are_sent_first(target: Target, codec: Any) -> None:
     x = make("gaussian", 500, 1.0, 1)
     x[[3, 100, 499]] = np.inf, np.nan, -np.inf
@@ -108,8 +109,7 @@ def test_permutation_of_long_vectors(target: Target, n: int) -> None:
     assert permuted(n, 20, SEED, target.device).tolist() == oracle.permutation(n, 20, SEED)
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("n", [1, 17, 257] if EMULATED else [0, 1, 17, 257, 10_007])
+@grid(cover=1, unbiased=[False, True], n=[1, 17, 257] if EMULATED else [0, 1, 17, 257, 10_007])
 def test_randomk_keeps_what_the_seed_says(target: Target, n: int, unbiased: bool) -> None:
     codec = RandomK(0.1, unbiased)
     state = torch.get_rng_state()
@@ -217,8 +217,7 @@ def test_residual_counts_once_where_a_threshold_is_lowered(target: Target) -> No
     assert sent.abs()[sent != 0].min() >= residual.abs().max()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("many", [False, True])
+@grid(cover=1, codec=CODECS, many=[False, True])
 def test_feedback_keeps_nothing_that_is_not_finite(target: Target, codec: Any, many: bool) -> None:
     x = torch.ones(200, device=target.device)
     x[3 :: 2 if many else 77] = float("inf")
@@ -278,7 +277,7 @@ def test_values_beside_one_that_is_not_finite_are_kept(target: Target, codec: An
     assert torch.equal(residual, torch.where(out.isnan(), expected, expected - out))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@grid(cover=1, codec=CODECS)
 def test_reduce_is_decode_sum_encode(target: Target, codec: Any) -> None:
     n = 65 if EMULATED else 70_001
     inputs = [torch.from_numpy(make("heavy", n, 1.0, r)).to(target.device) for r in range(3)]
@@ -363,7 +362,7 @@ def test_sums_begin_with_zero(target: Target, rows: int) -> None:
         assert same_bits(out.cpu().numpy(), np.full(5, 0.0 * scale, np.float32))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@grid(cover=1, codec=CODECS)
 def test_sums_of_nothing(target: Target, codec: Any) -> None:
     for dtype in DTYPES:
         nobody = torch.empty((0, codec.payload_size(50)), dtype=torch.uint8, device=target.device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bagua_kernels.optim.fuse.optimizer import NotElementwiseError, fuse_optimizer
+from tests.grids import grid
 from tests.optim.fuse.steps import Lamb, assert_same, give_gradients, parameters
 
 
@@ -73,9 +74,9 @@ class Remote(Lamb):
                 p.sub_(p.grad)
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
+@grid(
+    cover=1,
+    make__reason=[
         (Lamb, "not elementwise"),
         (Centralized, "not elementwise"),
         (FactorsLarge, "not elementwise"),

@@ -90,8 +90,7 @@ def move(state: dict[str, torch.Tensor]) -> None:
     state["step"].data = torch.tensor(0.0)
 
 
-@pytest.mark.parametrize("count", [1, 3, MANY])
-@pytest.mark.parametrize("change", [reset, move])
+@grid(cover=1, count=[1, 3, MANY], change=[reset, move])
 def test_counter_that_is_replaced(count: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     mine, other = parameters(count), parameters(count)
     ours, theirs = optim.AdamW(mine, lr=0.1), torch.optim.AdamW(other, lr=0.1)
@@ -107,8 +106,7 @@ def test_counter_that_is_replaced(count: int, change: Callable[[dict[str, torch.
     assert [float(ours.state[p]["step"]) for p in mine] == [float(theirs.state[p]["step"]) for p in other]
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("count", [3, MANY])
+@grid(cover=1, name=["exp_avg", "exp_avg_sq"], count=[3, MANY])
 def test_state_that_is_replaced(name: str, count: int) -> None:
     mine, other = parameters(count), parameters(count)
     ours, theirs = optim.AdamW(mine, lr=0.1), torch.optim.AdamW(other, lr=0.1)
@@ -186,7 +184,7 @@ def test_no_gradient_is_freed_while_a_kernel_reads_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("small_heap")
-@pytest.mark.parametrize("count", [3, MANY])
+@grid(cover=1, count=[3, MANY])
 def test_nothing_is_kept_alive(count: int) -> None:
     params = parameters(count)
     optimizer = optim.AdamW(params)

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
 from torch.optim import Optimizer
 
 from bagua_kernels.optim import SGD, Extras
+from tests.grids import grid
 from tests.optim.step.training import DIGIT, KINDS, all_of, copied, every_kind, make, parameters, params_of
 
 
@@ -28,7 +29,7 @@ class TestClipping:
             p.grad = (torch.randn(p.shape, generator=generator, dtype=dtype) * factor).to(p.dtype)
 
     @every_kind
-    @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
+    @grid(cover=1, max_norm=[0.1, 1.0, 1e6])
     def test_is_torchs(self, kind: str, max_norm: float) -> None:
         pair = self.pair(kind, parameters(torch.float32), lr=0.05)
         for step in range(1, 5):
@@ -108,8 +109,7 @@ class TestClipping:
         # 24 ones; two twos and two ones.
         np.testing.assert_allclose(optimizer.clip_grad_norm_(1.0).item(), np.sqrt(24 + 8 + 2), rtol=1e-7)
 
-    @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-    @pytest.mark.parametrize("kind", ["adamw", "sgd"])
+    @grid(cover=1, bad=[float("inf"), float("-inf"), float("nan")], kind=["adamw", "sgd"])
     def test_norms_that_are_not_finite(self, kind: str, bad: float) -> None:
         pair = self.pair(kind, parameters(torch.float32))
         for optimizer in pair:
@@ -130,7 +130,7 @@ class TestClipping:
         good.step()
         assert all(p.isfinite().all() for p in params_of(good))
 
-    @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+    @grid(cover=1, bad=[float("inf"), float("nan")])
     def test_errors_for_norms_that_are_not_finite(self, bad: float) -> None:
         p = nn.Parameter(torch.zeros(4))
         optimizer = SGD([p], lr=1.0)
@@ -192,7 +192,7 @@ class TestClipping:
 
 
 class TestFallback:
-    @pytest.mark.parametrize("extras", [Extras(average=0.5), Extras(precision="master"), Extras(seed=1)])
+    @grid(cover=1, extras=[Extras(average=0.5), Extras(precision="master"), Extras(seed=1)])
     def test_steps_that_are_left_to_torch_are_refused_with_extras(self, extras: Extras) -> None:
         p = nn.Parameter(torch.ones(3))
         p.grad = torch.ones(3).to_sparse()

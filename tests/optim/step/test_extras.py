@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from bagua_kernels import optim
 from bagua_kernels.optim import AdamW, Extras
-from tests.grids import only
+from tests.grids import grid, only
 from tests.optim.step.training import DIGIT, KINDS, copied, make, parameters, params_of, through_a_file, train
 
 IN_TORCH = [
@@ -31,9 +31,7 @@ class TestCheckpoints:
         ("sgd", Extras(precision="kahan", average=0.5)),
         ("adamw", Extras(precision="stochastic", average=0.5, seed=5)),
     )
-    every_case = pytest.mark.parametrize(
-        ("kind", "extras"), only(CASES, *CASES[:3]), ids=lambda value: getattr(value, "precision", value)
-    )
+    every_case = grid(cover=1, kind__extras=only(CASES, *CASES[:3]))
 
     @staticmethod
     def same(one: Optimizer, other: Optimizer) -> bool:
@@ -66,9 +64,7 @@ class TestCheckpoints:
         assert self.same(optimizer, restored)
 
     @every_case
-    @pytest.mark.parametrize(
-        "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
-    )
+    @grid(cover=1, duplicate={"copy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))})
     def test_copies(self, kind: str, extras: Extras, duplicate: Any) -> None:
         optimizer = make(kind, parameters(), extras)
         train(optimizer, range(1, 5))
@@ -127,7 +123,7 @@ class TestCheckpoints:
 
 
 class TestSignatures:
-    @pytest.mark.parametrize("name", OTHERS)
+    @grid(cover=1, name=OTHERS)
     def test_own_optimizers_have_it_too(self, name: str) -> None:
         assert inspect.signature(getattr(optim, name)).parameters["extras"].kind is inspect.Parameter.KEYWORD_ONLY
 

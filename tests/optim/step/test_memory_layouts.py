@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bagua_kernels import optim
-from tests.grids import grid, only
+from tests.grids import grid, noted, only
 from tests.optim.cases import SLACK
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 COUNTERS = ("step", "mu_product", "eta", "mu")
 CLEAR_ERRORS = (RuntimeError, ValueError, TypeError)
-every_optimizer = pytest.mark.parametrize("name", OPTIONS)
+every_optimizer = grid(cover=1, name=list(OPTIONS))
 
 
 def make(name: str, parameters: Any, library: Any = optim, **more: Any) -> torch.optim.Optimizer:
@@ -110,8 +110,21 @@ LAYOUTS = PLANES | OTHERS
     layout=list(LAYOUTS),
     where=lambda name, layout: layout in PLANES or name != "Muon",
     cover=1,
+    most=1,
 )
 def test_layouts(name: str, layout: str) -> None:
+    check_layout(name, layout)
+
+
+@pytest.mark.slow
+@every_optimizer
+def test_all_layouts(name: str) -> None:
+    for layout in PLANES if name == "Muon" else LAYOUTS:
+        with noted(layout):
+            check_layout(name, layout)
+
+
+def check_layout(name: str, layout: str) -> None:
     shape, part, arranged = LAYOUTS[layout]
     memory = values(shape, 0)
     view = part(memory)
@@ -140,11 +153,7 @@ def test_layouts(name: str, layout: str) -> None:
 IN_TORCH = [n for n in OPTIONS if n not in ("Muon", "Lion", "LAMB", "LARS")]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(n, torch.complex64) for n in IN_TORCH] + [(n, torch.complex128) for n in ("SGD", "AdamW")],
-    ids=str,
-)
+@grid(cover=1, name__dtype=[(n, torch.complex64) for n in IN_TORCH] + [(n, torch.complex128) for n in ("SGD", "AdamW")])
 def test_complex_parameters(name: str, dtype: torch.dtype) -> None:
     """Beside a real one, and once as a view with gaps."""
     tolerance = 1e-5 if dtype == torch.complex64 else 1e-12
@@ -167,7 +176,7 @@ def test_complex_parameters(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(states, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["Lion", "LAMB", "LARS"])
+@grid(cover=1, name=["Lion", "LAMB", "LARS"])
 def test_complex_parameters_are_refused_or_pairs_of_reals(name: str) -> None:
     complex_, pairs = nn.Parameter(values((6, 3), 0, torch.complex64)), nn.Parameter(values((6, 3), 0, torch.complex64))
     real = nn.Parameter(torch.view_as_real(pairs.detach()))
@@ -178,7 +187,7 @@ def test_complex_parameters_are_refused_or_pairs_of_reals(name: str) -> None:
         close(name, [complex_], [pairs])
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n != "Muon"])
+@grid(cover=1, name=[n for n in OPTIONS if n != "Muon"])
 def test_parameters_that_overlap_themselves_are_refused(name: str) -> None:
     parameter = nn.Parameter(values((3, 1), 0).expand(3, 5))
     parameter.grad = values((3, 5), 1)
@@ -283,8 +292,22 @@ CHANGES: dict[str, Change] = {
     # Adagrad makes states in its constructor only.
     where=lambda name, change: (name, "forgotten" in change) != ("Adagrad", True),
     cover=1,
+    most=1,
 )
 def test_changes_between_steps_are_noticed(name: str, change: str) -> None:
+    check_change(name, change)
+
+
+@pytest.mark.slow
+@every_optimizer
+def test_all_changes_between_steps_are_noticed(name: str) -> None:
+    for change in CHANGES:
+        if name != "Adagrad" or "forgotten" not in change:
+            with noted(change):
+                check_change(name, change)
+
+
+def check_change(name: str, change: str) -> None:
     """What a step does is what a fresh optimizer would do, given all that can be seen of this one."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([(6, 6), (8, 9), (3, 3)])]
     optimizer = make(name, parameters)
@@ -354,7 +377,7 @@ def test_sgd_in_half_precision(dtype: torch.dtype, n: int, fused: bool | None) -
     torch.testing.assert_close(*buffers, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@grid(cover=1, name=["SGD", "AdamW"])
 def test_conjugated_gradient(name: str) -> None:
     """The bit that `.conj()` sets is obeyed, or the gradient refused."""
     ours, wanted = (nn.Parameter(values((6, 3), 0, torch.complex64)) for _ in range(2))
@@ -377,7 +400,7 @@ def test_dtype_that_changes_in_place() -> None:
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
-@pytest.mark.parametrize("name", only(OPTIONS, "SGD", "LAMB"))
+@grid(cover=1, name=only(OPTIONS, "SGD", "LAMB"))
 def test_gradient_of_another_dtype(name: str) -> None:
     ours, wanted = nn.Parameter(values((9, 12), 0)), nn.Parameter(values((9, 12), 0))
     ours.grad_dtype = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bagua_kernels.optim import SGD, Extras
 from bagua_kernels.optim.step.extras import Precision
-from tests.grids import only
+from tests.grids import grid, only
 from tests.optim.step.training import (
     DIGIT,
     all_of,
@@ -81,7 +81,7 @@ class TestPrecision:
                 whole = p.detach().double() + compensation.double()
                 torch.testing.assert_close(whole, q.detach().double(), rtol=0, atol=DIGIT / 64)
 
-    @pytest.mark.parametrize("precision", ["master", "kahan"])
+    @grid(cover=1, precision=["master", "kahan"])
     def test_float16(self, precision: Precision) -> None:
         ends = {}
         for each in ("nearest", precision):
@@ -101,9 +101,10 @@ class TestPrecision:
             SGD([p], lr=0.1, extras=Extras(precision="stochastic")).step()
         assert p.tolist() == [1] * 5
 
-    @pytest.mark.parametrize("precision", KEEPING)
-    @pytest.mark.parametrize(
-        ("kind", "dtype"), [("adamw", torch.float32), ("sgd_momentum", torch.float32), ("sgd", torch.float64)], ids=str
+    @grid(
+        cover=1,
+        precision=KEEPING,
+        kind__dtype=[("adamw", torch.float32), ("sgd_momentum", torch.float32), ("sgd", torch.float64)],
     )
     def test_other_dtypes_are_left_alone(self, kind: str, dtype: torch.dtype, precision: Precision) -> None:
         ours = make(kind, parameters(dtype), Extras(precision=precision))
@@ -114,7 +115,7 @@ class TestPrecision:
             assert torch.equal(p, q)
             assert set(ours.state[p]) == set(plain.state[q])
 
-    @pytest.mark.parametrize("precision", KEEPING)
+    @grid(cover=1, precision=KEEPING)
     def test_dtypes_side_by_side(self, precision: Precision) -> None:
         params = [parameters(torch.float32)[0], *parameters()]
         mixed = make("sgd", params, Extras(precision=precision))
@@ -214,9 +215,9 @@ class TestRandomness:
 
 
 class TestAverage:
-    @pytest.mark.parametrize(
-        ("kind", "dtype"),
-        only(
+    @grid(
+        cover=1,
+        kind__dtype=only(
             [
                 ("adamw", torch.float32),
                 ("adamw", torch.bfloat16),
@@ -226,7 +227,6 @@ class TestAverage:
             ],
             *(("adamw", torch.float32), ("sgd", torch.float64), ("sgd_momentum", torch.bfloat16)),
         ),
-        ids=str,
     )
     def test_is_the_running_mean(self, kind: str, dtype: torch.dtype) -> None:
         decay = 0.875

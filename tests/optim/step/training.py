@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from bagua_kernels.optim import SGD, AdamW, Extras
-from tests.grids import only
+from tests.grids import grid, only
 
 F64 = npt.NDArray[np.float64]
 
@@ -28,7 +27,7 @@ SHAPES = [(40, 25), (300,), ()]
 
 DIGIT = 2.0**-8
 
-every_kind = pytest.mark.parametrize("kind", only(KINDS, "adamw", "sgd"))
+every_kind = grid(cover=1, kind=only(KINDS, "adamw", "sgd"))
 
 
 def make(kind: str, params: Any, extras: Extras | None = None, **options: Any) -> Optimizer:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from bagua_kernels.comm import Communicator, Schedule, open_mailbox, run_ranks
+from tests.grids import grid
 
 
 def uniform(draws: random.Random) -> float:
@@ -40,7 +41,7 @@ def test_a_relayed_letter_may_overtake(late: bool) -> None:
     assert (0 < overtaken < 40) if late else not overtaken
 
 
-@pytest.mark.parametrize("seed", range(10))
+@grid(cover=1, seed=range(10))
 def test_letters_of_one_rank_stay_in_order(seed: int) -> None:
     """However long each takes, and whatever else arrives; the last arrives within the longest latency."""
     schedule = Schedule(seed, latency=uniform)

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests import limits
 from tests.comm.backends.nccl.fake_memory import Memory, Timeline
 
-LIMIT = 30.0  # seconds that a rank's thread waits for the simulated GPU
+LIMIT = limits.seconds(30)  # seconds that a rank's thread waits for the simulated GPU
 
 
 class MisuseError(AssertionError):

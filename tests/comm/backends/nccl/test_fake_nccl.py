@@ -10,6 +10,7 @@ import torch
 
 from tests.comm.backends.nccl.fake_cuda import MisuseError
 from tests.comm.backends.nccl.fake_nccl import FakeNcclError, Gpu, World
+from tests.grids import grid
 
 CPU = torch.device("cpu")
 
@@ -120,26 +121,25 @@ def capture_not_joined(gpu: Gpu, made: Any, stream: Any) -> None:
         stream.wait_event(event)
 
 
-@pytest.mark.parametrize(
-    ("misuse", "told"),
-    [
-        (wrong_counts, "as collective 0"),
-        (wrong_order, "as collective 0"),
-        (wrong_root, "as collective 0"),
-        (both_send_first, r"circle.*rank 0 in send, rank 1 in send"),
-        (send_across_a_collective, r"circle.*rank 0 in send, rank 1 in allReduce"),
-        (wrong_message, r"sends 3 .* receives 2"),
-        (group_left_open, "within a group"),
-        (group_not_opened, "groupEnd without groupStart"),
-        (nested_groups, "groupStart within a group"),
-        (strange_memory, "belong to no tensor"),
-        (after_destroy, "has been destroyed"),
-        (destroy_too_early, "under way"),
-        (query_in_capture, "queried"),
-        (capture_not_joined, "before its stream had waited"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+MISUSES = {
+    wrong_counts: "as collective 0",
+    wrong_order: "as collective 0",
+    wrong_root: "as collective 0",
+    both_send_first: r"circle.*rank 0 in send, rank 1 in send",
+    send_across_a_collective: r"circle.*rank 0 in send, rank 1 in allReduce",
+    wrong_message: r"sends 3 .* receives 2",
+    group_left_open: "within a group",
+    group_not_opened: "groupEnd without groupStart",
+    nested_groups: "groupStart within a group",
+    strange_memory: "belong to no tensor",
+    after_destroy: "has been destroyed",
+    destroy_too_early: "under way",
+    query_in_capture: "queried",
+    capture_not_joined: "before its stream had waited",
+}
+
+
+@grid(misuse__told=[pytest.param(misuse, told, id=misuse.__name__) for misuse, told in MISUSES.items()])
 def test_the_stand_in_finds(misuse: Callable[..., None], told: str) -> None:
     with pytest.raises(MisuseError, match=told):
         raw(2, misuse)

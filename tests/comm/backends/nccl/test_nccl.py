@@ -18,6 +18,7 @@ from bagua_kernels.errors import (
     CollectiveTimeoutError,
     CommunicationError,
 )
+from tests import limits
 from tests.comm.backends.nccl.fake_cuda import MisuseError
 from tests.comm.backends.nccl.fake_nccl import World, run_ranks
 from tests.comm.contract import CASES
@@ -34,7 +35,7 @@ def test_contract(case: Callable[[Communicator], None], size: int) -> None:
     run_ranks(size, case)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@grid(cover=1, size=[2, 3])
 def test_late_neighbour(size: int) -> None:
     run_ranks(size, late_neighbour)
 
@@ -66,7 +67,7 @@ def test_starting_and_waiting_do_not_wait_for_the_other_ranks() -> None:
     def fn(c: NcclCommunicator) -> None:
         x = torch.ones(3)
         if c.rank == 1:
-            assert started.wait(10)
+            assert started.wait(limits.seconds(10))
         work = c.all_reduce(x)
         if c.rank == 0:
             assert not work.is_completed()

@@ -15,6 +15,7 @@ from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl.binding import Endpoint
 from bagua_kernels.errors import BackendUnavailableError
+from tests import limits
 from tests.comm.backends.nccl.fake_nccl import World
 
 
@@ -110,4 +111,6 @@ def test_nothing_stays_in_a_group_when_a_send_fails() -> None:
 @pytest.mark.slow
 def test_import_does_not_load_cupy() -> None:
     program = "import sys, bagua_kernels.comm.backends.nccl.communicator; assert 'cupy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[4], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[4], check=True, timeout=limits.seconds(60)
+    )

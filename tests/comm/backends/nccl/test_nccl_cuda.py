@@ -23,6 +23,7 @@ from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CommunicationError
+from tests import limits
 
 REASON = nccl_binding.unavailable()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -127,7 +128,7 @@ def connect(timeout: float = 60.0) -> NcclCommunicator:
     os.environ["NCCL_HOSTID"] = f"host-of-rank-{os.environ['RANK']}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     torch.cuda.set_device(0)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limits.seconds(60)))
     return NcclCommunicator(timeout=timeout)
 
 
@@ -240,12 +241,12 @@ def aborting() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_contract(size: int) -> None:
-    for rank, result in enumerate(run_processes(contract, size, timeout=110)):
+    for rank, result in enumerate(run_processes(contract, size, timeout=limits.seconds(110))):
         assert "FAILURES {}\n" in result.stdout, f"rank {rank}:\n{result.stdout}\n{result.stderr}"
         assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("program", [capturing, overlapping, staying_away, aborting], ids=lambda p: p.__name__)
 def test_program(program: Callable[[], None]) -> None:
-    for rank, result in enumerate(run_processes(program, 2, timeout=100)):
+    for rank, result in enumerate(run_processes(program, 2, timeout=limits.seconds(100))):
         assert (result.returncode, result.stdout.endswith("FINE\n")) == (0, True), f"rank {rank}:\n{result.stderr}"

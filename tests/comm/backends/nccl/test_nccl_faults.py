@@ -21,6 +21,7 @@ from bagua_kernels.comm.backends.nccl.work import Ticket
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from tests import limits
 from tests.comm.backends.nccl.fake_cuda import LIMIT
 from tests.comm.backends.nccl.fake_nccl import World, run_ranks
 from tests.comm.backends.nccl.waiting import go_on
@@ -259,7 +260,7 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
         # As if the other rank's environment said something else.
         monkeypatch.setenv("BAGUA_KERNELS_HEARTBEAT", "0.02")
 
-    meeting = threading.Barrier(2, action=turn, timeout=100)
+    meeting = threading.Barrier(2, action=turn, timeout=limits.seconds(100))
     made: list[Any] = [None, None]
     secret = Secret.random()
 
@@ -271,13 +272,13 @@ def test_all_ranks_beat_as_the_first_one_does(monkeypatch: pytest.MonkeyPatch) -
             meeting.wait()
             return found
 
-        made[rank] = liveness_store.connect(rank, 2, exchange, secret, timeout=100)
+        made[rank] = liveness_store.connect(rank, 2, exchange, secret, timeout=limits.seconds(100))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(limits.seconds(100))
     try:
         assert [one.heartbeat for one in made] == [0.05, 0.05]
     finally:

@@ -18,6 +18,7 @@ import torch
 from bagua_kernels.comm import ReduceOp
 from bagua_kernels.comm.backends.nccl import binding
 from bagua_kernels.comm.backends.nccl.binding import Endpoint
+from tests import limits
 from tests.comm.backends.nccl import fake_nccl
 
 ROOT = Path(__file__).parents[4]
@@ -34,7 +35,9 @@ def real() -> dict[str, Any]:
     elif importlib.util.find_spec("cupy") is None:
         pytest.skip("there is no CuPy here, nor in .overlay/nccl: run `make overlay`")
     command = [sys.executable, "-m", "tests.comm.backends.nccl.real_nccl"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limits.seconds(100)
+    )
     assert result.returncode == 0, result.stderr
     facts: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return facts

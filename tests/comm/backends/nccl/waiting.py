@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.work import Work
-from tests.comm.backends.nccl.fake_cuda import LIMIT
+from tests import limits
 
 
 def await_end(c: NcclCommunicator) -> None:
     """Waits until a communicator has been given up."""
-    deadline = time.monotonic() + LIMIT
-    while not c.session.ended:
-        assert time.monotonic() < deadline, "it was not given up"
-        time.sleep(0.005)
+    limits.until(lambda: c.session.ended, "the communicator is given up")
 
 
 def go_on(c: NcclCommunicator, work: Work) -> None:
@@ -28,7 +23,5 @@ def await_heartbeats(c: NcclCommunicator) -> None:
     """Waits until the other ranks have been told which operation this rank is in."""
     liveness = c.session.liveness
     assert liveness is not None
-    until, deadline = liveness.clock() + 4 * liveness.heartbeat, time.monotonic() + LIMIT
-    while liveness.clock() < until:
-        assert time.monotonic() < deadline, "a rank has no heartbeat"
-        time.sleep(0.005)
+    until = liveness.clock() + 4 * liveness.heartbeat
+    limits.until(lambda: liveness.clock() >= until, "four heartbeats have passed")

@@ -7,7 +7,6 @@ import os
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +22,7 @@ from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import messages
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.backends.sockets.tuning import EVER, Tuning
+from tests import limits
 from tests.comm import contract
 
 SEND = signature("send")
@@ -59,15 +59,12 @@ def receiving(number: int, tensor: torch.Tensor, peer: int = 1, *, brief: bool =
 
 def wait(work: Operation, seconds: float = 10.0) -> None:
     """Waits for an operation, for long enough on a busy machine."""
-    work.wait(timedelta(seconds=seconds))
+    work.wait(timedelta(seconds=limits.seconds(seconds)))
 
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits until the thread of a loop has come to something that it tells nobody."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
+    limits.until(condition, "the thread of the loop has come so far", limit=60, pause=0.002)
 
 
 def part(number: int, data: bytes, offset: int = 0, total: int | None = None, *, code: int = SEND) -> bytes:

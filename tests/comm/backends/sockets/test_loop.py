@@ -17,6 +17,7 @@ from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.channel import Channel
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, all_to_all, messages
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Transfers, signature
+from tests import limits
 from tests.comm.backends.sockets.common import (
     array,
     by_hand,
@@ -31,6 +32,7 @@ from tests.comm.backends.sockets.common import (
     until,
     wait,
 )
+from tests.grids import grid
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def test_messages_that_come_before_they_are_asked_for() -> None:
         assert not loop._inbox._arrivals
 
 
-@pytest.mark.parametrize("asked", ["before", "between", "after"])
+@grid(cover=1, asked=["before", "between", "after"])
 def test_what_may_be_received_anywhere_is_not_moved(asked: str) -> None:
     """It is in the memory that it arrived in, whether it was asked for before or not, and that memory is used again."""
     message = bytes(data(1000).numpy())
@@ -113,8 +115,7 @@ def test_peer_that_writes_byte_by_byte() -> None:
         assert bytes(got.tolist()) == b"WORLD"
 
 
-@pytest.mark.parametrize("asked", ["before", "between", "after"])
-@pytest.mark.parametrize("seed", range(3))
+@grid(cover=1, asked=["before", "between", "after"], seed=range(3))
 def test_parts_through_several_sockets(asked: str, seed: int) -> None:
     """Parts of two messages interleave, each in a socket of its own, in any order."""
     chance = random.Random(seed)
@@ -249,7 +250,7 @@ def test_two_threads_submit_at_once(brief: bool) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(limits.seconds(30))
             assert not thread.is_alive()
     assert not wrong
 
@@ -274,8 +275,7 @@ def test_large_messages_both_ways_at_once() -> None:
 
 
 @pytest.mark.usefixtures("small_heap")
-@pytest.mark.parametrize("first", ["asked", "sent"])
-@pytest.mark.parametrize("n", [10, 3_000_000])
+@grid(cover=1, first=["asked", "sent"], n=[10, 3_000_000])
 def test_nothing_refers_to_tensors_afterwards(n: int, first: str) -> None:
     """Neither what was sent nor what was received is kept once its operation is done, though the loops go on."""
     with two(2) as (a, b):

@@ -36,6 +36,7 @@ from tests.comm.backends.sockets.common import (
     until,
     wait,
 )
+from tests.grids import grid
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_peer_that_dies_while_nothing_more_is_taken_from_it(monkeypatch: pytest.
             assert "rank 1" in str(work.error) if work.error else bytes(got.numpy()) == byte * 900
 
 
-@pytest.mark.parametrize("first", ["asked", "sent"])
+@grid(cover=1, first=["asked", "sent"])
 def test_call_of_another_operation(first: str) -> None:
     """The error says what both ranks called, and the next operation works."""
     with by_hand() as (loop, (peer,)):
@@ -113,7 +114,7 @@ def test_call_of_another_operation(first: str) -> None:
         assert bytes(got.numpy()) == b"5678"
 
 
-@pytest.mark.parametrize("first", ["asked", "sent"])
+@grid(cover=1, first=["asked", "sent"])
 def test_message_of_another_size(first: str) -> None:
     """The receiver hears both sizes, whether it asked before or after; its memory stays as it is."""
     with by_hand() as (loop, (peer,)):
@@ -136,8 +137,7 @@ def test_message_of_another_size(first: str) -> None:
         assert bytes(got.numpy()) == b"y" * 8
 
 
-@pytest.mark.parametrize("length", [0, 20, 40, 60])
-@pytest.mark.parametrize("asked", ["before", "after"])
+@grid(cover=1, length=[0, 20, 40, 60], asked=["before", "after"])
 def test_peer_closes_before_a_message_is_complete(length: int, asked: str) -> None:
     """Who waits for the rest hears that the connection broke, whenever it asked; so does who asks for anything else."""
     with by_hand(2) as (loop, peers):

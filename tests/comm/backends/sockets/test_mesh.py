@@ -18,6 +18,8 @@ from bagua_kernels.comm.backends.sockets import mesh
 from bagua_kernels.comm.joining import hello
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
+from tests import limits
+from tests.grids import grid
 
 Links = dict[int, list[socket.socket]]
 
@@ -40,7 +42,7 @@ def prove(links: Links, rank: int) -> None:
     """Checks that each socket ends where it should: both ends say who they are, and which socket it is."""
     for socks in links.values():
         for number, sock in enumerate(socks):
-            sock.settimeout(10)
+            sock.settimeout(limits.seconds(10))
             sock.sendall(struct.pack("<II", rank, number))
     for peer, socks in links.items():
         for number, sock in enumerate(socks):
@@ -97,7 +99,7 @@ def opening(key: Secret, rank: int, number: int = 0, peer: int = 0) -> bytes:
 KINDS = ["silent", "rubbish", "half", "unsigned", "rank", "other rank", "unproven", "leaves", "resets", "pickle"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@grid(cover=1, kind=KINDS)
 def test_strangers_are_turned_away(kind: str) -> None:
     """Whatever they send, and even if one has come by a signature, the ranks find one another."""
     held: list[socket.socket] = []
@@ -168,7 +170,7 @@ def test_rank_that_never_connects(absent: int, monkeypatch: pytest.MonkeyPatch) 
             mesh.connect(c.rank, c.size, 1, exchange, c.timeout, "127.0.0.1", secret=c._sealed().secret)
         heard.append(str(caught.value))
 
-    run_ranks(3, fn, timeout=1.0)
+    run_ranks(3, fn, timeout=limits.seconds(1))
     assert len(set(heard)) == 1
     assert f"rank {absent}: no way out" in heard[0]
     assert f"rank 0: ranks [{absent}] did not connect in time" in heard[0]
@@ -190,7 +192,7 @@ def test_second_socket_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(CommunicationError, match="rank 1: too many"):
             mesh.connect(c.rank, c.size, 2, c.all_gather_object, 0.5, "127.0.0.1", secret=c._sealed().secret)
 
-    run_ranks(2, fn, timeout=5.0)
+    run_ranks(2, fn, timeout=limits.seconds(5))
 
 
 def test_rank_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +205,7 @@ def test_rank_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
             mesh.connect(c.rank, c.size, 1, c.all_gather_object, 1.0, "127.0.0.1", secret=secret)
         heard.append(str(caught.value))
 
-    run_ranks(2, fn, timeout=20.0)
+    run_ranks(2, fn, timeout=limits.seconds(20))
     assert len(set(heard)) == 1
     assert "rank 1: 127.0.0.1:" in heard[0]
     assert "does not know the secret of this rank" in heard[0]
@@ -225,7 +227,7 @@ def test_without_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "GLOO_SOCKET_IFNAME" not in str(caught.value)
 
     monkeypatch.setattr(socket.socket, "accept", exhausted)
-    run_ranks(2, fn, timeout=20.0)
+    run_ranks(2, fn, timeout=limits.seconds(20))
     monkeypatch.setattr(socket.socket, "accept", accept)
     assert len(tries) == 1
 

@@ -18,6 +18,7 @@ from bagua_kernels.comm.backends.sockets.schedules import Ranks, chunks, cut
 from bagua_kernels.comm.backends.sockets.scratch import Scratch
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
+from tests import limits
 from tests.comm.values import bits, check, oracle, same, values
 from tests.grids import grid
 
@@ -83,7 +84,7 @@ class World:
 def finish(works: list[Operation]) -> None:
     """Waits for an operation on all ranks."""
     for work in works:
-        work.wait(timedelta(seconds=10))
+        work.wait(timedelta(seconds=limits.seconds(10)))
 
 
 @contextlib.contextmanager
@@ -115,7 +116,7 @@ def test_all_reduce(way: str, size: int) -> None:
                 assert all(same(result, results[0]) for result in results), (way, size, n, dtype, op)
 
 
-@pytest.mark.parametrize("way", ["exchange", "direct"])
+@grid(cover=1, way=["exchange", "direct"])
 def test_ways_in_which_one_rank_reduces_do_so_in_rank_order(way: str) -> None:
     """Bit for bit what the ranks as threads compute."""
     with ranks(5) as world:
@@ -161,7 +162,7 @@ def test_average_of_large_halves(way: str, size: int) -> None:
                 torch.testing.assert_close(result, parts[0], rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("size", RANKS)
+@grid(cover=1, size=RANKS)
 def test_reduce_scatter_and_reduce(size: int) -> None:
     """In rank order, wherever the output lies; inputs, and other ranks' tensors, stay as they are."""
     with ranks(size) as world:
@@ -186,7 +187,7 @@ def test_reduce_scatter_and_reduce(size: int) -> None:
             assert all(same(tensors[r], parts[r]) for r in range(size) if r != root)
 
 
-@pytest.mark.parametrize("size", RANKS)
+@grid(cover=1, size=RANKS)
 def test_rings_and_rounds(size: int) -> None:
     """Reduce-scatter and all-gather around a ring, all-to-all in rounds: at any size, in pieces, and in place."""
     with ranks(size) as world:
@@ -217,8 +218,7 @@ def test_rings_and_rounds(size: int) -> None:
             assert all(same(got[r][s], sent[s][r]) for r in everyone for s in everyone)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("way", ["direct", "halving", "ring"])
+@grid(cover=1, size=[2, 3, 8], way=["direct", "halving", "ring"])
 def test_frugal_ways_send_no_more_than_they_must(way: str, size: int) -> None:
     """2 (n - 1) / n of the tensor on each rank, where the ranks are a power of two; a ring always."""
     if way == "halving" and size == 3:
@@ -247,7 +247,7 @@ def test_pieces_and_operations_under_way_at_once(way: str, window: int) -> None:
             check(x[r][i], expected[i])
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@grid(cover=1, size=[2, 5])
 def test_chain_and_star_broadcast(size: int) -> None:
     """From every rank."""
     with ranks(size) as world:

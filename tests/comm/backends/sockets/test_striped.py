@@ -17,6 +17,7 @@ from bagua_kernels.comm.backends.local.world import LocalWorld
 from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
+from tests import limits
 from tests.comm import contract
 from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES
@@ -74,8 +75,7 @@ def test_contract_among_more_ranks(size: int) -> None:
     striped(size, light, stripes=1)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("way", ALL_REDUCE)
+@grid(cover=1, size=[2, 3, 5], way=ALL_REDUCE)
 def test_each_way_of_all_reduce(way: str, size: int) -> None:
     """Against NumPy, at sizes that are cut into no piece, one, and several with a short one at the end."""
 
@@ -103,7 +103,7 @@ def test_base_carries_out_what_the_table_says() -> None:
     striped(3, fn, BASE)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@grid(cover=1, size=[2, 3])
 def test_uneven_all_to_all_where_the_base_takes_even_ones(size: int) -> None:
     """A rank whose own parts happen to be of one length goes the way of the others."""
 
@@ -114,7 +114,7 @@ def test_uneven_all_to_all_where_the_base_takes_even_ones(size: int) -> None:
         c.all_to_all_v(output, torch.full((sum(table[c.rank]),), float(c.rank)), received, table[c.rank]).wait()
         assert output.tolist() == [float(r) for r in range(size) for _ in range(received[r])]
 
-    striped(size, fn, BASE, timeout=2.0)
+    striped(size, fn, BASE, timeout=limits.seconds(2))
 
 
 class Counting:
@@ -148,7 +148,7 @@ def count(c: StripedCommunicator) -> dict[int, list[Counting]]:
     return {peer: [channel.sock for channel in channels] for peer, channels in c._loop._links.items()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("way", [way for way in ALL_REDUCE if way != "base"])
+@grid(cover=1, way=[way for way in ALL_REDUCE if way != "base"])
 def test_bytes_sent_is_what_goes_into_the_sockets(way: str) -> None:
     """Of every operation, without headers."""
 
@@ -276,7 +276,7 @@ def test_two_threads_with_a_communicator_each() -> None:
         for thread in threads[:: 1 - 2 * c.rank]:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(limits.seconds(20))
         assert not wrong
         for one in both:
             one.close()

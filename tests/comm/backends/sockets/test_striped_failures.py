@@ -20,6 +20,7 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.testing import run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, LinkError, MismatchError, RankLostError
+from tests import limits
 from tests.comm import contract, trouble
 from tests.comm.backends.sockets.common import LIGHT, TIGHT, by_way, leaving_nothing, striped, until
 
@@ -114,7 +115,7 @@ def test_ranks_that_run_ahead(way: str, monkeypatch: pytest.MonkeyPatch) -> None
                 c.all_reduce(one).wait()
         assert [one.unique().tolist() for one in x] == [[2.0 * i] for i in range(8)]
 
-    striped(2, fn, by_way(way), timeout=3.0)
+    striped(2, fn, by_way(way), timeout=limits.seconds(3))
 
 
 def test_tensors_of_inference_mode() -> None:
@@ -131,7 +132,7 @@ def test_tensors_of_inference_mode() -> None:
                 c.reduce(part, 0).wait()
         assert wide.tolist() == [1.0] * 20_000
 
-    striped(2, fn, Tuning(), timeout=5.0)
+    striped(2, fn, Tuning(), timeout=limits.seconds(5))
 
 
 def test_tags_that_differ_in_high_bits() -> None:
@@ -154,7 +155,7 @@ def test_tags_that_differ_in_high_bits() -> None:
 
 def over_gloo() -> None:
     """Ranks as processes: some of the contract, an abort, and an end without a farewell."""
-    world = comm.init(timeout=60)
+    world = comm.init(timeout=limits.seconds(60))
     assert isinstance(world, StripedCommunicator)
     world.retune(TIGHT)
     for case in (*LIGHT, contract.case_large_all_reduce, contract.case_split):
@@ -166,13 +167,13 @@ def over_gloo() -> None:
 @pytest.mark.slow
 def test_processes_over_gloo() -> None:
     """They find one another, fail as Gloo does, and end."""
-    for result in run_processes(over_gloo, 2, timeout=60):
+    for result in run_processes(over_gloo, 2, timeout=limits.seconds(60)):
         assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 
 def dying() -> None:
     """Rank 1 ends in the middle of everything."""
-    world = comm.init(timeout=60)
+    world = comm.init(timeout=limits.seconds(60))
     world.barrier().wait()
     if world.rank == 1:
         os._exit(3)
@@ -186,14 +187,14 @@ def dying() -> None:
 
 def test_rank_that_dies_is_named() -> None:
     """By the ranks that are left."""
-    results = run_processes(dying, 2, timeout=60)
+    results = run_processes(dying, 2, timeout=limits.seconds(60))
     assert (results[0].returncode, results[0].stdout) == (0, "FINE\n"), results[0].stderr
     assert results[1].returncode == 3
 
 
 def falling_out(how: str) -> None:
     """One rank of three; nobody is lost, but something does not fit, or a connection breaks."""
-    c = comm.init(timeout=4 if how == "silence" else 20)
+    c = comm.init(timeout=limits.seconds(4 if how == "silence" else 20))
     assert isinstance(c, StripedCommunicator)
     c.barrier().wait()
     try:
@@ -208,7 +209,7 @@ def falling_out(how: str) -> None:
             until(lambda: store.add("cut", 0) == 3)
             # The third rank gets through the first one, and is ahead of the others then; its own time runs out after theirs.
             c.all_reduce(torch.ones(1000)).wait()
-            time.sleep(2)
+            time.sleep(limits.seconds(2))
             c.all_reduce(torch.ones(1000)).wait()
         if how == "sizes":
             c.all_reduce(torch.ones(2000 if c.rank == 2 else 1000)).wait()
@@ -256,7 +257,7 @@ def throw() -> None:
 )
 def test_nobody_is_lost(how: str, kind: str, ranks: list[list[int]], texts: list[str]) -> None:
     """All ranks hear what does not fit, with both sizes, or which connection broke, and that no rank is to blame."""
-    for result in run_processes(falling_out, 3, args=[how], timeout=60):
+    for result in run_processes(falling_out, 3, args=[how], timeout=limits.seconds(60)):
         assert result.stdout, result.stderr
         told = json.loads(result.stdout.splitlines()[-1])
         assert told[0] == kind, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -19,12 +20,15 @@ from bagua_kernels.comm.backends.torch_distributed import gloo_message
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.backends.torch_distributed.group import TorchGroup
+from bagua_kernels.comm.failures import session_work
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.comm.work import Pending, Together
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from tests import limits
+from tests.clocks import VirtualClock
 
 
 class Divided(Pending):
@@ -84,7 +88,7 @@ def test_waiting_threads_take_over_from_one_that_was_interrupted() -> None:
         calls.append(threading.current_thread())
         if len(calls) == 1:
             inside.set()
-            assert leave.wait(10)
+            assert leave.wait(limits.seconds(10))
             interrupt()
 
     work, seen = Divided(complete=complete), []
@@ -98,26 +102,46 @@ def test_waiting_threads_take_over_from_one_that_was_interrupted() -> None:
 
     threads = [threading.Thread(target=wait) for _ in range(4)]
     threads[0].start()
-    assert inside.wait(10)
+    assert inside.wait(limits.seconds(10))
     for thread in threads[1:]:
         thread.start()
     leave.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(limits.seconds(10))
     assert sorted(seen, key=str) == [4.0, 4.0, 4.0, None]
 
 
-def test_works_that_count_as_one_have_one_timeout() -> None:
+class TimedHandle:
+    """A message that ends at a time of a clock, which runs only while it is waited for."""
+
+    def __init__(self, clock: VirtualClock, end: float) -> None:
+        self.clock = clock
+        self.end = end
+
+    def is_completed(self) -> bool:
+        return self.clock.now >= self.end
+
+    def wait(self, limit: timedelta) -> None:
+        self.clock.sleep(max(0.0, min(limit.total_seconds(), self.end - self.clock.now)))
+        if not self.is_completed():
+            raise RuntimeError("still under way")
+
+
+def test_works_that_count_as_one_have_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link on which each message takes most of the timeout does not multiply it."""
+    clock = VirtualClock()
+    monkeypatch.setattr(session_work, "time", clock)
     session = Session("world", 2.0, 0, (0, 1, 2), None)
-    handles = [Handle(), Handle()]
-    works = [SessionWork(session, handle, "recv", None, peer + 1, None, None) for peer, handle in enumerate(handles)]
-    threading.Timer(1.2, handles[0].ended.set).start()
-    started = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError, match="rank 2") as caught:
+    works = [
+        SessionWork(session, TimedHandle(clock, end), "recv", None, peer, None, None)
+        for peer, end in ((1, 1.25), (2, math.inf))
+    ]
+    for work in works:
+        monkeypatch.setattr(work, "_now", clock.monotonic)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 2 .* did not finish within 2 s") as caught:
         Together(works).wait()
     assert caught.value.ranks == (2,)
-    assert time.monotonic() - started < 2.9
+    assert clock.now == pytest.approx(2.0)
 
 
 class Wires:
@@ -236,7 +260,7 @@ def test_neighbour_exchange_on_nccl_does_not_wait_for_itself(size: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(limits.seconds(10))
     for n in range(2):
         for rank in range(size):
             assert seen[rank, n] == {peer: [10.0 * n + peer] * 2 for peer in range(size) if peer != rank}
@@ -269,12 +293,9 @@ def test_message_is_waited_for_in_slices_and_completes_by_itself() -> None:
         assert not message.is_completed()
     assert messages._under_way == {message}
     handle.ended.set()
-    deadline = time.monotonic() + 10
-    while not message.is_completed():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    limits.until(message.is_completed, "the message completes", limit=10)
     for _ in range(2):
-        message.wait(timedelta(seconds=10))
+        message.wait(timedelta(seconds=limits.seconds(10)))
     assert not messages._under_way
 
 
@@ -285,7 +306,7 @@ def test_message_that_fails_does_so_again_and_again() -> None:
     handle.ended.set()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
-            message.wait(timedelta(seconds=10))
+            message.wait(timedelta(seconds=limits.seconds(10)))
 
 
 def test_threads_of_messages_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,16 +322,13 @@ def test_threads_of_messages_are_used_again_and_end(monkeypatch: pytest.MonkeyPa
         assert len(alive()) >= 5
         for handle, message in zip(handles, messages, strict=True):
             handle.ended.set()
-            message.wait(timedelta(seconds=10))
-    deadline = time.monotonic() + 10
-    while alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+            message.wait(timedelta(seconds=limits.seconds(10)))
+    limits.until(lambda: not alive(), "the threads end", limit=10)
 
 
 def leaving() -> None:
     """One rank of two: both leave receives behind that nobody serves; rank 1 is killed."""
-    c = comm.init(timeout=20)
+    c = comm.init(timeout=limits.seconds(20))
     pair = c.duplicate()
     works = [pair.recv(torch.ones(3), 1 - c.rank, tag) for tag in range(4)]
     c.barrier().wait()
@@ -324,7 +342,7 @@ def leaving() -> None:
 
 def forgetting() -> None:
     """One rank of two: receives are under way when the process ends."""
-    c = comm.init(timeout=20)
+    c = comm.init(timeout=limits.seconds(20))
     pair = c.duplicate()
     kept = [pair.recv(torch.ones(3), 1 - c.rank, tag) for tag in range(4)]
     c.barrier().wait()
@@ -335,14 +353,14 @@ def forgetting() -> None:
 def test_process_ends_in_order_while_messages_are_under_way() -> None:
     """Threads that are in Gloo at the end of the interpreter would end the process with an abort."""
     with Processes(forgetting, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}) as processes:
-        for result in processes.wait(60):
+        for result in processes.wait(limits.seconds(60)):
             assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_killed_rank_ends_all_messages() -> None:
     with Processes(leaving, 2, env={"BAGUA_KERNELS_SOCKETS": "0"}) as processes:
         for rank in range(2):
-            processes.wait_for_output(rank, "GOING", timeout=60)
+            processes.wait_for_output(rank, "GOING", timeout=limits.seconds(60))
         processes.send_signal(1, signal.SIGKILL)
-        (result,) = processes.wait(40, ranks=[0])
+        (result,) = processes.wait(limits.seconds(40), ranks=[0])
         assert (result.returncode, result.stdout) == (0, "GOING\nENDED\n"), result.stderr

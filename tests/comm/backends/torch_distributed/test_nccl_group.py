@@ -20,9 +20,10 @@ from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from tests import limits
 
 GPU = torch.device("cuda", 1)
-LIMIT = 20.0
+LIMIT = limits.seconds(20)
 
 
 class Gpu:
