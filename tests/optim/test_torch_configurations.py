@@ -7,28 +7,50 @@ import functools
 import inspect
 import io
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.grids import grid, noted, one_of_each
+from tests.grids import grid, noted
 from tests.optim import pairs
 
 READ_WITH = "2.13"
 
 
-try:
-    TABLE = pairs.torchs_table()
-    with torch.random.fork_rng(devices=[]):
-        INFO = {info.name: info for info in TABLE.optim_db if info.name in pairs.NAMES}
-        INPUTS = {name: info.optim_inputs_func(device="cpu") for name, info in INFO.items()}
-        ERRORS = {name: info.optim_error_inputs_func("cpu", torch.float32) for name, info in INFO.items()}
-except (ImportError, AttributeError, TypeError) as problem:
-    if torch.__version__.startswith(READ_WITH):
-        raise
-    pytest.skip(f"torch {torch.__version__} has another table than {READ_WITH}: {problem}", allow_module_level=True)
+class Table(NamedTuple):
+    """What PyTorch tests its optimizers with, by their names.
+
+    Attributes:
+        module: the table itself.
+        info: what an optimizer supports.
+        inputs: arguments.
+        errors: bad arguments and steps.
+    """
+
+    module: ModuleType
+    info: dict[str, Any]
+    inputs: dict[str, list[Any]]
+    errors: dict[str, list[Any]]
+
+
+@functools.cache
+def table() -> Table:
+    """Reads the table, which imports for seconds, so that a process that runs no test of this file does not."""
+    try:
+        module = pairs.torchs_table()
+        with torch.random.fork_rng(devices=[]):
+            info = {info.name: info for info in module.optim_db if info.name in pairs.NAMES}
+            inputs = {name: each.optim_inputs_func(device="cpu") for name, each in info.items()}
+            errors = {name: each.optim_error_inputs_func("cpu", torch.float32) for name, each in info.items()}
+    except (ImportError, AttributeError, TypeError) as problem:
+        if torch.__version__.startswith(READ_WITH):
+            raise
+        pytest.skip(f"torch {torch.__version__} has another table than {READ_WITH}: {problem}")
+    return Table(module, info, inputs, errors)
+
 
 TENSOR_RATE = {"lr": torch.tensor(0.01)}
 TENSOR_BETAS = {"betas": (torch.tensor(0.8), torch.tensor(0.99))}
@@ -43,7 +65,7 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
 
 def configurations(name: str) -> list[tuple[str, dict[str, Any]]]:
     """The entries of an optimizer in the table, and some more, each with a description."""
-    listed = [(entry.desc, entry.kwargs) for entry in INPUTS[name]]
+    listed = [(entry.desc, entry.kwargs) for entry in table().inputs[name]]
     added = [("many terms", pairs.ARGUMENTS[name]), ("lr in a tensor", TENSOR_RATE)]
     return listed + added + [("+".join(kwargs), kwargs) for kwargs in EXTRA.get(name, [])]
 
@@ -55,16 +77,6 @@ def with_flags(name: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]
         yield arguments | {flag: True}
 
 
-CONFIGURATIONS = one_of_each(
-    [
-        pytest.param(name, arguments, id=f"{name}-{description}".replace(" ", "_"))
-        for name in pairs.NAMES
-        for description, arguments in configurations(name)
-    ],
-    lambda given: given.values[0],
-    lambda given: tuple(sorted(given.values[1])),
-    cover=1,
-)
 every_optimizer = grid(cover=1, name=pairs.NAMES)
 
 
@@ -77,11 +89,22 @@ def in_double(arguments: Any) -> Any:
     return arguments.double() if isinstance(arguments, torch.Tensor) else arguments
 
 
-@grid(name__arguments=CONFIGURATIONS)
-def test_same_results_or_same_refusal(name: str, arguments: dict[str, Any]) -> None:
-    for given in with_flags(name, arguments):
-        with noted(repr(given)):
-            check_results(name, given, torch.float32)
+@grid(name=pairs.NAMES)
+def test_same_results_or_same_refusal(name: str) -> None:
+    """With all terms of the update, and with none but those of the defaults."""
+    for arguments in ({}, pairs.ARGUMENTS[name]):
+        for given in with_flags(name, arguments):
+            with noted(repr(given)):
+                check_results(name, given, torch.float32)
+
+
+@pytest.mark.slow
+@grid(name=pairs.NAMES)
+def test_same_results_or_same_refusal_of_all(name: str) -> None:
+    for _, arguments in configurations(name):
+        for given in with_flags(name, arguments):
+            with noted(repr(given)):
+                check_results(name, given, torch.float32)
 
 
 @grid(name=["SGD", "AdamW", "Rprop"], dtype=[torch.float64, torch.complex64], cover=1)
@@ -114,7 +137,7 @@ def check_results(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> N
 
 @grid(name=pairs.NAMES)
 def test_errors(name: str) -> None:
-    for entry in ERRORS[name]:
+    for entry in table().errors[name]:
         with noted(entry.optimizer_error_input.desc):
             check_error(name, entry)
 
@@ -126,7 +149,7 @@ def check_error(name: str, entry: Any) -> None:
     if entry.error_type is UserWarning:
         with pytest.warns(UserWarning, match=entry.error_regex):
             build()
-    elif entry.error_on is TABLE.OptimizerErrorEnum.CONSTRUCTION_ERROR:
+    elif entry.error_on is table().module.OptimizerErrorEnum.CONSTRUCTION_ERROR:
         with pytest.raises(entry.error_type, match=entry.error_regex):
             build()
     else:
@@ -151,7 +174,7 @@ def check_older_checkpoint(name: str, arguments: dict[str, Any]) -> None:
     for optimizer in pair:
         saved = copy.deepcopy(optimizer.state_dict())
         for group in saved["param_groups"]:
-            for flag in {*INFO[name].not_og_supported_flags, "differentiable", "fused"} & set(group):
+            for flag in {*table().info[name].not_og_supported_flags, "differentiable", "fused"} & set(group):
                 if not group[flag]:
                     del group[flag]
         for kept in saved["state"].values():
@@ -190,7 +213,7 @@ def check_saved(name: str, arguments: dict[str, Any]) -> None:
 @every_optimizer
 def test_differentiable(name: str) -> None:
     """Derivatives of a step, with respect to the parameter before and to the gradient."""
-    if "differentiable" not in INFO[name].supported_impls:
+    if "differentiable" not in table().info[name].supported_impls:
         assert "differentiable" not in inspect.signature(pairs.ours(name)).parameters
         return
     for description, arguments in configurations(name):
