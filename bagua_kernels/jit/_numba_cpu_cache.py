@@ -18,6 +18,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding
 import numba
+import numpy
 from numba.core import config
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
@@ -37,7 +38,8 @@ _SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO
 @functools.cache
 def _compiler() -> str:
     settings = [(name, getattr(config, name, None)) for name in _SETTINGS]
-    versions = numba.__version__, llvmlite.__version__, llvmlite.binding.llvm_version_info, sys.version_info[:2]
+    llvm = llvmlite.__version__, llvmlite.binding.llvm_version_info
+    versions = numba.__version__, numpy.__version__, llvm, sys.version_info[:2]
     return repr((versions, sys.implementation.cache_tag, settings))
 
 
@@ -82,7 +84,7 @@ class KernelCache:
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code for a signature; None if this process has to compile it."""
         name, key = self._entry(sig)
-        content = self._read.pop(name, None) or self._content(name, key)
+        content = self._read.pop(name, None) or self._content(name, key, known=True)
         if content is None:
             return None
         # Numba's own cache does so first: what an entry calls must be known to the context.
@@ -90,7 +92,7 @@ class KernelCache:
         try:
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         except Exception as error:  # unpickling and linking raise anything
-            self._warn(error)
+            self._warn(error, self.cache_path)
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -115,23 +117,24 @@ class KernelCache:
         key = hashlib.sha256(described).digest()
         return f"{self._name}-{key.hex()[:24]}", key
 
-    def _content(self, name: str, key: bytes) -> bytes | None:
-        """The pickled code of an entry, from the first folder that has it."""
+    def _content(self, name: str, key: bytes, *, known: bool = False) -> bytes | None:
+        """The pickled code of an entry, from the first folder that has it; no warning of what is `known` by `compile`."""
         for folder in _folders()[0]:
             try:
                 content = folder.read(name)
             except (DamagedEntryError, OSError) as error:
-                self._warn(error)
+                if not known:
+                    self._warn(error, folder.path)
                 continue
             if content is not None and content.startswith(key):
                 return content[len(key) :]
         return None
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: Exception, folder: object) -> None:
         logger.warning(
             "the compiled kernel %s in %s cannot be used and is compiled anew: %s: %s",
             self._name,
-            self.cache_path,
+            folder,
             type(error).__name__,
             error,
         )

@@ -47,7 +47,6 @@ class KernelFolder:
         self.limit = limit
         self._bytes = 0
         self._writes = 0
-        self._sizes = threading.Lock()
 
     def refusal(self) -> str | None:
         """Why nothing is loaded from this folder, None if entries are or if there is no folder."""
@@ -77,7 +76,9 @@ class KernelFolder:
         if self.refusal() is not None:
             return None
         try:
-            descriptor = os.open(self.path / f"{name}{_SUFFIX}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(
+                self.path / f"{name}{_SUFFIX}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         except FileNotFoundError:
             return None
         with open(descriptor, "rb") as file:
@@ -113,7 +114,7 @@ class KernelFolder:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
-        with self._sizes:
+        with _sizes:
             self._bytes += _DIGEST_BYTES + len(content)
             if self._writes % _WRITES_A_SWEEP == 0 or self._bytes > self.limit:
                 self._bytes = self._sweep()
@@ -124,7 +125,7 @@ class KernelFolder:
         entries: list[tuple[float, int, str]] = []
         with os.scandir(self.path) as files:
             for file in files:
-                with contextlib.suppress(FileNotFoundError):  # other processes sweep as well
+                with contextlib.suppress(OSError):  # other processes sweep as well
                     found = file.stat(follow_symlinks=False)
                     if file.name.endswith(_SUFFIX) and stat.S_ISREG(found.st_mode):
                         entries.append((found.st_mtime, found.st_size, file.path))
@@ -133,7 +134,7 @@ class KernelFolder:
         total = sum(size for _, size, _ in entries)
         if total > self.limit:
             for _, size, path in sorted(entries):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     os.unlink(path)
                 total -= size
                 if total <= _KEPT * self.limit:
@@ -163,13 +164,15 @@ class KernelFolder:
 # The paths whose locks this process has.
 _held: set[Path] = set()
 _released = threading.Condition()
+# Of the sizes of all folders.
+_sizes = threading.Lock()
 
 
 def _forget_turns() -> None:
     """For a forked process, in which nobody will end the turns of its parent's threads."""
-    global _released
+    global _released, _sizes
     _held.clear()
-    _released = threading.Condition()
+    _released, _sizes = threading.Condition(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_turns)

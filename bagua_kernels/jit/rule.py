@@ -30,7 +30,7 @@ def digest(*parts: object) -> str:
 
     def feed(part: object) -> None:
         if isinstance(part, FunctionType):
-            feed(part.__code__)
+            feed((part.__code__, part.__defaults__, part.__kwdefaults__))
             for name in global_names(part):
                 callee = part.__globals__.get(name)
                 if isinstance(callee, FunctionType):
@@ -40,7 +40,7 @@ def digest(*parts: object) -> str:
         elif isinstance(part, (tuple, list)):
             for item in part:
                 feed(item)
-        elif isinstance(part, frozenset):
+        elif isinstance(part, (set, frozenset)):
             # In an order that does not depend on the hashes of this process.
             feed(sorted(part, key=repr))
         elif isinstance(part, Mapping):
@@ -48,6 +48,9 @@ def digest(*parts: object) -> str:
                 feed((key, value))
         elif isinstance(part, CodeType):
             feed((part.co_code, part.co_names, part.co_varnames, constants(part)))
+        elif isinstance(part, ModuleType):
+            # Its text has the path of its file.
+            feed(("module", part.__name__))
         else:
             state.update(f"{type(part).__name__}:{part!r};".encode())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import types
 from pathlib import Path
 
 import numba
@@ -184,6 +185,22 @@ LEVEL = 3
 
 def reads_a_constant(x):
     return x * LEVEL
+
+
+def test_digest_sees_default_arguments_and_no_paths_or_hashes() -> None:
+    def with_default(x, factor=2.0):
+        return x * factor
+
+    other = rebuilt(with_default, {})
+    other.__defaults__ = (3.0,)
+    assert digest(with_default) != digest(other)
+    moved = types.ModuleType("numpy")
+    moved.__file__ = "elsewhere"
+    assert digest(np) == digest(moved)
+    # The order of a set depends on the hashes of a process; of equal sets it differs by how they were made.
+    first, second = {0, 8}, {8, 0}
+    assert list(first) != list(second)
+    assert digest(first) == digest(second) != digest({0, 7})
 
 
 def test_digest_sees_the_constants_of_a_template() -> None:

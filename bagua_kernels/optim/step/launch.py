@@ -145,6 +145,9 @@ class Launch:
     def take(self) -> bool:
         """Takes up this step's gradients. False if anything but these has changed."""
         try:
+            # Another backend, which `BAGUA_KERNELS_BACKEND` can name at any step, may read the tensors that a table has released.
+            if needs_tensors(self.table.device) and not self._reads_tensors:
+                return False
             if not self._recognised():
                 return False
             if self._watch is not None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_kernels import optim
+from bagua_kernels import knobs, optim
 from bagua_kernels.compression import AbsMaxInt8
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.part import Part
@@ -372,3 +372,22 @@ def test_radam_with_a_short_memory(betas: tuple[float, float]) -> None:
         for optimizer in pair:
             optimizer.step()
     alike(mine, other)
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_another_backend_may_take_over_at_any_step(count: int) -> None:
+    """A table of addresses has no tensors, which the NumPy backend reads."""
+
+    def trained(*backends: str) -> torch.Tensor:
+        params = [torch.nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(count)]
+        optimizer = optim.AdamW(params, lr=0.1)
+        for step, backend in enumerate(backends):
+            for param in params:
+                param.grad = torch.full((3,), 0.5 + step)
+            with knobs.override(knobs.BACKEND, backend):
+                optimizer.step()
+        return torch.cat([param.detach() for param in params])
+
+    expected = trained(*["numba_cpu"] * 5)
+    assert torch.equal(trained("numba_cpu", "numpy", "numpy", "numba_cpu", "numpy"), expected)
+    assert torch.equal(trained("numpy", "numba_cpu", "numba_cpu", "numpy", "numba_cpu"), expected)
