@@ -1,4 +1,4 @@
-"""Tiers of tests, backends as a parameter, poisoned memory, kernels on one thread, and a folder for compiled kernels."""
+"""Tiers of tests, backends as a parameter, NumPy for tests of logic, and poisoned memory."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import deadline, imports, reach, runs
+from tests.clocks import VirtualClock
 from tests.grids import grid
 from tests.imports import Graph
 from tests.reach import Change
@@ -381,19 +382,10 @@ def test_where_git_knows_nothing_everything_counts_as_changed(
     assert (change.files, change.reason) == (None, "there is no git")
 
 
-class Clock:
-    """Stands in for `time`: it stands still unless a test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    clock = VirtualClock()
+    clock.now = 1000.0
     monkeypatch.setattr(deadline, "time", clock)
     monkeypatch.setattr(runs, "time", clock)
     return clock
@@ -432,7 +424,7 @@ def test_slow():
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, clock: Clock) -> Callable[..., pytest.RunResult]:
+def run(pytester: pytest.Pytester, clock: VirtualClock) -> Callable[..., pytest.RunResult]:
     """A function that runs the six items above in this process."""
 
     def run(*arguments: str, failing: int = 4) -> pytest.RunResult:
@@ -533,7 +525,7 @@ def test_summary_has_at_most_forty_files() -> None:
     assert sum(int(row.split()[0]) for row in rows) == 1275
 
 
-def test_runs_share_the_time_that_is_left(clock: Clock) -> None:
+def test_runs_share_the_time_that_is_left(clock: VirtualClock) -> None:
     """A run that ends early leaves its time to the next ones, and one that takes longer takes theirs."""
     given = []
 
@@ -563,7 +555,7 @@ def test_worst_status(statuses: Sequence[int], expected: int) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> tuple[list[list[str]], list[int]]:
+def started(monkeypatch: pytest.MonkeyPatch, clock: VirtualClock) -> tuple[list[list[str]], list[int]]:
     """The command lines that `runs` starts, and the exit statuses that they return instead of running."""
     lines, statuses = list[list[str]](), list[int]()
 
@@ -610,7 +602,7 @@ def test_sample_of_the_rest(
     started: tuple[list[list[str]], list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
+    clock: VirtualClock,
 ) -> None:
     """Only the files that are reached, until a share of the minutes is over, in the order of the commit."""
     found = reach.reached_by(Change("abc", "0", changed), write(tmp_path, TREE))

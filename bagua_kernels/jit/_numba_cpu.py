@@ -82,8 +82,8 @@ def _globals_of(template: Rule, bindings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: it reads something there that has no digest.
     """
-    space = {name: template.__globals__[name] for name in global_names(template) if name in template.__globals__}
-    read = {name: value for name, value in space.items() if name not in bindings}
+    names = [name for name in global_names(template) if name in template.__globals__ and name not in bindings]
+    read = {name: template.__globals__[name] for name in names}
     for name, value in read.items():
         if not isinstance(value, _DIGESTED):
             raise TypeError(

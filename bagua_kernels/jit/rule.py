@@ -60,10 +60,9 @@ def digest(*parts: object) -> str:
 
 def constants(code: CodeType) -> tuple[object, ...]:
     """The constants of a code object, less the docstring of a function, which changes nothing that it does."""
-    documented = code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<")
-    return (
-        code.co_consts[1:] if documented and code.co_consts and isinstance(code.co_consts[0], str) else code.co_consts
-    )
+    first, others = code.co_consts[:1], code.co_consts[1:]
+    is_function = code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<")
+    return others if is_function and any(isinstance(each, str) for each in first) else code.co_consts
 
 
 def code_of_module(module: ModuleType) -> CodeType:

@@ -141,12 +141,19 @@ def started(program: str, folder: Path) -> Any:
     )
 
 
-@pytest.mark.slow
-def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
-    processes = [started(PROGRAM, tmp_path) for _ in range(3)]
+def together(program: str, count: int, folder: Path, timeout: float) -> list[tuple[str, str]]:
+    """What processes print that begin their work at once: their outputs and errors."""
+    processes = [started(program, folder) for _ in range(count)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
-    outputs = [process.communicate("\n", timeout=100) for process in processes]
+    outputs = [process.communicate("\n", timeout=timeout) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
+    outputs = together(PROGRAM, 3, tmp_path, 100)
     results = [json.loads(output) for output, _ in outputs]
     assert [result for _, _, result in results] == [12.0] * 3
     assert sum(hits for hits, _, _ in results) == 2, outputs
@@ -418,11 +425,7 @@ print(json.dumps([name for name in compiled if len(name[0].rpartition("_")[2]) =
 
 @pytest.mark.slow
 def test_two_jobs_at_once_compile_no_kernel_twice(tmp_path: Path) -> None:
-    jobs = [started(JOB, tmp_path) for _ in range(2)]
-    for job in jobs:
-        assert job.stdout.readline() == "ready\n"
-    outputs = [job.communicate("\n", timeout=600) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
+    outputs = together(JOB, 2, tmp_path, 600)
     first, second = ([tuple(name) for name in json.loads(output.splitlines()[-1])] for output, _ in outputs)
     compiled = [*first, *second]
     assert compiled

@@ -258,12 +258,7 @@ def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
 
 def until_state(evidence: Evidence, wanted: str) -> None:
     """Waits for what a signal does to the process of rank 1."""
-    pause = threading.Event()
-    for _ in range(1000):
-        if evidence.state(1) == wanted:
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"expected {wanted}, found {evidence.state(1)}")
+    limits.until(lambda: evidence.state(1) == wanted, lambda: f"expected {wanted}, found {evidence.state(1)}", 10, 0.01)
 
 
 def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[bytes]) -> None:
