@@ -174,6 +174,12 @@ CUDA_SIMULATOR: Knob[bool] = Knob(
     _flag,
     "Numba's own switch, read when numba is imported: 1 runs CUDA kernels in Python, on CPU tensors.",
 )
+NUMBA_DISABLE_JIT: Knob[bool] = Knob(
+    "NUMBA_DISABLE_JIT",
+    False,
+    _flag,
+    "Numba's own switch: 1 leaves its functions to Python, so that kernels for the CPU are those of the NumPy backend.",
+)
 
 XDG_CACHE_HOME: Knob[str] = Knob(
     "XDG_CACHE_HOME", "", str, "The folder of the user's caches, which keeps compiled kernels; ~/.cache by default."

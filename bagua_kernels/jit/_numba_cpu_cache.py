@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -54,6 +56,8 @@ class KernelCache:
         self._compile: Callable[[Any], Any] = dispatcher.compile
         # What was read ahead of `load_overload`, by names of entries.
         self._read: dict[str, bytes] = {}
+        # Names of entries that are whole, but from which no kernel can be made.
+        self._unusable: set[str] = set()
 
     @property
     def cache_path(self) -> str:
@@ -69,11 +73,20 @@ class KernelCache:
         name, key = self._entry(sig)
         if (found := self._content(name, key)) is not None:
             self._read[name] = found
-            return self._compile(sig)
+            try:
+                return self._compile(sig)
+            except _UnusableEntryError as error:
+                self._unusable.add(name)
+                self._warn(error, self.cache_path)
         _, saving = _folders()
         compiling.begin(self.cache_path)
         try:
             if saving is None:
+                _warn_once(
+                    "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a folder that you can write): no folder "
+                    "of %s can be written",
+                    ", ".join(str(folder.path) for folder in _folders()[0]) or "a user without a home",
+                )
                 return self._compile(sig)
             # A thread that is compiling holds the compiler's lock, for which the one that has the turn may wait.
             with saving.turn(name, patience=_LONGEST_WAIT, give_way=global_compiler_lock.is_locked):
@@ -92,8 +105,7 @@ class KernelCache:
         try:
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         except Exception as error:  # unpickling and linking raise anything
-            self._warn(error, self.cache_path)
-            return None
+            raise _UnusableEntryError(f"{type(error).__name__}: {error}") from error
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves what has been compiled; a warning is logged if that fails."""
@@ -104,11 +116,12 @@ class KernelCache:
         try:
             saving.write(name, key + dumps(data._reduce()))
         except OSError as error:
-            logger.warning(
-                "a compiled kernel could not be saved, so that it is compiled anew at each start (free some space in %s, or "
-                "set NUMBA_CACHE_DIR to another folder): %s",
+            # One line for the folder: a full disk refuses all kernels.
+            _warn_once(
+                "compiled kernels could not be saved in %s, so that they are compiled anew at each start (free some space there, "
+                "or set NUMBA_CACHE_DIR to another folder): %s",
                 saving.path,
-                error,
+                error.strerror or error,
             )
 
     def _entry(self, sig: Any) -> tuple[str, bytes]:
@@ -119,6 +132,8 @@ class KernelCache:
 
     def _content(self, name: str, key: bytes, *, known: bool = False) -> bytes | None:
         """The pickled code of an entry, from the first folder that has it; no warning of what is `known` by `compile`."""
+        if name in self._unusable:
+            return None
         for folder in _folders()[0]:
             try:
                 content = folder.read(name)
@@ -131,13 +146,14 @@ class KernelCache:
         return None
 
     def _warn(self, error: Exception, folder: object) -> None:
+        kind = "" if isinstance(error, _UnusableEntryError) else f"{type(error).__name__}: "
         logger.warning(
-            "the compiled kernel %s in %s cannot be used and is compiled anew: %s: %s",
-            self._name,
-            folder,
-            type(error).__name__,
-            error,
+            "the compiled kernel %s in %s cannot be used and is compiled anew: %s%s", self._name, folder, kind, error
         )
+
+
+class _UnusableEntryError(Exception):
+    """What an entry holds cannot be turned into a kernel."""
 
 
 def keep_on_disk(dispatcher: Any) -> None:
@@ -150,23 +166,28 @@ def keep_on_disk(dispatcher: Any) -> None:
 
 def _folders() -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
     found = folders(config.CACHE_DIR)
-    if config.CACHE_DIR not in _told:
-        _tell(found)
+    for folder in found[0]:
+        if folder.path not in _looked_at:
+            _looked_at.add(folder.path)
+            if refusal := folder.refusal():
+                logger.warning("no compiled kernels are loaded from %s: %s", folder.path, refusal)
     return found
 
 
-# Folders about which something was said.
-_told: set[str] = set()
+_looked_at: set[Path] = set()
+_said: set[tuple[object, ...]] = set()
 
 
-def _tell(found: tuple[tuple[KernelFolder, ...], KernelFolder | None]) -> None:
-    loading, saving = found
-    _told.add(config.CACHE_DIR)
-    for folder in loading:
-        if refusal := folder.refusal():
-            logger.warning("no compiled kernels are loaded from %s: %s", folder.path, refusal)
-    if saving is None:
-        tried = ", ".join(str(folder.path) for folder in loading) or "a user without a home has no folder for them"
-        logger.warning(
-            "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a folder that you can write): %s", tried
-        )
+def _warn_once(*message: object) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning(*message)
+
+
+# A forked process has the compiler's lock as it was, and nobody in it would give it back: what another thread compiles is done
+# before the process is made.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)

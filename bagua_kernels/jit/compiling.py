@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ class _Clock:
 
 
 _clock = _Clock()
+
+
+def _forget_threads() -> None:
+    """For a forked process, in which nobody will end the compilations of its parent's threads."""
+    global _clock
+    before, _clock = _clock, _Clock()
+    _clock.total, _clock.announced = before.total, before.announced
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def seconds() -> float:

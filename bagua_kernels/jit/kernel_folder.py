@@ -161,16 +161,21 @@ class KernelFolder:
                 _unlock(path, descriptor)
 
 
-# The paths whose locks this process has.
-_held: set[Path] = set()
+# The paths whose locks this process has, with the descriptors of their files.
+_held: dict[Path, int] = {}
 _released = threading.Condition()
 # Of the sizes of all folders.
 _sizes = threading.Lock()
 
 
 def _forget_turns() -> None:
-    """For a forked process, in which nobody will end the turns of its parent's threads."""
+    """For a forked process, in which nobody will end the turns of its parent's threads.
+
+    A lock lasts as long as any process has its file open, and the parent may end without unlocking it.
+    """
     global _released, _sizes
+    for descriptor in _held.values():
+        os.close(descriptor)
     _held.clear()
     _released, _sizes = threading.Condition(), threading.Lock()
 
@@ -195,7 +200,7 @@ def _locked(path: Path, deadline: float, give_way: Callable[[], bool]) -> int | 
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The holder before may have removed the file since it was opened here.
                 if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                    _held.add(path)
+                    _held[path] = descriptor
                     return descriptor
                 busy = False
             except FileNotFoundError:
@@ -219,7 +224,7 @@ def _unlock(path: Path, descriptor: int) -> None:
         # Closing alone would leave the lock to children that were forked meanwhile.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-        _held.discard(path)
+        del _held[path]
         _released.notify_all()
 
 
@@ -248,7 +253,6 @@ def user_folder() -> Path | None:
         return None
 
 
-@functools.cache
 def folders(given: str) -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
     """Returns the folders to load kernels from, in order, and the one to save them in, which is None if none can be written.
 
@@ -256,6 +260,12 @@ def folders(given: str) -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
         given: the folder that the user names, in which a folder `bagua_kernels` is used. Only where that cannot be written, or
             without a name, the folder of the user's caches serves.
     """
+    return _folders_of(given, os.geteuid())
+
+
+@functools.cache
+def _folders_of(given: str, user: int) -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
+    # A process that becomes another user may write other folders.
     limit = knobs.CACHE_MB.get() * 1_000_000
     found = [KernelFolder(Path(given) / "bagua_kernels", limit)] if given else []
     if (not found or not found[0].writable()) and (own := user_folder()):

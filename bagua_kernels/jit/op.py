@@ -31,6 +31,7 @@ class Backend:
         package: what it needs to be importable.
         install: the command that installs the package.
         emulator: the switch that makes it run on CPU tensors, in Python, for tests.
+        off: the switch that takes its compiler away.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Backend:
     package: str
     install: str
     emulator: knobs.Knob[bool] | None = None
+    off: knobs.Knob[bool] | None = None
 
     def refusal(self, device: torch.device) -> str | None:
         """Why this backend cannot serve tensors on `device`; None if it can."""
@@ -47,19 +49,28 @@ class Backend:
             serves = (self.device_type,)
         if device.type not in serves:
             return f"{self.name} serves {' and '.join(serves)} tensors, got one on {device}"
-        if find_spec(self.package) is None:
+        if self.off is not None and self.off.get():
+            return f"{self.name} compiles nothing where {self.off.variable}=1"
+        if not _found(self.package):
             return f"{self.name} needs the package {self.package!r}: {self.install}"
         return None
 
 
+@functools.cache
+def _found(package: str) -> bool:
+    # A search of all folders of packages, which some callers would start at each step.
+    return find_spec(package) is not None
+
+
 # In order of preference for a device.
 BACKENDS = (
-    Backend("numba_cpu", "cpu", "numba", "pip install numba"),
+    Backend("numba_cpu", "cpu", "numba", "pip install numba", off=knobs.NUMBA_DISABLE_JIT),
     Backend("triton", "cuda", "triton", CUDA_EXTRA, knobs.TRITON_INTERPRET),
     Backend("numba_cuda", "cuda", "numba_cuda", CUDA_EXTRA, knobs.CUDA_SIMULATOR),
     # Rules as they are, which needs no compiler: the last resort on a CPU.
     Backend("numpy", "cpu", "numpy", "pip install numpy"),
 )
+_NUMBA_CPU, _CPU = BACKENDS[0], torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ class Op:
         Raises:
             BackendUnavailableError: no backend can, or the one asked for cannot; the message has every reason.
         """
-        return _backend_module(self.package, device.type, self.only or knobs.BACKEND.get())
+        choice = self.only or knobs.BACKEND.get()
+        return _backend_module(self.package, device.type, choice, knobs.NUMBA_DISABLE_JIT.get())
 
 
 def available(device: torch.device) -> list[str]:
@@ -89,18 +101,13 @@ def available(device: torch.device) -> list[str]:
 
 
 def compiles_for_cpu() -> bool:
-    """True if functions are compiled for the CPU: Numba is installed, and `BAGUA_KERNELS_BACKEND` is not numpy."""
-    return knobs.BACKEND.get() != "numpy" and _has_numba()
+    """True if functions are compiled for the CPU: Numba is there and not off, and `BAGUA_KERNELS_BACKEND` is not numpy."""
+    return knobs.BACKEND.get() != "numpy" and _NUMBA_CPU.refusal(_CPU) is None
 
 
 @functools.cache
-def _has_numba() -> bool:
-    # A search of all folders of packages, which some callers would start at each step.
-    return find_spec("numba") is not None
-
-
-@functools.cache
-def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
+def _backend_module(package: str, device_type: str, choice: str, off: bool) -> ModuleType:
+    # `off` is what refusals depend on beside the rest: the switch of Numba's compiler.
     device = torch.device(device_type)
     reasons: list[str] = []
     for backend in BACKENDS:
@@ -108,10 +115,10 @@ def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
             continue
         refusal = backend.refusal(device)
         if refusal is None:
-            if reasons and device_type == backend.device_type and choice == "auto":
-                _warn_once("kernels on %s use %s, because %s", device_type, backend.name, "; ".join(reasons))
             if backend.name == "numpy":
-                _log_slow(choice)
+                _log_slow("; ".join(reasons))
+            elif reasons and device_type == backend.device_type and choice == "auto":
+                _warn_once("kernels on %s use %s, because %s", device_type, backend.name, "; ".join(reasons))
             with compiling.loading():
                 return importlib.import_module(f"{package}._{backend.name}")
         if device_type == backend.device_type or choice == backend.name:
@@ -121,14 +128,13 @@ def _backend_module(package: str, device_type: str, choice: str) -> ModuleType:
     raise BackendUnavailableError(f"no kernel backend for {device_type} tensors{asked}: {listed}")
 
 
-def _log_slow(choice: str) -> None:
+def _log_slow(reasons: str) -> None:
     # Of all ranks one logs it; a process without a launcher is one by itself.
     if not knobs.RANK.get():
-        change = "install Numba" if choice == "auto" else f"unset {knobs.BACKEND.variable}"
         _warn_once(
-            "kernels on cpu are NumPy functions, which are many times as slow as compiled kernels and meant for debugging; %s "
-            "to compile them",
-            change,
+            "kernels on cpu are NumPy functions, which are many times as slow as compiled kernels and meant for debugging, "
+            "because %s",
+            reasons or f"{knobs.BACKEND.variable}=numpy",
         )
 
 

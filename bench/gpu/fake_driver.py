@@ -214,11 +214,11 @@ def active() -> Iterator[FakeDriver]:
     original = op._backend_module
 
     @functools.cache
-    def through_triton(package: str, device_type: str, choice: str) -> ModuleType:
+    def through_triton(package: str, device_type: str, choice: str, off: bool) -> ModuleType:
         if choice in ("auto", "triton"):
             return importlib.import_module(f"{package}._triton")
         # A launcher that has no kernel of Triton.
-        return original(package, device_type, choice)
+        return original(package, device_type, choice, off)
 
     config = triton.runtime.driver
     # The property `active` would raise an error where there is no GPU.

@@ -1,8 +1,10 @@
 """Compiled kernels on disk: whatever happens to their files, kernels run, and later starts find them."""
 
+import contextlib
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core.compiler_lock import global_compiler_lock
 
 from bagua_kernels import knobs
 from bagua_kernels.jit import _numba_cpu, compiling
@@ -113,6 +116,47 @@ def test_folder_in_place_of_an_entry_does_not_end_training(folder: Path, caplog:
     path.mkdir()
     assert run(doubling()) == (0, 12.0)
     assert "could not be saved" in caplog.text
+
+
+def test_entry_that_is_no_kernel_is_compiled_anew_in_its_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(doubling())
+    folder_of_entries = KernelFolder(entry(folder).parent, 10**9)
+    content = folder_of_entries.read(entry(folder).stem)
+    assert content is not None
+    folder_of_entries.write(entry(folder).stem, content[:32] + b"no pickle")
+    turns = []
+    monkeypatch.setattr(KernelFolder, "turn", lambda _, name, **__: contextlib.nullcontext(turns.append(name)))
+    before = compiling.seconds()
+    assert run(doubling()) == (0, 12.0)
+    assert turns == [entry(folder).stem]
+    assert compiling.seconds() > before
+    assert caplog.text.count("is compiled anew: UnpicklingError") == 1
+    assert run(doubling()) == (1, 12.0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_process_forked_while_a_thread_compiles_can_compile(folder: Path) -> None:
+    compiles, forks = threading.Event(), threading.Event()
+
+    def compile_until_the_fork_waits() -> None:
+        with global_compiler_lock:
+            compiles.set()
+            forks.wait(0.2)
+
+    thread = threading.Thread(target=compile_until_the_fork_waits)
+    thread.start()
+    assert compiles.wait(limits.seconds(10))
+    child = multiprocessing.get_context("fork").Process(target=run, args=(doubling(),))
+    child.start()
+    forks.set()
+    child.join(limits.seconds(60))
+    ended = child.exitcode
+    child.kill()
+    assert ended == 0
+    thread.join()
+    assert run(doubling()) == (1, 12.0)
 
 
 @pytest.mark.slow

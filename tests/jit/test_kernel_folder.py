@@ -13,6 +13,7 @@ import pytest
 from bagua_kernels import knobs
 from bagua_kernels.jit import kernel_folder
 from bagua_kernels.jit.kernel_folder import DamagedEntryError, KernelFolder
+from tests import limits
 
 LIMIT = 1_000_000
 OTHER_USER = 54_321
@@ -104,6 +105,38 @@ def shared_path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_turn_ends_with_its_process_though_children_live_on(folder: KernelFolder) -> None:
+    assert folder.writable()
+    fork, done = multiprocessing.get_context("fork"), multiprocessing.get_context("fork").Event()
+
+    def take_and_die() -> None:
+        turn = folder.turn("a", patience=60.0, give_way=lambda: False)
+        turn.__enter__()
+        # A process whose parent waits for nobody.
+        if os.fork() == 0:
+            done.wait(limits.seconds(60))
+        os._exit(0)
+
+    process = fork.Process(target=take_and_die)
+    process.start()
+    process.join(limits.seconds(60))
+    assert process.exitcode == 0
+    lock = folder.path / "a.lock"
+    descriptor = kernel_folder._locked(lock, time.monotonic(), lambda: False)
+    done.set()
+    assert descriptor is not None
+    kernel_folder._unlock(lock, descriptor)
+
+
+def test_another_user_of_this_process_has_folders_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = kernel_folder.folders(str(tmp_path))
+    assert kernel_folder.folders(str(tmp_path)) is first
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert kernel_folder.folders(str(tmp_path)) is not first
 
 
 @as_root

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def place(
     """See `bagua_kernels.launchers.select.place`; or adds to what is there, in float32."""
     bad_ends_and_offsets, target, given = array(flags), array(out), array(values)
     stops = array(ends.view(torch.uint32)).astype(np.int64)
-    for chunk, (begin, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+    for chunk, (begin, stop) in enumerate(itertools.pairwise([0, *stops])):
         entries = array(offsets.view(torch.uint16))[begin:stop].astype(np.int64)
         good = (entries > np.concatenate([[-1], entries])[:-1]) & (entries < target.size - chunk * CHUNK)
         bad_ends_and_offsets |= [begin > stop or stop > given.size, not good.all()]
