@@ -184,8 +184,8 @@ def _warn_once(*message: object) -> None:
         logger.warning(*message)
 
 
-# A forked process has the compiler's lock as it was, and nobody in it would give it back: what another thread compiles is done
-# before the process is made.
+# A forked process has the compiler's lock as it was, and nobody in it would give it back. So what another thread compiles is
+# done before the process is made.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,
