@@ -153,6 +153,23 @@ def test_numbers_that_do_not_fit(wrong: dict[str, Any]) -> None:
         Penalty(**wrong)
 
 
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_mean_and_variance_are_those_of_weighted_norms(count: int) -> None:
+    """The newest of 1/smoothing or fewer norms weighs as the rate says, each older one as what newer ones leave of it."""
+    smoothing, norms = 0.1, np.random.default_rng(count).uniform(1, 9, count)
+    found = Norms(Penalty(threshold=1e9, smoothing=smoothing, warmup=count))
+    weights = np.zeros(count)
+    for place, norm in enumerate(norms):
+        assert found.judged(norm) == norm
+        rate = max(smoothing, 1 / (place + 1))
+        weights *= 1 - rate
+        weights[place] = rate
+    mean = weights @ norms
+    assert weights.sum() == pytest.approx(1)
+    assert found.numbers()["mean"] == pytest.approx(mean)
+    assert found.numbers()["variance"] == pytest.approx(weights @ (norms - mean) ** 2)
+
+
 def test_resumed_bit_for_bit() -> None:
     """With the moving means of the norms: they decide who is left out."""
 
