@@ -39,6 +39,8 @@ class CourierAlgorithm(ModelAlgorithm):
 
     stale_rule: StaleRule = "conservative"
     _wait_seconds = 0.0
+    # True from a forward pass of training to the next step: backward needs the parameters of that pass.
+    _in_passes = False
 
     def order(self) -> Order | None:
         """Returns what records, or replays, the order of what this rank's threads do."""
@@ -90,8 +92,10 @@ class CourierAlgorithm(ModelAlgorithm):
     def at_forward(self, training: bool) -> None:
         """See `ModelAlgorithm.at_forward`."""
         self._check_failure()
-        if training:
+        # Autograd does not notice writes through the bucket. So what is owed comes in before the first pass of a step only.
+        if training and not self._in_passes:
             self._bring_in(FORWARD)
+            self._in_passes = True
 
     def at_step_begin(self) -> None:
         """See `ModelAlgorithm.at_step_begin`."""
@@ -107,6 +111,7 @@ class CourierAlgorithm(ModelAlgorithm):
             self.model.end_write(self.next_version())
             self.after_step()
         self._steps += 1
+        self._in_passes = False
 
     def wait(self) -> None:
         """See `ModelAlgorithm.wait`."""
