@@ -211,10 +211,18 @@ class Algorithm(WrappedModule, abc.ABC):
             if self._claim is not None:
                 self._claim.renew()
             raise
-        self.close()
+        self._hand_over()
         other.train(self.training)
         other._take_steps(steps)
         return other
+
+    def settled(self) -> Algorithm:
+        """What training goes on with: this wrapper; see `AutoTune.settled`, after which a loop calls it in vain."""
+        return self
+
+    def _hand_over(self) -> None:
+        """Ends this algorithm when another one has the module."""
+        self.close()
 
     def _take_steps(self, steps: int) -> None:
         """Goes on with a number of steps."""

@@ -216,8 +216,14 @@ class ModelAlgorithm(Algorithm):
             return super().switch_to(algorithm, **arguments)
         except Exception:
             if self._mailbox is not None and not self._closed:
+                # The other one may have taken them before it was refused.
+                self.flat.take_back()
                 self._points = Points(self.module, self._optimizer, self, self._scaler)
             raise
+
+    def _hand_over(self) -> None:
+        """See `Algorithm._hand_over`; nothing is under way, and the parameters lie in the other one's memory."""
+        Algorithm.close(self)
 
     def close(self) -> None:
         """See `Algorithm.close`; what is under way is put in place before."""

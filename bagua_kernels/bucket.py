@@ -154,7 +154,7 @@ class Bucket:
             return False
         alone = len(self.views) == 1 and self.whole.numel() == tensor.numel() and tensor.device.type == "cpu"
         ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_inference()
-        if not (alone and ordinary and self._plain(0, tensor) and _exclusive(tensor)):
+        if not (alone and ordinary and self._plain(0, tensor) and is_exclusive(tensor)):
             return False
         self._use(tensor.detach().as_strided((tensor.numel(),), (1,)))
         return True
@@ -216,7 +216,7 @@ class Bucket:
                 self.views[slot].mul_(weight)
 
 
-def _exclusive(tensor: torch.Tensor) -> bool:
+def is_exclusive(tensor: torch.Tensor) -> bool:
     """True if the memory is PyTorch's and has no other tensor in it: gradients of several parameters may share one."""
     count, storage = getattr(torch._C, "_storage_Use_Count", None), tensor.untyped_storage()
     if count is None or not storage.resizable() or storage.nbytes() != tensor.nbytes:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
-from bagua_kernels.bucket import Bucket, partition
+from bagua_kernels.bucket import Bucket, is_exclusive, partition
 
 
 class FlatParameters:
@@ -65,19 +65,34 @@ class FlatParameters:
                 self.parameters[name].data = bucket.views[slot]
                 self._slots.append((name, self.parameters[name], bucket.views[slot]))
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Raises if a parameter is not a view of its bucket any more.
+        """Takes back parameters that were moved to memory of their own, with the values that they have there.
+
+        `module.to("cpu:0")` copies parameters of the CPU, as Accelerate has it done before evaluation.
 
         Raises:
-            RuntimeError: it was moved out, such as by `fuse_optimizer`, `.to()` or an assignment to `.data`.
+            RuntimeError: a parameter has another dtype, shape or device now, or its memory belongs to another owner as well, such
+                as that of `fuse_optimizer`.
         """
         for name, parameter, view in self._slots:
-            moved = parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride()
-            if moved or parameter.dtype != view.dtype or parameter.shape != view.shape:
+            alike = parameter.dtype == view.dtype and parameter.shape == view.shape
+            if alike and parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+                continue
+            if not (alike and parameter.device == view.device and is_exclusive(parameter)):
                 raise RuntimeError(
                     f"parameter {name!r} was moved out of the memory from which it is exchanged, such as by fuse_optimizer, "
                     ".to(), .half() or an assignment to .data: do that before the module is wrapped"
                 )
+            view.copy_(parameter)
+            parameter.data = view
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Takes back parameters from buckets of another owner, which does not use them any more."""
+        for _, parameter, view in self._slots:
+            view.copy_(parameter)
+            parameter.data = view
 
     def kept(self, bucket: Bucket, key: str, *, saved: bool = True) -> torch.Tensor:
         """Returns a float32 vector like `bucket.flat`, float64 for parameters of that dtype; zeros at first.

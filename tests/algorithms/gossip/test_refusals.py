@@ -180,11 +180,14 @@ def to_float64(module: Odd) -> None:
     module.to(torch.float64)
 
 
-def data(module: Odd) -> None:
-    module.first.weight.data = module.first.weight.data.clone()
+def shared(module: Odd) -> None:
+    """Part of memory that has another owner, as after `fuse_optimizer`."""
+    other = torch.zeros(module.first.weight.numel() + 1)
+    view = other[1:].view_as(module.first.weight)
+    module.first.weight.data = view.copy_(module.first.weight.detach())
 
 
-@grid(case=ALL, move=[to_float64, data], when=["before forward", "before step"], cover=1)
+@grid(case=ALL, move=[to_float64, shared], when=["before forward", "before step"], cover=1)
 def test_parameters_that_were_moved(case: Case, move: Callable[[Odd], None], when: str) -> None:
     """What is no longer in its bucket would silently not be mixed."""
 
@@ -213,6 +216,40 @@ def test_parameters_that_were_moved(case: Case, move: Callable[[Odd], None], whe
             twice()
 
     run_ranks(2, rank)
+
+
+def clone(module: Odd) -> None:
+    module.first.weight.data = module.first.weight.data.clone()
+
+
+def to_numbered_device(module: Odd) -> None:
+    module.to("cpu:0")
+
+
+@grid(case=ALL, move=[clone, to_numbered_device], when=["before forward", "before step"], cover=1)
+def test_parameters_with_memory_of_their_own_are_taken_back(case: Case, move: Callable[[Odd], None], when: str) -> None:
+    def rank(communicator: Communicator, moving: bool) -> torch.Tensor:
+        module = Odd()
+        optimizer = sgd(module)
+        model = case.make(module, optimizer, communicator)
+        places = [p.data_ptr() for p in model.flat.parameters.values()]
+        for step in range(4):
+            optimizer.zero_grad()
+            if moving and when == "before forward":
+                move(module)
+            model(batch(communicator.rank, step)).square().mean().backward()
+            if moving and when == "before step":
+                move(module)
+            optimizer.step()
+        model.wait()
+        model.synchronize()
+        assert places == [p.data_ptr() for p in model.flat.parameters.values()]
+        model.close()
+        return flat(module)
+
+    plain, moved = (run_ranks(2, rank, moving) for moving in (False, True))
+    for expected, found in zip(plain, moved, strict=True):
+        assert torch.equal(expected, found)
 
 
 @every
