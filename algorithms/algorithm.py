@@ -15,6 +15,7 @@ from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.buffers import Buffers
 from bagua_kernels.algorithms.wrapping.claims import Claim, taken
 from bagua_kernels.algorithms.wrapping.ddp import exchanging, is_inside_ddp, refusal
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.algorithms.wrapping.recorded import Recorded, recorded
 from bagua_kernels.algorithms.wrapping.replicas import check_replicas, synchronize
 from bagua_kernels.algorithms.wrapping.wrapped import WrappedModule
@@ -75,7 +76,8 @@ class Algorithm(WrappedModule, abc.ABC):
 
         Args:
             module: on the communicator's device, with equal parameters' names, shapes and dtypes on all ranks.
-            optimizer: if given, its state is set to rank 0's.
+            optimizer: if given, its state is set to rank 0's. Its groups, and tensors among their options, stay the objects that
+                they are, so that schedules made before go on.
             communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
                 algorithm talks on a duplicate of its own, so its messages never meet the caller's.
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
@@ -133,7 +135,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         synchronize([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
-            optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict()))
+            put_state(optimizer, self._communicator.broadcast_object(optimizer.state_dict()))
         self._setup_bytes = self._bytes_sent
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import sys
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Self, Unpack
 
@@ -20,6 +21,8 @@ from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.clipping import is_clipping
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters, synchronize
 from bagua_kernels.algorithms.wrapping.wrapped import check_weights
 from bagua_kernels.bucket import Bucket
@@ -191,17 +194,11 @@ class GradientAlgorithm(Algorithm):
             self._announced = None
             self._synchronize_buffers(source, average=not self._joining)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `WrappedModule.no_sync`."""
-        if self._engine is None:
-            yield
-            return
-        before, self._engine.enabled = self._engine.enabled, False
-        try:
-            yield
-        finally:
-            self._engine.enabled = before
+    def _set_sync(self, value: bool) -> None:
+        """See `WrappedModule._set_sync`."""
+        super()._set_sync(value)
+        if self._engine is not None:
+            self._engine.enabled = value
 
     def weigh(self, weight: float) -> None:
         """See `WrappedModule.weigh`."""
@@ -230,7 +227,7 @@ class GradientAlgorithm(Algorithm):
                 last = max(self._communicator.all_gather_object(last))
                 synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
                 if optimizer is not None:
-                    optimizer.load_state_dict(self._communicator.broadcast_object(optimizer.state_dict(), last))
+                    put_state(optimizer, self._communicator.broadcast_object(optimizer.state_dict(), last))
         finally:
             self._joining = False
 
@@ -249,12 +246,27 @@ class GradientAlgorithm(Algorithm):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `WrappedModule.clip_grad_norm_`."""
+        self._check_clipping()
+        return super().clip_grad_norm_(max_norm, norm_type)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """See `torch.nn.Module.parameters`.
+
+        Raises:
+            RuntimeError: `torch.nn.utils` would clip their gradients, which `apply_in_backward` has used by then.
+        """
+        # Clipping would find no gradients, and return the norm 0.
+        if self._applies and self._engine is not None and is_clipping(sys._getframe(1)):
+            self._check_clipping()
+        yield from super().parameters(recurse)
+
+    def _check_clipping(self) -> None:
+        """Raises if gradients have been used before they could be clipped."""
         if self._applies and self._engine is not None:
             raise RuntimeError(
                 "with apply_in_backward=True parameters are updated before all gradients are known, so that these cannot be "
                 "clipped by their norm; leave it out"
             )
-        return super().clip_grad_norm_(max_norm, norm_type)
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""

@@ -17,6 +17,7 @@ from bagua_kernels.algorithms.rounds.means import distance_from_mean, put_means,
 from bagua_kernels.algorithms.rounds.points import Points, misfit
 from bagua_kernels.algorithms.rounds.states import averaged_states, load_states, module_state, put_module_state
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, open_mailbox
 from bagua_kernels.errors import follow_up
@@ -171,7 +172,7 @@ class ModelAlgorithm(Algorithm):
         if self._in_place("synchronize()"):
             put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks)
             if self.average_states:
-                self._optimizer.load_state_dict(averaged_states(self._optimizer.state_dict(), self._communicator))
+                put_state(self._optimizer, averaged_states(self._optimizer.state_dict(), self._communicator))
             self.restart()
 
     @contextlib.contextmanager
@@ -210,7 +211,7 @@ class ModelAlgorithm(Algorithm):
         self.synchronize()
         if self._points is not None:
             # With gradients that are equal on all ranks, other states would let replicas drift apart.
-            self._optimizer.load_state_dict(self._communicator.broadcast_object(self._optimizer.state_dict()))
+            put_state(self._optimizer, self._communicator.broadcast_object(self._optimizer.state_dict()))
             self._points.close()
         try:
             return super().switch_to(algorithm, **arguments)
@@ -312,7 +313,7 @@ class ModelAlgorithm(Algorithm):
         """See `Algorithm._load`."""
         several = self._in_place("load_algorithm_state_dict()")
         put_module_state(self.module, states)
-        self._optimizer.load_state_dict(load_states([one["optimizer"] for one in states]))
+        put_state(self._optimizer, load_states([one["optimizer"] for one in states]))
         self._take_steps(int(states[0]["steps"]))
         if several:
             self.restart()

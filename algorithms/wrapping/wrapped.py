@@ -25,6 +25,7 @@ class WrappedModule(torch.nn.Module):
 
     weighable = True
     module: torch.nn.Module
+    _syncs = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -41,10 +42,45 @@ class WrappedModule(torch.nn.Module):
             "start a process for each GPU, such as with torchrun"
         )
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False while backward passes accumulate gradients locally, as within `no_sync`; may be set.
+
+        A pass follows the value that it begins with. Loops that accumulate set it to True for the last micro-batch of a step.
+        Algorithms that exchange parameters accept it; their backward passes send nothing in any case.
+        """
+        return self._syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._set_sync(bool(value))
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Sets `require_backward_grad_sync`, by the name that FSDP2 has for it.
+
+        Args:
+            requires_gradient_sync: False to accumulate gradients locally.
+            recurse: True, since all gradients of a module are exchanged or none.
+
+        Raises:
+            ValueError: `recurse` is False.
+        """
+        if not recurse:
+            raise ValueError(f"all gradients are exchanged or none, got {recurse=}, expected True: leave it out")
+        self.require_backward_grad_sync = requires_gradient_sync
+
+    def _set_sync(self, value: bool) -> None:
+        """Stores whether backward passes exchange gradients."""
+        self._syncs = value
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this block, backward passes accumulate gradients locally; the next one outside exchanges the sum."""
-        yield
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def weigh(self, weight: float) -> None:
         """Gives this rank's next gradients a weight, such as its number of samples; collective, before the forward pass.

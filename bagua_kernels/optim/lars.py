@@ -98,13 +98,14 @@ class LARS(Fused, Optimizer):
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         variant, table = launch.variant, launch.table
+        # The parameter beside its master copy: where it has been written, the copy does not hold its value.
         master = variant.column(multitensor.MASTER)
-        weights = table.columns[0 if master is None else master]
-        norms = Variant(NORMS, (variant.dtypes[0 if master is None else master], variant.dtypes[1]), scalars=0)
+        read, extras = ((0, 1), ()) if master is None else ((0, 1, master), (multitensor.MASTER,))
+        norms = Variant(NORMS, tuple(variant.dtypes[i] for i in read), scalars=0, extras=extras)
         # FACTOR and SKIP are the columns of a rule without scalars.
         factors = rows[:, :SCALARS]
         factors = factors.contiguous() if isinstance(factors, Tensor) else np.ascontiguousarray(factors)
-        squares = multitensor.launch(norms, Table([weights, table.columns[1]]), factors)
+        squares = multitensor.launch(norms, Table([table.columns[i] for i in read]), factors)
         weight, gradient = squares.sqrt().unbind(1)
         coefficients = [
             [group[name] for name in ("trust_coefficient", "weight_decay", "eps")]

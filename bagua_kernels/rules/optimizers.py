@@ -200,8 +200,9 @@ def rmsprop_centered_momentum(p, g, v, mean, m, weight_decay, alpha, rate, eps, 
 
 def rprop(p, g, previous, size, shrink, grow, least, most):
     """Resilient backpropagation (Riedmiller and Braun, 1993) without weight backtracking, as `torch.optim.Rprop`."""
+    # NaN, also of infinity times zero, has no direction: neither size nor parameter may take it over.
     turn = g * previous
-    factor = tl.where(turn > 0.0, grow, tl.where(turn < 0.0, shrink, tl.where(turn == 0.0, 1.0, turn)))
+    factor = tl.where(turn > 0.0, grow, tl.where(turn < 0.0, shrink, 1.0))
     size = size * factor
     size = tl.where(size < least, least, tl.where(size > most, most, size))
     g = tl.where(factor == shrink, 0.0, g)
@@ -213,8 +214,9 @@ def asgd(p, g, average, weight_decay, decay, step_size, weight):
     g = decayed(p, g, weight_decay)
     p = tl.fma(g, -step_size, p * decay)
     # The average has part in the condition so that it is read in any case: a loop that only writes it, which the compiler makes
-    # for a weight of 1, waits a third longer for memory.
-    whole = weight + (average - average) == 1.0
+    # for a weight of 1, waits a third longer for memory. An average that is not finite must not decide.
+    none = average - average
+    whole = tl.where(none == none, weight + none, weight) == 1.0
     return p, tl.where(whole, p, average + (p - average) * weight)
 
 

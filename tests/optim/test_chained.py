@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -164,3 +165,96 @@ def test_what_is_refused() -> None:
         chain.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="the state has 2 groups of parameters, expected 3"):
         chain.load_state_dict(sgd.state_dict())
+
+
+RESETS: dict[str, Callable[[Any, Any], object]] = {
+    "assign": lambda chain, params: setattr(chain, "state", defaultdict(dict)),
+    "clear": lambda chain, params: chain.state.clear(),
+    "delete": lambda chain, params: [chain.state.__delitem__(p) for p in params],
+    "pop": lambda chain, params: [chain.state.pop(p) for p in params],
+    "popitem": lambda chain, params: [chain.state.popitem() for _ in params],
+    "empty each": lambda chain, params: [chain.state[p].clear() for p in params],
+    "replace each": lambda chain, params: chain.state.update({p: {} for p in params}),
+    "members": lambda chain, params: [setattr(each, "state", defaultdict(dict)) for each in chain.optimizers],
+}
+
+
+@grid(cover=1, reset=RESETS)
+@every_library
+def test_a_reset_of_the_state_arrives(library: Any, reset: Callable[[Any, Any], object]) -> None:
+    model = net()
+    chain = ChainedOptimizer(*parts(model, library))
+    train(model, [chain], range(3))
+    assert len(chain.state) == 4
+    fresh = copy.deepcopy(model)
+    reset(chain, list(model.parameters()))
+    assert not any(state for each in chain.optimizers for state in each.state.values())
+    train(model, [chain], range(3, 5))
+    train(fresh, parts(fresh, library), range(3, 5))
+    assert same(model, fresh)
+
+
+def test_states_are_those_of_the_optimizers() -> None:
+    model = net()
+    sgd, adam = parts(model, torch.optim)
+    chain = ChainedOptimizer(sgd, adam)
+    weight, bias = model[2].weight, model[0].bias
+    held = chain.state
+    assert weight not in held
+    assert held.get(weight) is None
+    assert len(held) == 0
+    chain.state[weight] = {"step": torch.tensor(3.0)}
+    chain.state[bias]["momentum_buffer"] = torch.ones(7)
+    assert adam.state[weight]["step"] == 3
+    assert set(sgd.state) == {bias}
+    assert set(held) == {bias, weight}
+    chain.state = {bias: {"momentum_buffer": None}}
+    assert dict(sgd.state) == {bias: {"momentum_buffer": None}}
+    assert not adam.state
+    chain.state = chain.state
+    assert dict(held) == {bias: {"momentum_buffer": None}}
+    assert chain.state.pop(weight, None) is None
+    chain.state["of no parameter"] = 5
+    other = ChainedOptimizer(*parts(model, torch.optim))
+    other.load_state_dict(chain.state_dict())
+    assert other.state["of no parameter"] == 5
+
+
+def test_groups_are_those_of_the_optimizers() -> None:
+    model = net()
+    sgd, adam = parts(model, torch.optim)
+    chain = ChainedOptimizer(sgd, adam)
+    held = chain.param_groups
+    extra = nn.Parameter(torch.ones(2))
+    sgd.add_param_group({"params": [extra], "lr": 0.5})
+    assert [group["lr"] for group in held] == [0.1, 0.03, 0.5, 0.01]
+    extra.grad = torch.ones(2)
+    chain.step()
+    assert extra.tolist() == [0.5, 0.5]
+    chain.zero_grad()
+    assert extra.grad is None
+    adam.load_state_dict(adam.state_dict())
+    torch.optim.lr_scheduler.LambdaLR(chain, lambda step: 0.5)
+    assert adam.param_groups[0]["lr"] == 0.005
+    chain.param_groups = [{**group, "lr": 1.0 + number} for number, group in enumerate(held)]
+    assert [group["lr"] for group in (*sgd.param_groups, *adam.param_groups)] == [1.0, 2.0, 3.0, 4.0]
+    chain.param_groups[-1] = {**held[-1], "lr": 5.0}
+    assert adam.param_groups[0]["lr"] == 5.0
+    del chain.param_groups[2]
+    assert len(sgd.param_groups) == 2
+    assert list(held) == sgd.param_groups + adam.param_groups == held
+    with pytest.raises(TypeError, match="give them to one of its optimizers"):
+        chain.param_groups.append({"params": [extra]})
+    with pytest.raises(ValueError, match="a chain of 3 groups got 2"):
+        chain.param_groups = list(held)[:2]
+
+
+def test_gradients_are_forgotten_with_their_clipping() -> None:
+    """As by each optimizer itself."""
+    model, apart = net(), net()
+    chain = ChainedOptimizer(*parts(model, optim))
+    model(torch.ones(2, 5)).square().mean().backward()
+    chain.optimizers[0].clip_grad_norm_(1e-3)
+    train(model, [chain], range(1))
+    train(apart, parts(apart, optim), range(1))
+    assert same(model, apart)

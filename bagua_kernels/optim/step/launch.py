@@ -25,9 +25,9 @@ from bagua_kernels.optim.watch import Watch, watch
 class Launch:
     """The tensors of one kernel launch.
 
-    Gradients and states are the user's to free between steps, so the launch keeps none of them alive, but for the 0-dim views
-    of its counters. A state is recognised as the same object: a counter by the view that is kept, any other by a weak
-    reference, which a new tensor at a freed address does not satisfy.
+    Gradients and states are the user's to free between steps, so the launch keeps none of them alive, but for its counters. A
+    state is recognised as the same object: a counter by the tensor that is kept, any other by a weak reference, which a new
+    tensor at a freed address does not satisfy.
 
     Attributes:
         params: the parameters.
@@ -39,7 +39,7 @@ class Launch:
         in_order: puts scalars by name into that order; None before the first step, which checks their names.
         table: the tensors. Its columns are filled during a step, and only where they are read.
         rows: the kernel's scalars.
-        counters: each counter of all parameters, of which the states hold 0-dim views.
+        counters: each counter of all parameters. The states' tensors lie in it, except those in shared memory.
         positions: the parameters' numbers among all of the optimizer.
         missing: which parameters have no gradient in this step; None if all have one.
         started: the kernel and the table of steps that start from other values than the parameters; None before the first one.
@@ -69,8 +69,10 @@ class Launch:
         self._lay_out(entries, by_address)
 
     def _share_counters(self, entries: Sequence[Entry]) -> None:
-        """Moves all values of a counter into one tensor, so that one operation advances them."""
+        """Brings all values of a counter into one tensor, so that one operation advances them."""
         self.counters: dict[str, Tensor] = {}
+        # Those that other processes may use stay where they are. Each step copies them here and back.
+        self._elsewhere: set[str] = set()
         self._views: dict[str, list[Tensor]] = {}
         for name in entries[0].counters:
             if name.startswith("_"):
@@ -84,9 +86,14 @@ class Launch:
             flat = joined(values)
             if flat is None:
                 dtype = entries[0].kind_of(name)[0]
-                flat = torch.stack([torch.as_tensor(v, dtype=dtype).detach().reshape(()) for v in values])
-                for e, view in zip(entries, flat.unbind(), strict=True):
-                    e.state[name] = view
+                values = [torch.as_tensor(v, dtype=dtype) for v in values]
+                flat = torch.stack([v.detach().reshape(()) for v in values])
+                if any(map(is_shared, values)):
+                    self._elsewhere.add(name)
+                else:
+                    values = moved(values, flat)
+                for e, value in zip(entries, values, strict=True):
+                    e.state[name] = value
             self.counters[name] = flat
             self._views[name] = [e.state[name] for e in entries]
 
@@ -133,14 +140,26 @@ class Launch:
         """The column of `rows` that holds a scalar of the rule."""
         return SCALARS + self.scalars.index(scalar)
 
+    def counts(self) -> dict[str, Tensor]:
+        """The counters with the values that they have by now."""
+        for name in self._elsewhere:
+            self.counters[name].copy_(torch.stack(self._scalars_of(name)))
+        return self.counters
+
     def numbers(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The counters as arrays over their memory, wherever that is by now."""
-        return {name: flat.numpy() for name, flat in self.counters.items()}
+        """The current counters as arrays over their memory, wherever that is by now."""
+        return {name: flat.numpy() for name, flat in self.counts().items()}
 
     def count(self, counted: Mapping[str, Any]) -> None:
         """Sets the counters, to arrays or tensors."""
         for name, values in counted.items():
             self.counters[name].copy_(torch.as_tensor(values))
+            if name in self._elsewhere:
+                torch._foreach_copy_(self._scalars_of(name), list(self.counters[name].unbind()))
+
+    def _scalars_of(self, counter: str) -> list[Tensor]:
+        """The states' tensors of a counter, without dimensions."""
+        return [view.detach().reshape(()) for view in self._views[counter]]
 
     def take(self) -> bool:
         """Takes up this step's gradients. False if anything but these has changed."""
@@ -199,7 +218,9 @@ class Launch:
                 gradients[i] = shard_of_gradient(p, g)
         if self._complex or any(g is not None and g.is_neg() for g in gradients):
             gradients = [None if g is None else resolved(g) for g in gradients]
-        if not all(_joins(views, self.counters[name]) for name, views in self._views.items()):
+        # What shared memory holds is read anew in each step.
+        within = [name for name in self._views if name not in self._elsewhere]
+        if not all(_joins(self._views[name], self.counters[name]) for name in within):
             return False
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
         for column, name in enumerate(self.names):
@@ -271,6 +292,25 @@ def fits(tensor: Tensor, known: tuple[torch.dtype, torch.Size, tuple[int, ...]])
     if tensor.dtype != dtype or tensor.shape != shape:
         return False
     return tensor.stride() == strides or steps(tensor) == steps(tensor, strides)
+
+
+def is_shared(value: Tensor) -> bool:
+    """True if a tensor is in memory that other processes can use. On a GPU PyTorch's answer is always True."""
+    return value.device.type == "cpu" and value.is_shared()
+
+
+def moved(values: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
+    """Moves tensors of one element into the memory of a vector, in order.
+
+    They stay the same objects, since another optimizer or the user may hold them. Objects that cannot move, and those listed
+    before, are replaced by views of the vector.
+    """
+    found: dict[int, Tensor] = {}
+    for index, (value, view) in enumerate(zip(values, whole.unbind(), strict=True)):
+        movable = type(value) is Tensor and not value.is_inference() and id(value) not in found
+        kept = value.set_(whole.untyped_storage(), index, value.shape, value.stride()) if movable else view
+        found[id(kept)] = kept
+    return list(found.values())
 
 
 def joined(values: Sequence[Any]) -> Tensor | None:

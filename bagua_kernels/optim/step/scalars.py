@@ -111,7 +111,7 @@ class Scalars:
         factor = column(1.0 if self.grad_scale is None else self.grad_scale, length).reciprocal()
         if self.clipping is not None:
             factor = factor * column(self.clipping, length)
-        before = {name: values.double() for name, values in launch.counters.items()}
+        before = {name: values.double() for name, values in launch.counts().items()}
         parts: list[Tensor] = []
         counted: dict[str, list[Tensor]] = {name: [] for name in before}
         for group, begin, end in launch.spans:

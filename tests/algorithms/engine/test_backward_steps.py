@@ -29,7 +29,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Work, run_ranks
+from bagua_kernels.comm import Communicator, LocalCommunicator, Work, run_ranks
 from bagua_kernels.optim.step.compressed import PayloadStep
 from tests import limits
 from tests.algorithms.ranks import batch, fill
@@ -315,6 +315,30 @@ def test_refusals() -> None:
             algorithm.clip_grad_norm_(1.0)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_of_used_gradients_is_refused(clip: Callable[[Iterator[nn.Parameter], float], Any]) -> None:
+    """It would find no gradients, and clip nothing."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Linear(4, 3)
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        with GradientAllReduce(module, optimizer, communicator=communicator, apply_in_backward=True) as model:
+            model(torch.ones(2, 4)).sum().backward()
+            assert list(model.parameters()) == list(module.parameters())
+            with pytest.raises(RuntimeError, match="apply_in_backward=True"):
+                clip(model.parameters(), 1.0)
+        with GradientAllReduce(module, optimizer, communicator=communicator) as model:
+            model(torch.ones(2, 4)).sum().backward()
+            clip(model.parameters(), 0.25)
+            assert all(float(p.grad.abs().max()) <= 0.25 for p in module.parameters() if p.grad is not None)
+
+    run_ranks(2, rank)
+    alone = nn.Linear(4, 3)
+    model = GradientAllReduce(alone, optim.SGD(alone.parameters()), communicator=LocalCommunicator.alone())
+    model(torch.ones(2, 4)).sum().backward()
+    clip(model.parameters(), 1.0)
 
 
 def test_what_the_optimizer_lacks_keeps_its_gradient() -> None:

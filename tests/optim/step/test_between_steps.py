@@ -343,6 +343,21 @@ def test_master_copy_follows_what_is_written_to_the_parameter() -> None:
     torch.testing.assert_close(optimizer.state[p]["master"], torch.tensor([50 - 1e-4] * 2 + [1 - 2e-4] * 3))
 
 
+def test_norms_are_those_of_what_is_written_to_the_parameter() -> None:
+    """Not those of the master copy, which the step renews."""
+    results = []
+    for first in (1.0, 64.0):
+        p = nn.Parameter(torch.full((4,), first, dtype=torch.bfloat16))
+        optimizer = optim.LARS([p], lr=1.0, momentum=0.0, extras=optim.Extras(precision="master"))
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            p.fill_(8.0)
+        optimizer.step()
+        results.append(optimizer.state[p]["master"])
+    assert torch.equal(*results)
+
+
 def test_steps_in_shared_memory() -> None:
     params = parameters()
     optimizer = optim.AdamW(params)
