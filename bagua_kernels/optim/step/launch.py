@@ -295,7 +295,7 @@ def fits(tensor: Tensor, known: tuple[torch.dtype, torch.Size, tuple[int, ...]])
 
 
 def is_shared(value: Tensor) -> bool:
-    """True if a tensor is in memory that other processes can use. On a GPU PyTorch's answer is always True."""
+    """True if a tensor is in memory that other processes can use. On a GPU `Tensor.is_shared` is always True."""
     return value.device.type == "cpu" and value.is_shared()
 
 
