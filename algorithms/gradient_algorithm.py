@@ -256,7 +256,7 @@ class GradientAlgorithm(Algorithm):
             RuntimeError: `torch.nn.utils` would clip their gradients, which `apply_in_backward` has used by then.
         """
         # Clipping would find no gradients, and return the norm 0.
-        if self._applies and self._engine is not None and is_clipping(sys._getframe(1)):
+        if is_clipping(sys._getframe(1)):
             self._check_clipping()
         yield from super().parameters(recurse)
 

@@ -28,6 +28,7 @@ from numba.core.serialize import dumps
 
 from bagua_kernels.jit import compiling
 from bagua_kernels.jit.kernel_folder import DamagedEntryError, KernelFolder, folders
+from bagua_kernels.jit.log import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +78,16 @@ class KernelCache:
                 return self._compile(sig)
             except _UnusableEntryError as error:
                 self._unusable.add(name)
-                self._warn(error, self.cache_path)
-        _, saving = _folders()
+                self._warn(error.reason, self.cache_path)
+        loading, saving = _folders()
         compiling.begin(self.cache_path)
         try:
             if saving is None:
-                _warn_once(
+                warn_once(
+                    logger,
                     "kernels are compiled anew in each process (set NUMBA_CACHE_DIR to a folder that you can write): no folder "
                     "of %s can be written",
-                    ", ".join(str(folder.path) for folder in _folders()[0]) or "a user without a home",
+                    ", ".join(str(folder.path) for folder in loading) or "a user without a home",
                 )
                 return self._compile(sig)
             # A thread that is compiling holds the compiler's lock, for which the one that has the turn may wait.
@@ -105,7 +107,7 @@ class KernelCache:
         try:
             return CompileResult._rebuild(target_context, *pickle.loads(content))
         except Exception as error:  # unpickling and linking raise anything
-            raise _UnusableEntryError(f"{type(error).__name__}: {error}") from error
+            raise _UnusableEntryError(error) from error
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves what has been compiled; a warning is logged if that fails."""
@@ -117,7 +119,8 @@ class KernelCache:
             saving.write(name, key + dumps(data._reduce()))
         except OSError as error:
             # One line for the folder: a full disk refuses all kernels.
-            _warn_once(
+            warn_once(
+                logger,
                 "compiled kernels could not be saved in %s, so that they are compiled anew at each start (free some space there, "
                 "or set NUMBA_CACHE_DIR to another folder): %s",
                 saving.path,
@@ -146,14 +149,25 @@ class KernelCache:
         return None
 
     def _warn(self, error: Exception, folder: object) -> None:
-        kind = "" if isinstance(error, _UnusableEntryError) else f"{type(error).__name__}: "
         logger.warning(
-            "the compiled kernel %s in %s cannot be used and is compiled anew: %s%s", self._name, folder, kind, error
+            "the compiled kernel %s in %s cannot be used and is compiled anew: %s: %s",
+            self._name,
+            folder,
+            type(error).__name__,
+            error,
         )
 
 
 class _UnusableEntryError(Exception):
-    """What an entry holds cannot be turned into a kernel."""
+    """What an entry holds cannot be turned into a kernel.
+
+    Attributes:
+        reason: what was raised.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def keep_on_disk(dispatcher: Any) -> None:
@@ -175,13 +189,6 @@ def _folders() -> tuple[tuple[KernelFolder, ...], KernelFolder | None]:
 
 
 _looked_at: set[Path] = set()
-_said: set[tuple[object, ...]] = set()
-
-
-def _warn_once(*message: object) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.warning(*message)
 
 
 # A forked process has the compiler's lock as it was, and nobody in it would give it back. So what another thread compiles is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,6 +14,7 @@ import torch
 from bagua_kernels import knobs
 from bagua_kernels.errors import BackendUnavailableError
 from bagua_kernels.jit import compiling
+from bagua_kernels.jit.log import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _backend_module(package: str, device_type: str, choice: str, off: bool) -> M
             if backend.name == "numpy":
                 _log_slow("; ".join(reasons))
             elif reasons and device_type == backend.device_type and choice == "auto":
-                _warn_once("kernels on %s use %s, because %s", device_type, backend.name, "; ".join(reasons))
+                warn_once(logger, "kernels on %s use %s, because %s", device_type, backend.name, "; ".join(reasons))
             with compiling.loading():
                 return importlib.import_module(f"{package}._{backend.name}")
         if device_type == backend.device_type or choice == backend.name:
@@ -131,21 +131,9 @@ def _backend_module(package: str, device_type: str, choice: str, off: bool) -> M
 def _log_slow(reasons: str) -> None:
     # Of all ranks one logs it; a process without a launcher is one by itself.
     if not knobs.RANK.get():
-        _warn_once(
+        warn_once(
+            logger,
             "kernels on cpu are NumPy functions, which are many times as slow as compiled kernels and meant for debugging, "
             "because %s",
             reasons or f"{knobs.BACKEND.variable}=numpy",
         )
-
-
-_logged: set[tuple[str, ...]] = set()
-_lock = threading.Lock()
-
-
-def _warn_once(*message: str) -> None:
-    # Ranks that are threads choose their backends at the same time.
-    with _lock:
-        if message in _logged:
-            return
-        _logged.add(message)
-    logger.warning(*message)

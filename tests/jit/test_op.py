@@ -13,7 +13,7 @@ import torch
 from bagua_kernels import knobs
 from bagua_kernels.compression import MinMaxUInt8
 from bagua_kernels.errors import BackendUnavailableError
-from bagua_kernels.jit import op
+from bagua_kernels.jit import log, op
 from bagua_kernels.launchers import blockwise, elementwise
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def choices() -> Iterator[None]:
     def forget() -> None:
         op._backend_module.cache_clear()
         op._found.cache_clear()
-        op._logged.clear()
+        log.forget()
 
     forget()
     yield
