@@ -15,6 +15,12 @@ from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
+LEAST_TIMEOUT = 0.001  # seconds: torch counts them in milliseconds, and takes 0 for no limit or none left
+LONGEST_TIMEOUT = 1e6  # seconds: some calls of the system take milliseconds of 31 bits
+MOST_SOCKETS = 64  # between two ranks
+_SHORTEST_BEAT = 0.01  # seconds: faster ones would do little but beat
+_LONGEST_BEAT = 600.0  # seconds
+
 
 @dataclass(frozen=True)
 class Knob(Generic[T]):
@@ -87,17 +93,44 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+def _launcher(text: str) -> str:
+    if text not in ("auto", "alone"):
+        raise ValueError("expected auto or alone")
+    return text
+
+
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
     if value < 0:
         raise ValueError("expected a whole number >= 0")
     return value
 
 
+def _sockets(text: str) -> int:
+    value = _count(text)
+    if value > MOST_SOCKETS:
+        raise ValueError(f"expected at most {MOST_SOCKETS}, for each of them is a descriptor for every other rank")
+    return value
+
+
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError("expected a finite number of seconds above zero")
+    return _between(text, LEAST_TIMEOUT, LONGEST_TIMEOUT)
+
+
+def _heartbeat(text: str) -> float:
+    return _between(text, _SHORTEST_BEAT, _LONGEST_BEAT)
+
+
+def _between(text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise ValueError(f"expected a number of seconds from {least:g} to {most:.7g}")
     return value
 
 
@@ -121,8 +154,14 @@ TIMEOUT: Knob[float] = Knob(
 HEARTBEAT: Knob[float] = Knob(
     "BAGUA_KERNELS_HEARTBEAT",
     0.5,
-    _seconds,
+    _heartbeat,
     "Seconds between two signs of life of a rank; a rank silent for six of them counts as lost once a collective fails.",
+)
+LAUNCHER: Knob[str] = Knob(
+    "BAGUA_KERNELS_LAUNCHER",
+    "auto",
+    _launcher,
+    "alone lets `init` make one rank of each process that srun or mpirun has started without torchrun's variables.",
 )
 NCCL: Knob[str] = Knob(
     "BAGUA_KERNELS_NCCL",
@@ -133,7 +172,7 @@ NCCL: Knob[str] = Knob(
 SOCKETS: Knob[int] = Knob(
     "BAGUA_KERNELS_SOCKETS",
     2,
-    _count,
+    _sockets,
     "Sockets that `init` opens between two ranks on CPUs; `tune` measures how many are used; 0 leaves all to Gloo.",
 )
 TUNING: Knob[str] = Knob(

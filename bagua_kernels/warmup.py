@@ -7,20 +7,25 @@ them there if it runs the same sources and versions on the same kind of processo
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, from_spec, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo
+from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression.codec import parse_spec
-from bagua_kernels.jit import compiling
+from bagua_kernels.jit import compiling, op
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +45,7 @@ def warm_up(
     Args:
         spec: an algorithm and its options, as for `from_spec`.
         optimizers: names in `bagua_kernels.optim`, for `optimizer.step()` and for `apply_in_backward=True`. An algorithm
-            that brings an optimizer of its own uses that one.
+            that brings an optimizer of its own uses that one, and `mu_loco` uses Muon with AdamW.
         dtypes: of the parameters.
 
     Returns:
@@ -49,11 +54,7 @@ def warm_up(
     Raises:
         ValueError: the algorithm, one of its options or an optimizer is unknown.
     """
-    unknown = sorted(set(optimizers) - set(optim.__all__))
-    if unknown:
-        raise ValueError(f"there is no {', '.join(unknown)} in bagua_kernels.optim; known are {sorted(optim.__all__)}")
-    if parse_spec(spec)[0] not in names():
-        raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
+    _check(spec, optimizers)
     on_parameters = issubclass(Algorithm.registered[parse_spec(spec)[0]], ModelAlgorithm)
     ranks = _RANKS_ON_A_RING if on_parameters else _RANKS
     before = compiling.seconds()
@@ -61,6 +62,24 @@ def warm_up(
         for optimizer in optimizers:
             run_ranks(ranks, _train, spec, optimizer, dtype, timeout=_PATIENCE)
     return compiling.seconds() - before
+
+
+def _check(spec: str, optimizers: Sequence[str]) -> None:
+    known = [name for name in sorted(optim.__all__) if _is_optimizer(getattr(optim, name))]
+    unknown = sorted(set(optimizers) - set(known))
+    if unknown:
+        raise ValueError(f"there is no {', '.join(unknown)} among bagua_kernels.optim's optimizers; known are {known}")
+    if parse_spec(spec)[0] not in names():
+        raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
+
+
+def _is_optimizer(kind: object) -> bool:
+    # A chain is made of optimizers, not of parameters.
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and not issubclass(kind, optim.ChainedOptimizer)
+    )
 
 
 def _train(communicator: Communicator, spec: str, optimizer: str, dtype: torch.dtype) -> None:
@@ -82,6 +101,9 @@ def _steps(communicator: Communicator, spec: str, optimizer: str | None, dtype: 
     if optimizer is None:
         algorithm = from_spec(spec, module, communicator=communicator, **options)
         takes_steps: torch.optim.Optimizer = algorithm.optimizer  # type: ignore[assignment]
+    elif issubclass(Algorithm.registered[parse_spec(spec)[0]], MuLoCo):
+        takes_steps = optim.muon_with_adamw(module)
+        algorithm = from_spec(spec, module, takes_steps, communicator=communicator, **options)
     else:
         takes_steps = getattr(optim, optimizer)(module.parameters(), lr=1e-3)
         algorithm = from_spec(spec, module, takes_steps, communicator=communicator, **options)
@@ -92,8 +114,8 @@ def _steps(communicator: Communicator, spec: str, optimizer: str | None, dtype: 
     algorithm.close()
 
 
-def main() -> None:
-    """Runs the command."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 1 if some algorithm could not be run."""
     parser = argparse.ArgumentParser(
         prog="python -m bagua_kernels.warmup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,23 +124,50 @@ def main() -> None:
         "--optimizers", nargs="+", default=["SGD", "AdamW"], metavar="NAME", help="of bagua_kernels.optim (SGD AdamW)"
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=_DTYPES, help="of parameters (float32)")
-    options = parser.parse_args()
-    dtypes = [_DTYPES[name] for name in options.dtypes]
+    options = parser.parse_args(arguments)
+    specs = options.spec or _default_specs()
     console = Console(stderr=True)
-    total = 0.0
-    with Progress(console=console) as progress:
-        task = progress.add_task("compiling", total=len(options.spec or names()))
-        for spec in options.spec or names():
+    try:
+        for spec in specs:
+            _check(spec, options.optimizers)
+        if not op.compiles_for_cpu():
+            console.print("nothing is compiled: kernels for the CPU run on the NumPy backend, as plain Python")
+            return 0
+    except ValueError as error:
+        parser.error(str(error))
+    total, failed = 0.0, []
+    dtypes = [_DTYPES[name] for name in options.dtypes]
+    with warnings.catch_warnings(), Progress(console=console) as progress:
+        # Nothing is trained here.
+        warnings.simplefilter("ignore", OptimizerFitWarning)
+        task = progress.add_task("compiling", total=len(specs))
+        for spec in specs:
             progress.update(task, description=spec)
+            before = compiling.seconds()
             try:
-                seconds = warm_up(spec, optimizers=options.optimizers, dtypes=dtypes)
-            except ValueError as error:
-                parser.error(str(error))
-            total += seconds
-            progress.console.print(f"{spec}: {seconds:.1f} s of compilation")
+                warm_up(spec, optimizers=options.optimizers, dtypes=dtypes)
+            # What one algorithm refuses, such as an optimizer or a dtype, must not keep the others from disk.
+            except (ValueError, TypeError, RuntimeError) as error:
+                failed.append(spec)
+                progress.console.print(Text(f"{spec} cannot be run: {str(error).splitlines()[0]}"))
+            spent = compiling.seconds() - before
+            total += spent
+            progress.console.print(Text(f"{spec}: {spent:.1f} s of compilation"))
             progress.advance(task)
-    console.print(f"{total:.1f} s of compilation in all; the next start finds the kernels on disk")
+    if len(failed) < len(specs):
+        console.print(f"{total:.1f} s of compilation in all; the next start finds the kernels on disk")
+    if failed:
+        console.print(
+            Text(f"without all kernels of {', '.join(failed)}: see above; give other --optimizers or --dtypes")
+        )
+    return int(bool(failed))
+
+
+def _default_specs() -> list[str]:
+    """The algorithms that are compiled for if none is named: all that this version of PyTorch has an optimizer for."""
+    without_muon = not hasattr(optim, "muon_with_adamw")
+    return [name for name in names() if not (without_muon and issubclass(Algorithm.registered[name], MuLoCo))]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import math
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.joining.address import address_of
 from bagua_kernels.comm.joining.launch import Launch, gloo_on, loopback_of
 from bagua_kernels.comm.joining.start import Start, open_store
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
@@ -43,7 +43,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
 
     Under torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, it initialises torch.distributed:
     NCCL and Gloo on cuda:LOCAL_RANK, Gloo on a CPU. Where torch.distributed is initialised already it uses its
-    default group. In a plain single process it opens no socket.
+    default group. In a plain single process it opens no socket. Where srun or mpirun has started several processes
+    without these variables, it raises an error, unless `BAGUA_KERNELS_LAUNCHER` is "alone".
 
     Gloo takes the network interface that the hostname resolves to, or that GLOO_SOCKET_IFNAME names. Where
     MASTER_ADDR is a loopback address and GLOO_SOCKET_IFNAME is not set, loopback is used instead: for torch's default
@@ -63,7 +64,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         The communicator of all ranks.
 
     Raises:
-        ValueError: if the environment is incomplete, or the arguments contradict an earlier call.
+        ValueError: if the environment is incomplete or holds impossible values, or the arguments contradict an earlier
+            call.
         CollectiveTimeoutError: if not all ranks arrived in time; it names those that are missing.
         RankLostError: if a rank died on the way.
         CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another.
@@ -82,8 +84,14 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
             )
         return made
     seconds = knobs.TIMEOUT.get() if timeout is None else float(timeout)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"expected a finite number of seconds above zero, got {timeout=}")
+    if not knobs.LEAST_TIMEOUT <= seconds <= knobs.LONGEST_TIMEOUT:
+        raise ValueError(
+            f"expected a number of seconds from {knobs.LEAST_TIMEOUT:g} to {knobs.LONGEST_TIMEOUT:.7g}, got {timeout=}: pass a "
+            "limit that an operation can reach"
+        )
+    # Only some ranks read these later, when the others wait for them.
+    for knob in (knobs.HEARTBEAT, knobs.SECRET):
+        knob.get()
     if dist.is_initialized():
         try:
             _current = _World(over_torch(seconds, wanted, ""), made_group=False)
@@ -156,6 +164,9 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
         place = torch.device("cuda", launch.local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
+    for interface in filter(None, knobs.GLOO_SOCKET_IFNAME.get().split(",")):
+        # Gloo's own error reaches all ranks, and does not name the one that has it.
+        address_of(interface)
     host = loopback_of(launch.master_addr)
     since = time.monotonic()
     store = open_store(launch.master_addr, launch.master_port, launch.rank, timeout, launch.agent_store)

@@ -1,28 +1,44 @@
 """Predicts the step time of every algorithm for a model and a network.
 
-python -m bagua_kernels.algorithms.advise --model resnet50 --ranks 64 --bandwidth 10Gbps --latency 1ms [--plot FILE]
+python -m bagua_kernels.algorithms.advise --model resnet50 --ranks 64 --bandwidth 10Gbps --latency 1ms [--json] [--plot FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import math
+import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from bagua_kernels.algorithms.advise.models import MODELS
+from bagua_kernels.algorithms.policy.optimizer_fit import holds_back
 from bagua_kernels.algorithms.tuner.cost.facts import GPU, Job, Machine, Network
 from bagua_kernels.algorithms.tuner.cost.methods import CLASSES, Method, methods
 from bagua_kernels.algorithms.tuner.cost.predict import Prediction, predict
+from bagua_kernels.compression import from_spec
 
 _MOST_RANKS = 4096
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SHOWN = 8  # curves of a plot
+_DOES = {
+    "exact": "changes nothing",
+    "synchronous": "rounds alike on all ranks",
+    "any": "lets models differ between ranks",
+}
+_WIDEST = 10_000  # columns
+_STDOUT = Path("-")
+_KINDS = {"exact": "nothing", "synchronous": "rounding, alike on all ranks", "any": "models differ between ranks"}
 
 
 def bits_per_second(text: str) -> float:
@@ -56,26 +72,76 @@ def ranked(job: Job, machine: Machine, network: Network, exactness: str) -> list
     return sorted(found, key=lambda one: one.seconds)
 
 
+def loss(method: Method) -> str:
+    """What is known of a method's loss after as many steps as with exact means, in a few words."""
+    if method.exactness == "exact":
+        return "the same"
+    if method.exactness == "any":
+        return "measure it"
+    if method.low_rank or (method.codec and method.spec != "qadam" and holds_back(from_spec(method.codec))):
+        return "higher with Adam"
+    return "almost the same"
+
+
 def table(found: Sequence[Prediction], title: str) -> Table:
     """One row for each method."""
     grid = Table(title=title, title_justify="left")
-    for heading in ("method", "as", "changes"):
-        grid.add_column(heading)
+    grid.add_column("method", no_wrap=True)
+    # It is there to be copied, and no part of it may be left out.
+    grid.add_column("as", no_wrap=True, overflow="ignore")
+    for heading in ("changes", "loss"):
+        grid.add_column(heading, no_wrap=True)
     for heading in ("s a step", "DDP's", "MB sent", "s on the wire", "s of work"):
-        grid.add_column(heading, justify="right")
-    ddp = next((one.seconds for one in found if one.method.name == "DDP"), math.nan)
-    kinds = {"exact": "nothing", "synchronous": "rounding, alike on all ranks", "any": "models differ between ranks"}
+        grid.add_column(heading, justify="right", no_wrap=True)
+    ddp = _seconds_of_ddp(found)
     for one in found:
         figures = f"{one.seconds:.4g}", f"x {one.seconds / ddp:.3f}", f"{one.sent / 1e6:.4g}"
         grid.add_row(
             one.method.name,
             one.method.spec or "PyTorch",
-            kinds[one.method.exactness],
+            _KINDS[one.method.exactness],
+            loss(one.method),
             *figures,
             f"{one.wire:.4g}",
             f"{one.work:.4g}",
         )
     return grid
+
+
+def notes(found: Sequence[Prediction]) -> list[str]:
+    """What the order does not say: it knows nothing of the loss."""
+    lines = [
+        "The order is that of time alone: a faster step may need more of them. docs/trade-off.md says how losses were measured."
+    ]
+    for exactness in CLASSES:
+        best = next((one for one in found if one.method.exactness == exactness), None)
+        if best is not None:
+            lines.append(f"The fastest that {_DOES[exactness]}: {best.method.name}, {best.seconds:.4g} s a step.")
+    return lines
+
+
+def record(found: Sequence[Prediction], title: str) -> dict[str, Any]:
+    """The table as a value for JSON, in seconds and bytes."""
+    ddp = _seconds_of_ddp(found)
+    rows = [
+        {
+            "method": one.method.name,
+            "spec": one.method.spec,
+            "changes": one.method.exactness,
+            "loss": loss(one.method),
+            "seconds": one.seconds,
+            "of_ddp": one.seconds / ddp,
+            "bytes_sent": one.sent,
+            "seconds_on_the_wire": one.wire,
+            "seconds_of_work": one.work,
+        }
+        for one in found
+    ]
+    return {"title": title, "notes": notes(found), "methods": rows}
+
+
+def _seconds_of_ddp(found: Sequence[Prediction]) -> float:
+    return next(one.seconds for one in found if one.method.name == "DDP")
 
 
 def curves(
@@ -97,7 +163,7 @@ def plot(path: Path, job: Job, machine: Machine, network: Network, found: Sequen
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib: pip install matplotlib") from error
+        raise RuntimeError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from error
     chosen = [one.method for one in found[:_SHOWN]]
     chosen += [one.method for one in found if one.method.name == "DDP" and one.method not in chosen]
     ranks, times = curves(job, machine, network, chosen)
@@ -120,7 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser, options = _parse(arguments)
     try:
         return _advise(options)
-    except (ValueError, OSError) as error:
+    except BrokenPipeError:
+        # Who reads the table has seen enough; the interpreter would write the rest once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error))
 
 
@@ -139,9 +209,23 @@ def _advise(options: argparse.Namespace) -> int:
     where = f"{network.nodes} nodes of {network.per_node}, {network.bits_per_second / 1e9:g} Gbit/s, {1e3 * network.latency:g} ms"
     found = ranked(job, machine, network, options.exactness)
     title = f"{what}; {where}; {'machine of ' + str(options.profile) if options.profile else 'a GPU of 2017'}"
-    Console(width=max(Console().width, 150)).print(table(found, title))
+    # What can fail comes before what is printed.
     if options.plot:
         plot(options.plot, job, machine, network, found, title)
+    if options.json:
+        text = json.dumps(record(found, title), indent=1)
+        if options.json != _STDOUT:
+            options.json.write_text(text + "\n")
+    if options.json == _STDOUT:
+        print(text)
+        return 0
+    grid, screen = table(found, title), Console()
+    needed = Measurement.get(screen, screen.options.update(width=_WIDEST), grid).maximum
+    console = Console(width=max(screen.width, needed))
+    console.print(grid)
+    for line in notes(found):
+        print(line)
+    if options.plot:
         print(f"plot: {options.plot}")
     return 0
 
@@ -166,7 +250,17 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, ar
     parser.add_argument("--exactness", choices=CLASSES, default="any", help="the most that may change (default: any)")
     parser.add_argument("--profile", type=Path, help="a machine's facts; by default those of a GPU of 2017")
     parser.add_argument("--plot", type=Path, help="picture of step times by number of ranks, up to 4,096")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=_STDOUT,
+        metavar="FILE",
+        help="write JSON there; without FILE instead of the table",
+    )
     options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
     if (options.model is None) == (options.elements is None):
         parser.error("give either --model or --elements")
     if options.elements is not None and options.step is None:

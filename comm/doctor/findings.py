@@ -32,7 +32,8 @@ def diagnose(
     """
     found = list(_absent(world_size, sorted(missing)))
     for rule in _RULES:
-        found += rule(ranks)
+        if world_size > 1 or rule not in _BETWEEN:
+            found += rule(ranks)
     if measured is not None:
         for check in _CHECKS:
             found += check(ranks, measured)
@@ -257,6 +258,7 @@ def _liveness(_: Sequence[RankFacts], measured: Measurements) -> Iterator[Findin
 
 # Causes come before the failures that they may have led to.
 _RULES = (_wrong_interface, _elsewhere, _two_addresses, _subnets, _versions, _mtu, _threads, _backends, _failed)
+_BETWEEN = (_elsewhere, _two_addresses, _subnets)  # they ask where traffic goes, and one rank alone sends none
 _CHECKS = (_links, _stragglers, _clocks, _windows, _liveness)
 
 

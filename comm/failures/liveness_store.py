@@ -174,15 +174,20 @@ def connect(
     Returns:
         The running heartbeats, or None, on all ranks, if one of them could not connect: failures are then reported
         without the name of the rank at fault.
+
+    Raises:
+        ValueError: if this rank's `BAGUA_KERNELS_HEARTBEAT` cannot be used.
     """
     server: Host | None = None
     offer: dict[str, Any] = {}
+    # On all ranks and outside of the block below: a wrong setting is no store that cannot be opened.
+    heartbeat = knobs.HEARTBEAT.get()
     if rank == HOST:
         token = os.urandom(16).hex()
         try:
             server = Host(host or own_address(), secret.derive("liveness", token), size)
             # Ranks that beat at different rates would take one another for lost.
-            offer = {"address": server.address, "token": token, "heartbeat": knobs.HEARTBEAT.get()}
+            offer = {"address": server.address, "token": token, "heartbeat": heartbeat}
         except (OSError, ValueError) as error:
             offer = {"problem": str(error)}
     liveness, problem = None, ""

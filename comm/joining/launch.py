@@ -6,8 +6,29 @@ import contextlib
 import ipaddress
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from bagua_kernels import knobs
+
+# How many processes a launcher has started together, by the variable that it sets.
+_STEPS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+    "PMI_SIZE": "an MPI's launcher",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+}
+_ALLOCATIONS = ("SLURM_NTASKS", "SLURM_NPROCS")  # a batch script has them too, which runs once
+_NAMES = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+_OTHER_NAMES = {
+    "srun": " (RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID)",
+    "Open MPI's mpirun": " (RANK=$OMPI_COMM_WORLD_RANK, WORLD_SIZE=$OMPI_COMM_WORLD_SIZE, "
+    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK)",
+}
+_LARGEST_PORT = 65535
+_MOST_RANKS = 1_000_000  # more could not be awaited, nor listed where they are missing
 
 
 @dataclass(frozen=True)
@@ -34,10 +55,14 @@ class Launch:
     def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
         """Returns the values of the environment, or None if no launcher has set any.
 
+        Where only the variables of a Slurm allocation speak of several processes, it warns that this one is alone.
+
         Raises:
-            ValueError: if some of the variables are missing, or hold no sensible number.
+            ValueError: if some of the variables are missing, or hold no sensible value. Also if another launcher has
+                started several processes, unless `BAGUA_KERNELS_LAUNCHER` is "alone".
         """
         if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
+            _expect_alone(environment)
             return None
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
@@ -50,14 +75,86 @@ class Launch:
             try:
                 return int(environment[name])
             except ValueError:
-                raise ValueError(f"{name}={environment[name]!r} in the environment is no integer") from None
+                raise ValueError(
+                    f"{name}={environment[name][:60]!r} in the environment is no integer: set it to one, as torchrun does"
+                ) from None
 
         rank, world_size = number("RANK"), number("WORLD_SIZE")
         if not 0 <= rank < world_size:
-            raise ValueError(f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}")
+            raise ValueError(
+                f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}: start as many "
+                "processes as WORLD_SIZE says, and number them from 0"
+            )
+        if world_size > _MOST_RANKS:
+            raise ValueError(
+                f"expected WORLD_SIZE of at most {_MOST_RANKS}, got WORLD_SIZE={world_size}: set it to the number of processes"
+            )
         local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+        if local_rank < 0:
+            raise ValueError(
+                f"expected LOCAL_RANK of 0 or more, got LOCAL_RANK={local_rank}: number the processes of a host from 0"
+            )
+        port = number("MASTER_PORT")
+        # The system chooses a port in place of 0, which only the process itself then knows.
+        least = 0 if world_size == 1 else 1
+        if not least <= port <= _LARGEST_PORT:
+            raise ValueError(
+                f"expected MASTER_PORT from {least} to {_LARGEST_PORT}, got MASTER_PORT={port}: set it to a free port of "
+                "rank 0's host, the same on all ranks"
+            )
+        address = environment["MASTER_ADDR"]
+        if not _can_be_a_host(address):
+            raise ValueError(
+                f"expected a hostname or an IP address in MASTER_ADDR, got MASTER_ADDR={address[:60]!r}: give rank 0's "
+                "host alone, and the port in MASTER_PORT"
+            )
         agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], number("MASTER_PORT"), agent_store)
+        return cls(rank, world_size, local_rank, address, port, agent_store)
+
+
+def _expect_alone(environment: Mapping[str, str]) -> None:
+    """Refuses to be alone where another launcher has started several processes.
+
+    Each of them would train a model of its own, on all samples, and report success.
+    """
+    if knobs.LAUNCHER.get() == "alone":
+        return
+    alone = f"or set {knobs.LAUNCHER.variable}=alone if each process shall stay by itself"
+    for name, launcher in _STEPS.items():
+        if _is_several(environment.get(name, "")):
+            raise ValueError(
+                f"{name}={environment[name]} says that {launcher} started several processes, but RANK and WORLD_SIZE are "
+                f"not set: start one torchrun on each host, or set {_NAMES} for each process"
+                f"{_OTHER_NAMES.get(launcher, '')}, {alone}"
+            )
+    for name in _ALLOCATIONS:
+        if _is_several(environment.get(name, "")):
+            warnings.warn(
+                f"this process is alone, though {name}={environment[name]} speaks of several: RANK and WORLD_SIZE are not "
+                f"set. Start it by srun with torchrun on each host, {alone}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _is_several(text: str) -> bool:
+    return text.isdecimal() and int(text) > 1
+
+
+def _can_be_a_host(text: str) -> bool:
+    """Returns False for what no resolver can take, whatever it knows."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(text)
+        return True
+    # A colon outside of an IPv6 address is a port, a scheme or a bracket too many.
+    if any(sign.isspace() or sign in ":/[]@," for sign in text):
+        return False
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def loopback_of(address: str) -> str:

@@ -254,7 +254,16 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         command = parse(wanted)
         if given.reuse:
-            chosen = {name: value for name, value in reused(given.reuse).items() if not environment.get(name)}
+            try:
+                read = reused(given.reuse)
+            except choice.ProbeError as error:
+                # Without it the job would run for long with other settings than those that were asked for.
+                print(f"tune: the job is not started: {error}", file=sys.stderr)
+                return 1
+            chosen = {name: value for name, value in read.items() if not environment.get(name)}
+        elif given.json and not os.access(given.json if given.json.exists() else given.json.parent, os.W_OK):
+            print(f"tune: --json {given.json} cannot be written: name a file in a folder that exists", file=sys.stderr)
+            return 2
         elif command.unsuitable:
             print(f"tune: nothing is measured: {command.unsuitable}", file=sys.stderr)
         else:

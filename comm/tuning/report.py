@@ -69,4 +69,7 @@ def reused(file: Path) -> dict[str, str]:
         chosen = json.loads(file.read_text())["variables"]
         return {name: str(value) for name, value in chosen.items() if name in NAMES}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProbeError(f"--reuse {file}: expected what --json has written, got {error}") from error
+        raise ProbeError(
+            f"--reuse {file}: expected what --json has written, got {type(error).__name__}: {error}; name such a file, or leave "
+            "--reuse out"
+        ) from error

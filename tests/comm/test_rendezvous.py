@@ -29,7 +29,14 @@ from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 from tests import limits
 
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-VARIABLES = (*ENVIRONMENT, "LOCAL_RANK")
+LAUNCHERS = (
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "JSM_NAMESPACE_SIZE",
+)
+VARIABLES = (*ENVIRONMENT, "LOCAL_RANK", *LAUNCHERS, "SLURM_NTASKS", "SLURM_NPROCS")
 
 
 @pytest.fixture
@@ -61,6 +68,99 @@ def test_launch_refuses_half_an_environment(change: dict[str, str], text: str) -
     """The error names what is missing."""
     with pytest.raises(ValueError, match=text):
         Launch.read({**ENVIRONMENT, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MASTER_PORT": "70000"}, "from 1 to 65535, got MASTER_PORT=70000"),
+        ({"MASTER_PORT": "0"}, "from 1 to 65535, got MASTER_PORT=0"),
+        ({"LOCAL_RANK": "-1"}, "got LOCAL_RANK=-1"),
+        ({"WORLD_SIZE": "99999999999"}, "got WORLD_SIZE=99999999999"),
+        ({"MASTER_ADDR": "127.0.0.1:29500"}, "got MASTER_ADDR='127.0.0.1:29500'"),
+        ({"MASTER_ADDR": "tcp://host"}, "got MASTER_ADDR="),
+        ({"MASTER_ADDR": "a b"}, "got MASTER_ADDR="),
+        ({"MASTER_ADDR": "x" * 70}, "got MASTER_ADDR="),
+    ],
+)
+def test_launch_refuses_what_cannot_be(change: dict[str, str], text: str) -> None:
+    """No socket is needed to see that these values lead nowhere."""
+    with pytest.raises(ValueError, match=text):
+        Launch.read({**ENVIRONMENT, **change})
+
+
+def test_launch_takes_what_can_be() -> None:
+    """Any address, and for one process any port that is free."""
+    for address in ("::1", "fe80::1%eth0", "host-1.example.org", "under_score", "host.", "bücher"):
+        found = Launch.read({**ENVIRONMENT, "MASTER_ADDR": address})
+        assert found is not None
+        assert found.master_addr == address
+    assert Launch.read({**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}) is not None
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_another_launcher_leaves_no_process_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train a model of its own, and say nothing."""
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=rf"{name}=2 .* RANK and WORLD_SIZE are not set: .*LAUNCHER=alone"):
+        comm.init()
+    assert not comm.is_initialized()
+    monkeypatch.setenv("BAGUA_KERNELS_LAUNCHER", "alone")
+    assert comm.init().size == 1
+    comm.shutdown()
+    monkeypatch.delenv("BAGUA_KERNELS_LAUNCHER")
+    monkeypatch.setenv(name, "1")
+    assert comm.init().size == 1
+    comm.shutdown()
+    monkeypatch.setenv(name, "2")
+    assert Launch.read({**ENVIRONMENT, name: "2"}) is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_allocation_of_several_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script has these variables too, and may well train alone."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NPROCS", "4")
+    with pytest.warns(RuntimeWarning, match="SLURM_NTASKS=4") as told:
+        comm.init()
+    assert comm.init().size == 1
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    comm.shutdown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv("BAGUA_KERNELS_LAUNCHER", "alone")
+        comm.init()
+    comm.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("timeout", [0.0, 1e10, float("inf"), float("nan")])
+def test_timeouts_that_no_clock_takes(timeout: float) -> None:
+    """They are refused before anything is opened."""
+    with pytest.raises(ValueError, match="expected a number of seconds from"):
+        comm.init(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("BAGUA_KERNELS_HEARTBEAT", "x"),
+        ("BAGUA_KERNELS_SECRET", "short"),
+        ("GLOO_SOCKET_IFNAME", "lo,nope"),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_setting_that_others_wait_for_is_read_first(
+    name: str, text: str, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that has it says so before it opens the store, whichever it is."""
+    for key, value in {**ENVIRONMENT, "RANK": rank, name: text}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(rendezvous, "open_store", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(ValueError, match=name):
+        comm.init(timeout=5.0)
 
 
 @pytest.mark.usefixtures("alone")

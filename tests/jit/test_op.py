@@ -148,8 +148,12 @@ class TestKnobs:
         ("variable", "text", "message"),
         [
             ("BAGUA_KERNELS_BACKEND", "cuda", "expected one of auto, triton, numba_cuda, numba_cpu, numpy"),
-            ("BAGUA_KERNELS_TIMEOUT", "0", "above zero"),
-            ("BAGUA_KERNELS_TIMEOUT", "soon", "could not convert"),
+            ("BAGUA_KERNELS_TIMEOUT", "0", "from 0.001 to"),
+            ("BAGUA_KERNELS_TIMEOUT", "soon", "expected a number of seconds"),
+            ("BAGUA_KERNELS_TIMEOUT", "1e10", "to 1000000"),
+            ("BAGUA_KERNELS_HEARTBEAT", "1e-9", "from 0.01 to 600"),
+            ("BAGUA_KERNELS_SOCKETS", "1000000", "at most 64"),
+            ("BAGUA_KERNELS_LAUNCHER", "slurm", "expected auto or alone"),
             ("TRITON_INTERPRET", "maybe", "expected 1 or 0"),
         ],
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from pathlib import Path
 
@@ -22,6 +24,53 @@ def test_a_table_of_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(method.name in text for method in methods())
     assert "64 nodes of 1, 10 Gbit/s, 1 ms" in text
     assert "25,502,912 parameters" in text
+
+
+def test_what_is_to_be_copied_is_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the output has the width of no screen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command.main(["--model", "resnet50", *NETWORK])
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) == len(methods())
+    assert all(any(f" {method.spec} " in row for row in rows) for method in methods())
+
+
+def test_the_order_is_said_to_be_that_of_time(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--model", "resnet50", *NETWORK])
+    text = capsys.readouterr().out
+    assert "order is that of time alone" in text
+    assert "The fastest that changes nothing: GradientAllReduce" in text
+    words = {method.name: command.loss(method) for method in methods()}
+    assert words["DDP"] == words["GradientAllReduce"] == "the same"
+    assert words["TopK 1 %"] == words["PowerSGD 1"] == words["SignSGD"] == "higher with Adam"
+    assert words["ByteGrad"] == words["4 bits"] == words["QAdam 1-bit"] == words["DDP fp16"] == "almost the same"
+    assert words["LocalSGD 16"] == "measure it"
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the standard output alone, or to a file beside the table."""
+    assert command.main(["--model", "resnet50", *NETWORK, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {row["method"] for row in printed["methods"]} == {method.name for method in methods()}
+    times = [row["seconds"] for row in printed["methods"]]
+    assert times == sorted(times)
+    assert next(row for row in printed["methods"] if row["method"] == "DDP")["of_ddp"] == 1.0
+    path = tmp_path / "advice.json"
+    assert command.main(["--model", "resnet50", *NETWORK, "--json", str(path)]) == 0
+    assert "s a step" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == printed
+
+
+def test_a_plot_that_cannot_be_drawn_is_told_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "ranked", lambda *_: pytest.fail("it computed first"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--model", "vgg16", *NETWORK, "--plot", str(tmp_path / "plot.png")])
+    assert ended.value.code == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_only_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,13 @@ def test_healthy(ranks: list[RankFacts], measurements: Measurements | None) -> N
     assert diagnose(len(ranks), ranks, measurements) == ()
 
 
+def test_a_rank_alone_has_no_way_to_others() -> None:
+    """Nothing is sent, so that nothing goes over the wrong interface; with a rank that has not come it would."""
+    ranks = [facts(0, sockets="192.168.7.2", listening=("127.0.0.1",))]
+    assert diagnose(1, ranks) == ()
+    assert len([one for one in diagnose(2, ranks, None, [1]) if one.level == "warning"]) == 2
+
+
 def test_missing_ranks_and_order() -> None:
     """A rank that did not come is an error, and errors come first."""
     ranks = hosts(3, odd=1, versions={**facts(1).versions, "numba": "0.60"})

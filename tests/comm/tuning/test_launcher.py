@@ -324,6 +324,33 @@ def test_reuse(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune_launcher.main(["--", "mpirun", "x"], {}) == 2
 
 
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"variables": [1]}'])
+def test_a_file_that_is_not_found_starts_no_job(
+    text: str | None, job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(os, "execvpe", lambda *command: started.append(command))
+    path = job / "missing.json"
+    if text is not None:
+        path.write_text(text)
+    words = ["--reuse", str(path), "--", "torchrun", "--nproc-per-node", "2", "script.py"]
+    assert tune_launcher.main(words, {}) == 1
+    said = capsys.readouterr().err
+    assert "the job is not started" in said
+    assert "missing.json" in said
+    assert not started
+
+
+def test_a_report_that_cannot_be_written_is_told_before(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune_launcher, "search", lambda *_: pytest.fail("it measured first"))
+    path = job / "nowhere" / "found.json"
+    words = ["--json", str(path), "--", "torchrun", "--nproc-per-node", "2", "script.py"]
+    assert tune_launcher.main(words, {}) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_job_gets_what_was_measured(job: Path) -> None:
     words = ["--budget", "1", "--sizes", "64K", "--json", "found.json", "--", sys.executable]
