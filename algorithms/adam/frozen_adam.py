@@ -126,6 +126,14 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             "root_bias2": root,
         }
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True: its step looks at what the scaler found, which a hook does not change."""
+        return True
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None: ...
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient, and then maybe freezes v.
 

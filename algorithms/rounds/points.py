@@ -25,7 +25,12 @@ class Points:
     A `GradScaler` leaves out the step of an optimizer of PyTorch if a gradient overflowed on this rank. Its scale shrinks
     then. With `scaler` given, the next forward pass counts the step that was left out. Optimizers of this package are
     called in any case, and count by themselves.
+
+    Attributes:
+        counts_left_out: True, by which optimizers of this package know that steps that are left out are for these hooks, too.
     """
+
+    counts_left_out = True
 
     def __init__(
         self,

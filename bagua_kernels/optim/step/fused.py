@@ -22,6 +22,7 @@ from bagua_kernels.optim.step.scalars import Scalars
 from bagua_kernels.optim.step.starts import Starts
 from bagua_kernels.optim.step.states import States
 from bagua_kernels.optim.step.update import CannotFuseError
+from bagua_kernels.optim.step.watched import is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ class Fused(States):
     """
 
     _fuses = True
-    # Asks GradScaler for its scale and its verdict, so that it does not write unscaled gradients in a pass of its own.
-    _step_supports_amp_scaling = True
     _launches: Launches | None = None
     _clipping: Tensor | None = None
     _encoded: Encoded | None = None
@@ -55,6 +54,23 @@ class Fused(States):
         for device in {p.device for group in self.param_groups for p in group["params"]}:
             if device.type in ("cpu", "cuda"):
                 multitensor.load_backend(device)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True to be asked by `GradScaler` for its verdict, so that it does not write unscaled gradients in a pass of its own.
+
+        It then calls `step` in any case. Where others watch steps, and PyTorch's optimizer would not be called for a step that is
+        left out, this is False: the scaler divides the gradients, and decides.
+        """
+        if any(group.get("fused") or group.get("capturable") for group in self.param_groups):
+            return True
+        # Gradients in float16 are what a scaler refuses to divide.
+        half = any(p.dtype == torch.float16 for group in self.param_groups for p in group["params"])
+        return half or not is_watched(self)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None:
+        """Does nothing: constructors of PyTorch set it for `fused=True`, which is in the groups."""
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
