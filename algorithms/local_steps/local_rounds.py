@@ -39,6 +39,8 @@ class LocalRounds(RoundAlgorithm):
     """
 
     due = "forward"
+    # Steps that are left out do not count here.
+    cure_of_lateness = "ranks with fewer batches train within join()"
     # Residuals and two passes take several collectives.
     several = True
     fragments = 1

@@ -87,6 +87,7 @@ class QuorumRounds(LocalRounds):
         gathered = [exchange for exchange in exchanges if isinstance(exchange, GatheredMean)]
         parts = [kind_of(bucket).part for bucket in self.flat.buckets]
         self._merges = QuorumMerges(mailbox, self.quorum, self.grace, gathered, parts)
+        self._merges.courier.end_with(self)
         self._merges.courier.start()
 
     def post(self, bucket: Bucket, turn: int) -> None:
@@ -160,6 +161,23 @@ class QuorumRounds(LocalRounds):
         # Communicators of all ranks have failed.
         self._means += 1
         group_mean(self.mailbox, self._left, vector, _MEANS + 2 * self._means)
+
+    def give_first(self, data: torch.Tensor) -> None:
+        """See `ModelAlgorithm.give_first`: the first of those that are left."""
+        if self._merges is None or len(self._left) == self._communicator.size:
+            super().give_first(data)
+            return
+        # Only means are at hand. Those of bytes and zeros, times the number of ranks, are whole numbers again but for rounding.
+        values = (
+            data.double() if self._communicator.rank == min(self._left) else torch.zeros_like(data, dtype=torch.float64)
+        )
+        self.mean_of_ranks(values)
+        data.copy_(values.mul_(len(self._left)).round_())
+
+    @property
+    def follows_letters(self) -> bool:
+        """See `RoundAlgorithm.follows_letters`; the letters of a quorum are others."""
+        return self.quorum is None
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:

@@ -1,56 +1,164 @@
-"""Letters with which ranks follow each other's rounds while they have different numbers of batches."""
+"""Letters with which ranks follow each other's rounds, where they may have taken different numbers of steps."""
 
 from __future__ import annotations
 
 import struct
-import time
+from collections import deque
+from dataclasses import dataclass, field
 
 from bagua_kernels.comm import Mailbox
-from bagua_kernels.errors import CollectiveTimeoutError, RankLostError
+from bagua_kernels.errors import CollectiveTimeoutError, MismatchError, RankLostError
 
-_LETTER = struct.Struct("<BQ")  # its kind, and a number of steps
-TAKES_PART, IS_THROUGH = 0, 1
+_LETTER = struct.Struct("<BQQ")  # its kind, a number of steps, a number of rounds; then the name of a call
+_ROUND, _CALL = 0, 1
+_SECONDS = 0.25  # between two looks at lost ranks
 
 
-def tell(mailbox: Mailbox, kind: int, steps: int) -> None:
-    """Sends a letter to all other ranks.
+@dataclass
+class _Peer:
+    """What is known of another rank.
 
-    Args:
-        mailbox: carries it.
-        kind: `TAKES_PART` in the round after the steps, or `IS_THROUGH`.
-        steps: number of steps that this rank has taken.
+    Attributes:
+        steps: that it has taken, or takes part in.
+        rounds: that it has begun.
+        calls: at which it has arrived.
+        call: the name of the last one.
+        later: letters that it has sent after a call at which this rank still is.
     """
-    letter = _LETTER.pack(kind, steps)
-    for peer in range(mailbox.size):
-        if peer != mailbox.rank:
-            mailbox.post(peer, letter)
+
+    steps: int = 0
+    rounds: int = 0
+    calls: int = 0
+    call: str = ""
+    later: deque[bytes] = field(default_factory=deque)
 
 
-def hear(mailbox: Mailbox, left: set[int]) -> tuple[int, int, int]:
-    """Returns the next letter's sender, kind and number of steps.
+class Letters:
+    """Tells other ranks of rounds that this one has begun, and hears of theirs; and lets all ranks meet at a call.
 
-    Args:
-        mailbox: brings it.
-        left: ranks that are not through.
-
-    Raises:
-        RankLostError: one of them was lost.
-        CollectiveTimeoutError: nothing came within the mailbox's timeout.
+    A letter that came before a rank's arrival at a call belongs to what lies before the call, and one that came after it to
+    what follows.
     """
-    deadline = time.monotonic() + mailbox.timeout
-    while True:
-        found = mailbox.take(0.25)
-        if found is not None:
-            peer, letter = found
-            return peer, *_LETTER.unpack(letter)
-        lost = mailbox.lost()
-        if gone := sorted(left & set(lost)):
-            raise RankLostError(
-                f"{'; '.join(f'rank {rank} was lost ({lost[rank]})' for rank in gone)} during join()", gone
-            )
-        if time.monotonic() > deadline:
-            raise CollectiveTimeoutError(
-                f"in join() ranks {sorted(left)} told nothing for {mailbox.timeout:g} s: let them enter join(), or "
-                "raise timeout=",
-                sorted(left),
-            )
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        """Begins with ranks that have taken no steps.
+
+        Args:
+            mailbox: carries the letters, and no others.
+        """
+        self._mailbox = mailbox
+        self._peers = {rank: _Peer() for rank in range(mailbox.size) if rank != mailbox.rank}
+        self._calls = 0
+        self._at = ""
+
+    def tell(self, steps: int, rounds: int) -> None:
+        """Tells all other ranks that this one has begun a round, and forgets no letter that has come meanwhile.
+
+        Args:
+            steps: with which the round is over.
+            rounds: that this rank has begun.
+        """
+        self._send(_ROUND, steps, rounds, "")
+        # Read now, letters do not pile up until the next call.
+        self._read(0.0)
+
+    def arrive(self, call: str, steps: int, rounds: int) -> None:
+        """Tells all other ranks that this one has come to a call, and that it begins no more rounds by itself.
+
+        Args:
+            call: its name, the same on all ranks.
+            steps: that this rank has taken.
+            rounds: that it has begun.
+        """
+        self._calls, self._at = self._calls + 1, call
+        self._send(_CALL, steps, rounds, call)
+
+    def wait_for_more(self, steps: int, rounds: int) -> tuple[int, int] | None:
+        """Waits until another rank is ahead, or until all have come to the call.
+
+        Args:
+            steps: that this rank has taken.
+            rounds: that it has begun.
+
+        Returns:
+            The most steps and rounds of another rank; None if all are at the call, and nobody is ahead.
+
+        Raises:
+            MismatchError: another rank has come to another call.
+            RankLostError: a rank was lost that has not come.
+            CollectiveTimeoutError: nothing came within the mailbox's timeout.
+        """
+        clock = self._mailbox.clock
+        deadline = clock.now() + self._mailbox.timeout
+        while True:
+            self._check_calls()
+            most_steps = max(peer.steps for peer in self._peers.values())
+            most_rounds = max(peer.rounds for peer in self._peers.values())
+            if most_steps > steps or most_rounds > rounds:
+                return most_steps, most_rounds
+            left = sorted(rank for rank, peer in self._peers.items() if peer.calls < self._calls)
+            if not left:
+                return None
+            if self._read(_SECONDS):
+                deadline = clock.now() + self._mailbox.timeout
+                continue
+            lost = self._mailbox.lost()
+            if gone := [rank for rank in left if rank in lost]:
+                text = "; ".join(f"rank {rank} was lost ({lost[rank]})" for rank in gone)
+                raise RankLostError(f"{text} during {self._at}", gone)
+            if clock.now() > deadline:
+                raise CollectiveTimeoutError(
+                    f"rank {self._mailbox.rank} is in {self._at}, and {_named(left)}, from where nothing came for "
+                    f"{self._mailbox.timeout:g} s: call it on all ranks, or raise timeout=",
+                    left,
+                )
+
+    def leave(self) -> None:
+        """Ends the call: what other ranks have sent since they went on counts from now on."""
+        for peer in self._peers.values():
+            # What they have told so far is settled: steps may be fewer after a checkpoint was loaded.
+            peer.steps = peer.rounds = 0
+            later, peer.later = peer.later, deque()
+            for letter in later:
+                self._take(peer, letter)
+        self._at = ""
+
+    def _check_calls(self) -> None:
+        for rank, peer in self._peers.items():
+            if peer.calls == self._calls and peer.call != self._at:
+                raise MismatchError(
+                    f"rank {self._mailbox.rank} is in {self._at}, rank {rank} in {peer.call}: call the same on all ranks",
+                    sorted({self._mailbox.rank, rank}),
+                )
+
+    def _send(self, kind: int, steps: int, rounds: int, call: str) -> None:
+        letter = _LETTER.pack(kind, steps, rounds) + call.encode()
+        for rank in self._peers:
+            self._mailbox.post(rank, letter)
+
+    def _read(self, seconds: float) -> bool:
+        """Takes all letters that are there; waits for the first one. Returns False if there was none."""
+        found = self._mailbox.take(seconds)
+        if found is None:
+            return False
+        while found is not None:
+            sender, letter = found
+            peer = self._peers[sender]
+            # A rank that is at this call, or has gone on from it.
+            if self._at and peer.calls >= self._calls:
+                peer.later.append(letter)
+            else:
+                self._take(peer, letter)
+            found = self._mailbox.take(0.0)
+        return True
+
+    def _take(self, peer: _Peer, letter: bytes) -> None:
+        kind, steps, rounds = _LETTER.unpack_from(letter)
+        peer.steps, peer.rounds = max(peer.steps, steps), max(peer.rounds, rounds)
+        if kind == _CALL:
+            peer.calls += 1
+            peer.call = letter[_LETTER.size :].decode()
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} trains" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} train"

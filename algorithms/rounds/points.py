@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bagua_kernels.algorithms.rounds.scaled_steps import ScaledSteps, watch
+
 
 class Listener(Protocol):
     """What is called at the points."""
@@ -20,14 +22,16 @@ class Listener(Protocol):
 class Points:
     """Calls a listener before each forward pass of a module, and before and after each step of an optimizer.
 
-    A forward pass inside a step, as `LBFGS` makes them in its closure, is no point. The hooks hold the listener weakly.
+    A forward pass inside a step, as `LBFGS` makes them in its closure, is no point. The hooks hold the listener weakly. Those
+    of a copy of the module call nobody.
 
-    A `GradScaler` leaves out the step of an optimizer of PyTorch if a gradient overflowed on this rank. Its scale shrinks
-    then. With `scaler` given, the next forward pass counts the step that was left out. Optimizers of this package are
-    called in any case, and count by themselves.
+    A `GradScaler` leaves out the step of an optimizer of PyTorch if a gradient overflowed on this rank. With `scaler` given,
+    such a step is counted as one that changed nothing, at once. Optimizers of this package are called in any case.
 
     Attributes:
         counts_left_out: True, by which optimizers of this package know that steps that are left out are for these hooks, too.
+        optimizer: whose steps are points.
+        taken: the number of its steps so far.
     """
 
     counts_left_out = True
@@ -41,43 +45,34 @@ class Points:
     ) -> None:
         """Registers the hooks."""
         self._listener: Callable[[], Listener | None] = weakref.ref(listener)
-        self._scaler = scaler
-        self._scale = self._read_scale()
-        self._counted = False
+        self.optimizer = optimizer
+        self.taken = 0
         self._stepping = False
+        self._scaled: ScaledSteps | None = None if scaler is None else watch(scaler, self)
         self._hooks: list[Any] = [
             module.register_forward_pre_hook(self._before_forward),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles of the module have in its place."""
+        return _of_nobody, ()
+
     def close(self) -> None:
         """Removes the hooks; again is harmless."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._scaled is not None:
+            self._scaled.remove(self)
+            self._scaled = None
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # messages cannot be traced
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         listener = self._listener()
-        if listener is None or self._stepping:
-            return
-        training = module.training and torch.is_grad_enabled()
-        if training:
-            self._count_skipped(listener)
-        listener.at_forward(training)
-
-    def _count_skipped(self, listener: Listener) -> None:
-        scale, before = self._read_scale(), self._scale
-        if scale < before and not self._counted:
-            listener.at_step_begin()
-            listener.at_step_end()
-        # The scale is that of the passes from now on.
-        self._scale, self._counted = scale, False
-
-    def _read_scale(self) -> float:
-        # waits: once a forward pass, where a scaler may have left out the step before.
-        return 0.0 if self._scaler is None or not self._scaler.is_enabled() else float(self._scaler.get_scale())
+        if listener is not None and not self._stepping:
+            listener.at_forward(module.training and torch.is_grad_enabled())
 
     def _before_step(self, *_: Any) -> None:
         listener = self._listener()
@@ -90,9 +85,27 @@ class Points:
     def _after_step(self, *_: Any) -> None:
         listener = self._listener()
         self._stepping = False
+        self.taken += 1
         if listener is not None:
-            self._counted = True
             listener.at_step_end()
+
+    def left_out(self) -> None:
+        """See `StepWatch.left_out`."""
+        listener = self._listener()
+        if listener is not None:
+            listener.at_step_begin()
+            listener.at_step_end()
+
+
+def _of_nobody() -> Points:
+    """Returns the points of a copy of a module, whose hooks call nobody."""
+    points = Points.__new__(Points)
+    points._listener, points._stepping = _nobody, False
+    return points
+
+
+def _nobody() -> None:
+    """The listener of a copy's points."""
 
 
 def is_left_out(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,13 +15,16 @@ import torch
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
-from bagua_kernels.algorithms.rounds.letters import IS_THROUGH, TAKES_PART, hear, tell
+from bagua_kernels.algorithms.rounds.letters import Letters
 from bagua_kernels.algorithms.rounds.mixing import Mixer
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
+from bagua_kernels.errors import CollectiveTimeoutError, follow_up
 
 _IN_FLIGHT = 2
+_ANY_STEPS = 1 << 63
+_PATIENCE = 0.25  # seconds of waiting for a round after which others are told of it
 
 
 class RoundOptions(ModelOptions, total=False):
@@ -44,12 +47,14 @@ class RoundAlgorithm(ModelAlgorithm):
             they begin after the optimizer's step and end before the next round, beside all that lies between.
         interval: the number of steps for which there is one round.
         delay: with "forward", the number of optimizer's steps that come before results are put in place.
+        cure_of_lateness: what errors say of a rank that did not come to a round.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
         rounds_begun: the number of rounds that have begun since the module was wrapped.
-        is_through: True while this rank takes part in others' rounds at the end of `join`, without steps of its own.
+        is_through: True while this rank takes part in others' rounds without steps of its own, at a call to which all come.
     """
 
     due: ClassVar[Literal["forward", "step", "round"]] = "forward"
+    cure_of_lateness = "a rank that leaves out a step gives scaler= or calls skip_step(), and one with fewer batches trains within join()"
     several = False
     delay = 0
 
@@ -81,6 +86,8 @@ class RoundAlgorithm(ModelAlgorithm):
         self._under_way = False
         self._turn = 0
         self.rounds_begun = 0
+        self._rounds_known = 0  # the number of the last round that began, plus 1
+        self._letters: Letters | None = None
         self._until = 0  # the number of steps with which what is under way is due
         self._joining = False
         self.is_through = False
@@ -128,6 +135,7 @@ class RoundAlgorithm(ModelAlgorithm):
     def open(self, mailbox: Mailbox) -> None:
         """See `ModelAlgorithm.open`."""
         self._runtime = Runtime(self._communicator.device, _IN_FLIGHT, 1)
+        self._letters = Letters(mailbox) if mailbox.size > 1 else None
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""
@@ -181,10 +189,11 @@ class RoundAlgorithm(ModelAlgorithm):
             return
         self.flat.check()
         self._check_untrained()
-        if self._joining:
-            tell(self.mailbox, TAKES_PART, self._steps)
         self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
+        self._rounds_known = turn + 1
         self.rounds_begun += 1
+        if self._joining:
+            self._tell()
         with self._failing(), torch.no_grad():
             for bucket in self.buckets_of(turn):
                 steps = self.exchange(bucket, self._turn)
@@ -202,14 +211,34 @@ class RoundAlgorithm(ModelAlgorithm):
         with self._failing(), torch.no_grad():
             self.flat.check()
             for bucket, task in tasks:
-                begin = time.perf_counter()
-                # Each exchange is bounded by the mailbox's timeout.
-                task.done.wait()
-                self._wait_seconds += time.perf_counter() - begin
-                task.check()
+                self._wait_for(task)
+                try:
+                    task.check()
+                except CollectiveTimeoutError as error:
+                    raise follow_up(error, f"{error}; {self.cure_of_lateness}") from error
                 # The buckets that follow are on their way meanwhile.
                 self.merge(bucket, self._turn)
         self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
+
+    def _wait_for(self, task: Task) -> None:
+        """Waits for an exchange, which the mailbox's timeout bounds."""
+        begin = time.perf_counter()
+        if not task.done.wait(_PATIENCE):
+            # A rank that is at a call already, with fewer steps, hears of the round in no other way.
+            if not self.is_through:
+                self._tell()
+            task.done.wait()
+        self._wait_seconds += time.perf_counter() - begin
+
+    def _tell(self) -> None:
+        """Tells all other ranks of the round under way."""
+        if self._letters is not None and self.follows_letters:
+            self._letters.tell(self._steps + 1, self._rounds_known)
+
+    @property
+    def follows_letters(self) -> bool:
+        """True if ranks wait for one another in each round."""
+        return True
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -231,32 +260,62 @@ class RoundAlgorithm(ModelAlgorithm):
         self._joining = True
         try:
             yield
-            self.is_through = True
-            self._finish_join()
-        finally:
-            self._joining = self.is_through = False
-
-    def _finish_join(self) -> None:
-        # A round that began and has no step yet belongs to the step that is left out here.
-        if self.due == "step" and self._under_way:
-            self.skip_step()
-        tell(self.mailbox, IS_THROUGH, self._steps)
-        steps = dict.fromkeys(range(self._communicator.size), 0)
-        left = set(steps) - {self._communicator.rank}
-        while True:
-            # A round is under way elsewhere if a rank has told of it, or its own steps lie behind ours.
-            while left and max(steps.values()) <= self._steps:
-                peer, kind, count = hear(self.mailbox, left)
-                steps[peer] = max(steps[peer], count + (kind == TAKES_PART))
-                if kind == IS_THROUGH:
-                    left.discard(peer)
-            if max(steps.values()) <= self._steps:
-                break
-            # No letter: those who are through hear of the rounds of ranks that train.
-            self._joining = False
-            while self._steps < max(steps.values()):
+            # A round that began and has no step yet belongs to the step that is left out here.
+            if self.due == "step" and self._under_way:
                 self.skip_step()
-        self.wait()
+            self._meet("the end of join()", equal_steps=True)
+            self.wait()
+        finally:
+            self._joining = False
+
+    def _meet(self, call: str, equal_steps: bool = False) -> None:
+        """Takes part in the rounds that other ranks have begun, until all ranks have come to a call.
+
+        Ranks may have different numbers of steps, such as where one has left some out.
+
+        Args:
+            call: its name.
+            equal_steps: True to count all steps that others have taken, and not only those that have a round.
+        """
+        if self._letters is None or not self.follows_letters:
+            return
+        self._check_failure()
+        letters, joining = self._letters, self._joining
+        with self._failing():
+            letters.arrive(call, self._steps, self._rounds_known)
+        # Those who are at the call hear of rounds of ranks that train, and of no others.
+        self._joining, self.is_through = False, True
+        try:
+            while True:
+                with self._failing():
+                    known = self._steps if equal_steps else _ANY_STEPS
+                    ahead = letters.wait_for_more(known, self._rounds_known)
+                if ahead is None:
+                    break
+                steps, rounds = ahead
+                while self._rounds_known < rounds or (equal_steps and self._steps < steps):
+                    self.skip_step()
+            letters.leave()
+        finally:
+            self._joining, self.is_through = joining, False
+
+    def _in_place(self, call: str) -> bool:
+        """See `ModelAlgorithm._in_place`; takes part in the rounds of ranks that have taken more steps."""
+        if not self._closed:
+            self._meet(call)
+        return super()._in_place(call)
+
+    def close(self) -> None:
+        """See `Algorithm.close`; takes part in the rounds of ranks that have taken more steps."""
+        if not self._closed and self._failure is None:
+            self._meet("close()")
+        super().close()
+
+    def _take_steps(self, steps: int) -> None:
+        """See `Algorithm._take_steps`."""
+        super()._take_steps(steps)
+        before = (self.turn_at(step) for step in range(steps - 1, -1, -1))
+        self._rounds_known = next((turn + 1 for turn in before if turn is not None), 0)
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
