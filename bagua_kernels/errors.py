@@ -77,3 +77,8 @@ def follow_up(error: BaseException, text: str) -> RuntimeError:
     if isinstance(error, _WithRanks):
         return type(error)(text, error.ranks)
     return CommunicationError(text) if isinstance(error, CommunicationError) else RuntimeError(text)
+
+
+def culprits_of(error: BaseException | None) -> tuple[int, ...]:
+    """Returns the ranks that an error names as lost or late; none for other errors, where nobody is to blame."""
+    return error.ranks if isinstance(error, RankLostError | CollectiveTimeoutError) else ()

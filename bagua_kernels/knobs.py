@@ -149,7 +149,7 @@ BACKEND: Knob[str] = Knob(
     "Kernel backend: triton, numba_cuda, numba_cpu or numpy; auto takes Triton for CUDA tensors and Numba for CPU tensors.",
 )
 TIMEOUT: Knob[float] = Knob(
-    "BAGUA_KERNELS_TIMEOUT", 300.0, _seconds, "Seconds after which a collective that does not finish raises an error."
+    "BAGUA_KERNELS_TIMEOUT", 300.0, _seconds, "Seconds without progress after which a collective raises an error."
 )
 HEARTBEAT: Knob[float] = Knob(
     "BAGUA_KERNELS_HEARTBEAT",

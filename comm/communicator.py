@@ -9,11 +9,26 @@ from typing import Any
 
 import torch
 
+from bagua_kernels import knobs
 from bagua_kernels.comm.collectives import Collectives
 from bagua_kernels.comm.joining.seal import HEADER, Seal, Sealing, pack, room
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.work import CLOSED
 from bagua_kernels.errors import CommunicationError
+
+
+def checked_timeout(seconds: float) -> float:
+    """Returns a timeout that every backend can keep.
+
+    Raises:
+        ValueError: if it is outside of the range of `BAGUA_KERNELS_TIMEOUT`.
+    """
+    if not knobs.LEAST_TIMEOUT <= seconds <= knobs.LONGEST_TIMEOUT:
+        raise ValueError(
+            f"expected a timeout from {knobs.LEAST_TIMEOUT:g} to {knobs.LONGEST_TIMEOUT:.7g} s, got {seconds!r}: pass a limit "
+            "that an operation can reach"
+        )
+    return float(seconds)
 
 
 class Communicator(Collectives):
@@ -34,7 +49,7 @@ class Communicator(Collectives):
         rank: this process's number, from 0.
         size: the number of ranks.
         device: where the tensors must be.
-        timeout: seconds after which an operation that does not finish raises an error.
+        timeout: seconds after which an operation of which nothing moves raises an error.
         bytes_sent: payload bytes that this rank has put on the wire by the algorithms that the backend uses; protocol
             headers are not counted.
     """
@@ -147,8 +162,12 @@ class Communicator(Collectives):
         """
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the timeout of operations that start from now on; every rank calls it."""
-        self.timeout = seconds
+        """Changes the timeout of operations that start from now on; every rank calls it.
+
+        Raises:
+            ValueError: if it is outside of the range of `BAGUA_KERNELS_TIMEOUT`: from a millisecond to a million seconds.
+        """
+        self.timeout = checked_timeout(seconds)
 
     def close_relatives(self) -> None:
         """Frees the connections of every open communicator split from this one or from which it was split.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,11 +20,13 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
+from bagua_kernels.comm.backends.mailboxes import leave_mailboxes
 from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.address import address_of
-from bagua_kernels.comm.joining.launch import Launch, gloo_on, loopback_of
-from bagua_kernels.comm.joining.start import Start, open_store
+from bagua_kernels.comm.joining.bounded import bounded
+from bagua_kernels.comm.joining.launch import Launch, Refusal, gloo_on, loopback_of
+from bagua_kernels.comm.joining.start import Start, open_store, tell_refusal
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
@@ -68,6 +73,7 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
             call.
         CollectiveTimeoutError: if not all ranks arrived in time; it names those that are missing.
         RankLostError: if a rank died on the way.
+        MismatchError: if WORLD_SIZE or the version of this package differs between ranks.
         CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another.
     """
     global _current
@@ -83,15 +89,18 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
                 f"init was called before with device={made.device}, now with {device=}: call shutdown first"
             )
         return made
-    seconds = knobs.TIMEOUT.get() if timeout is None else float(timeout)
-    if not knobs.LEAST_TIMEOUT <= seconds <= knobs.LONGEST_TIMEOUT:
-        raise ValueError(
-            f"expected a number of seconds from {knobs.LEAST_TIMEOUT:g} to {knobs.LONGEST_TIMEOUT:.7g}, got {timeout=}: pass a "
-            "limit that an operation can reach"
-        )
-    # Only some ranks read these later, when the others wait for them.
-    for knob in (knobs.HEARTBEAT, knobs.SECRET):
-        knob.get()
+    with _refusals_told():
+        seconds = knobs.TIMEOUT.get() if timeout is None else float(timeout)
+        if not knobs.LEAST_TIMEOUT <= seconds <= knobs.LONGEST_TIMEOUT:
+            raise ValueError(
+                f"expected a number of seconds from {knobs.LEAST_TIMEOUT:g} to {knobs.LONGEST_TIMEOUT:.7g}, got {timeout=}: pass "
+                "a limit that an operation can reach"
+            )
+        # Only some ranks read these later, when the others wait for them.
+        for knob in (knobs.HEARTBEAT, knobs.SECRET):
+            knob.get()
+        launch = None if dist.is_initialized() else Launch.read()
+        at = None if launch is None else _place(launch, wanted)
     if dist.is_initialized():
         try:
             _current = _World(over_torch(seconds, wanted, ""), made_group=False)
@@ -102,13 +111,11 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
                 f"the ranks of torch.distributed's default group could not join: {error}; see that all of them called init "
                 "and still run"
             ) from error
+    elif launch is None or at is None:
+        place = wanted or _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        _current = _World(LocalCommunicator.alone(seconds, place), made_group=False)
     else:
-        launch = Launch.read()
-        if launch is None:
-            place = wanted or _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            _current = _World(LocalCommunicator.alone(seconds, place), made_group=False)
-        else:
-            _current = _World(_join(launch, seconds, wanted), made_group=True)
+        _current = _World(_join(launch, seconds, *at), made_group=True)
     atexit.register(_shutdown_at_exit)
     return _current.communicator
 
@@ -153,7 +160,24 @@ def shutdown() -> None:
     _shutdown(None, "")
 
 
-def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Communicator:
+@contextlib.contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Reports to the other ranks, which would wait for this one, that it refuses what it was given."""
+    try:
+        yield
+    except ValueError as error:
+        refusal = None if dist.is_initialized() else Refusal.read()
+        if refusal is not None:
+            tell_refusal(refusal, error)
+        raise
+
+
+def _place(launch: Launch, wanted: torch.device | None) -> tuple[torch.device, str]:
+    """Returns where this rank's tensors will be, and the address at which it listens; empty for the default.
+
+    Raises:
+        ValueError: if this host has no such GPU or network interface.
+    """
     place = wanted or torch.device("cpu")
     if wanted is None and torch.cuda.is_available():
         if launch.local_rank >= torch.cuda.device_count():
@@ -167,7 +191,10 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
     for interface in filter(None, knobs.GLOO_SOCKET_IFNAME.get().split(",")):
         # Gloo's own error reaches all ranks, and does not name the one that has it.
         address_of(interface)
-    host = loopback_of(launch.master_addr)
+    return place, loopback_of(launch.master_addr)
+
+
+def _join(launch: Launch, timeout: float, place: torch.device, host: str) -> Communicator:
     since = time.monotonic()
     store = open_store(launch.master_addr, launch.master_port, launch.rank, timeout, launch.agent_store)
     store.set_timeout(timedelta(seconds=timeout))
@@ -177,14 +204,8 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
         try:
             store.set_timeout(timedelta(seconds=start.left()))
             with gloo_on(host):
-                dist.init_process_group(
-                    backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-                    store=PrefixStore(f"bagua_kernels/{start.name}", store),
-                    rank=launch.rank,
-                    world_size=launch.world_size,
-                    timeout=timedelta(seconds=start.left()),
-                )
-            made = over_torch(start.left(), place, host)
+                _init_group(launch, place, PrefixStore(f"bagua_kernels/{start.name}", store), start)
+            made = over_torch(start.left(), place, host, start.look)
         except BaseException:
             # Nothing of a failed start may be left for the next one to find.
             _give_up_group()
@@ -194,6 +215,31 @@ def _join(launch: Launch, timeout: float, wanted: torch.device | None) -> Commun
     # The start may have had less time left.
     made.set_timeout(timeout)
     return made
+
+
+def _init_group(launch: Launch, place: torch.device, store: PrefixStore, start: Start) -> None:
+    """Makes torch's default group; torch waits for ever for a store whose host is stopped.
+
+    Raises:
+        RuntimeError: if it cannot be made in time.
+    """
+    seconds = start.left()
+
+    def call(_: threading.Event) -> None:
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    try:
+        bounded(call, seconds, start.look, lambda _: _give_up_group())
+    except TimeoutError:
+        raise RuntimeError(f"torch.distributed did not connect the ranks within {seconds:.3g} s") from None
 
 
 def _give_up_group() -> None:
@@ -223,12 +269,14 @@ def _shutdown(limit: float | None, failure: str) -> None:
     if healthy:
         try:
             communicator.close(limit)
+            leave_mailboxes(communicator, "comm.shutdown() was called")
             communicator.close_relatives()
         except CommunicationError as error:
             _log.warning("the other ranks did not shut down with this one: %s", error)
             healthy = False
     if not healthy:
         communicator.abort(failure or "its process exited")
+        leave_mailboxes(communicator, failure or "its process exited")
     if not made_group or not dist.is_initialized():
         return
     if healthy:
@@ -240,6 +288,10 @@ def _shutdown(limit: float | None, failure: str) -> None:
 def _forget() -> None:
     """Leaves the connections to the parent of a process that was forked."""
     global _current
+    if dist.is_available() and dist.is_initialized():
+        # The destructors of groups, and of the store that they hold, would wait for threads that the child lacks.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if _current is not None:
         _current = None
         atexit.unregister(_shutdown_at_exit)

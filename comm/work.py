@@ -24,7 +24,7 @@ class Work(abc.ABC):
 
         Raises:
             RankLostError: if a rank that takes part died or left.
-            CollectiveTimeoutError: if the communicator's timeout ran out while every rank still answered.
+            CollectiveTimeoutError: if nothing has moved for the communicator's timeout while every rank still answered.
             CommunicationError: if it failed otherwise.
         """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.mailbox import LocalMailbox
 from bagua_kernels.comm.backends.nccl.mailbox import DeviceMailbox
@@ -24,6 +27,33 @@ def open_mailbox(communicator: Communicator) -> Mailbox:
     communicator._check_usable()
     if isinstance(communicator, LocalCommunicator):
         return LocalMailbox(communicator)
+    mailbox = _opened(communicator)
+    _open[mailbox] = _job(communicator)
+    return mailbox
+
+
+def leave_mailboxes(communicator: Communicator, reason: str) -> None:
+    """Leaves what is open of mailboxes of a communicator and of its relatives, for the end of a job.
+
+    A mailbox outlives the communicator that it was opened from, and the thread of a courier waits for letters.
+    """
+    if isinstance(communicator, LocalCommunicator):
+        return
+    for mailbox, job in list(_open.items()):
+        if job is _job(communicator):
+            mailbox.leave(reason)
+
+
+# With what the communicators of a job have in common.
+_open: weakref.WeakKeyDictionary[Mailbox, Any] = weakref.WeakKeyDictionary()
+
+
+def _job(communicator: Communicator) -> Any:
+    session = getattr(communicator, "session", None)
+    return None if session is None else session.liveness
+
+
+def _opened(communicator: Communicator) -> Mailbox:
     host = _host(communicator)
     if communicator.device.type == "cpu":
         return SocketMailbox(communicator, host=host)

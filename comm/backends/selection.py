@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import select
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +17,24 @@ from bagua_kernels.comm.backends.torch_distributed.communicator import TorchComm
 from bagua_kernels.comm.communicator import Communicator
 
 
-def over_torch(timeout: float, place: torch.device | None, host: str) -> Communicator:
-    """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for."""
-    base = TorchCommunicator(timeout=timeout, device=place, host=host)
+def over_torch(
+    timeout: float, place: torch.device | None, host: str, look: Callable[[], object] | None = None
+) -> Communicator:
+    """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for.
+
+    Args:
+        timeout: seconds, also for all of this.
+        place: the device of tensors; None for that of the group.
+        host: the address at which the ranks listen; empty for the default.
+        look: called again and again while it waits for other ranks; what it raises ends the wait.
+    """
+    deadline = time.monotonic() + timeout
+    base = TorchCommunicator(timeout=timeout, device=place, host=host, look=look)
     if base.size == 1:
         return base
     try:
-        settings = agreed_settings(base)
+        with base.session.within(max(deadline, time.monotonic() + timeout / 10)):
+            settings = agreed_settings(base)
         if base.device.type == "cuda" and settings.nccl == "cupy":
             made = NcclCommunicator(timeout=timeout, device=base.device)
             base.close()
@@ -29,7 +42,8 @@ def over_torch(timeout: float, place: torch.device | None, host: str) -> Communi
         if base.device.type == "cuda" or not settings.sockets:
             return base
         tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
-        return StripedCommunicator(base, stripes=max(settings.sockets, tuning.stripes), tuning=tuning, host=host)
+        stripes = max(settings.sockets, tuning.stripes)
+        return StripedCommunicator(base, stripes=stripes, tuning=tuning, host=host, deadline=deadline)
     except BaseException as error:
         base.abort(f"init failed: {error}")
         raise

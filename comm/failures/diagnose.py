@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bagua_kernels.comm.failures.failure import Diagnosis, Kind
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, describe
@@ -26,6 +26,8 @@ class FailedOperation:
         timed_out: that nothing else than the time speaks against the other ranks: no connection broke.
         beyond: ranks that take no part, but may be what a member waits for.
         broken: ranks to which a connection broke, where the transport knows them.
+        still: when something of it last moved, if the time ran out; None if that is not known.
+        heard: when something last came from ranks, other than heartbeats, where the transport knows it.
     """
 
     communicator: str
@@ -36,6 +38,8 @@ class FailedOperation:
     timed_out: bool
     beyond: Sequence[int] = ()
     broken: Sequence[int] = ()
+    still: float | None = None
+    heard: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,11 +65,15 @@ class Trouble:
         text: what it is.
         unanswered: True if the store has not answered for long, False if the connection to it broke.
         own: True if the fault lies in this process.
+        since: when it began; None if that is not known.
+        retrying: True while this rank tries to connect again.
     """
 
     text: str
     unanswered: bool = False
     own: bool = False
+    since: float | None = None
+    retrying: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class _Reasoning:
             return self._told("closed", {rank: f"rank {rank} has closed this communicator" for rank in closed})
         # A rank for which another waits in vain may itself be waiting for a third one that is gone.
         for watched in (self._others, [r for r in case.beyond if case.timed_out and r in view.seen]):
-            silent = [rank for rank in watched if self._silence(rank) > SILENT * view.period]
+            silent = [rank for rank in watched if self._silence(rank) > SILENT * view.period and not self._mute(rank)]
             if silent:
                 return self._cause(silent) or self._blame(silent)
         if not all(self._proven(rank) for rank in self._others):
@@ -159,9 +167,14 @@ class _Reasoning:
             return self._unknown(f"the signs of life of this rank have ended: {trouble.text}")
         concerned = [*self._others, *case.beyond]
         told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
+        if HOST in concerned and view.state(HOST) == "gone":
+            return self._told("lost", {HOST: told})
+        # The way to the store may be back in a moment. That it broke is no evidence, unless the operation failed with it.
+        if trouble.retrying and not self._over:
+            return None
         # The others may have ended because of that, and what they reported cannot be read.
-        seems_gone = view.state(HOST) == "unknown" and not trouble.unanswered
-        if HOST in concerned and (view.state(HOST) == "gone" or seems_gone):
+        seems_gone = view.state(HOST) == "unknown" and not trouble.unanswered and self._at_once(trouble)
+        if HOST in concerned and seems_gone:
             return self._told("lost", {HOST: told})
         ended = [rank for rank in concerned if view.state(rank) == "gone"]
         if ended:
@@ -174,7 +187,18 @@ class _Reasoning:
         # An interpreter that pauses for a moment is no reason for a connection to break.
         if trouble.unanswered and not case.timed_out and view.state(HOST) != "unknown" and not self._over:
             return None
-        return self._told("lost", {HOST: told})
+        if self._at_once(trouble) or HOST in case.broken:
+            return self._told("lost", {HOST: told})
+        return self._unknown(f"the liveness store on rank {HOST} cannot be reached: {trouble.text}")
+
+    def _at_once(self, trouble: Trouble) -> bool:
+        """Returns True if the store went out of reach when the operation came to a stand."""
+        moment = self._case.since if self._case.still is None else self._case.still
+        return trouble.since is None or abs(moment - trouble.since) <= SILENT * self._view.period
+
+    def _mute(self, rank: int) -> bool:
+        """Returns True if a rank went on sending after its last sign of life: it is the way to the store that broke."""
+        return self._case.heard.get(rank, float("-inf")) - self._view.seen[rank].changed > SILENT * self._view.period
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
         left = {rank: self._view.seen[rank].heartbeat.left for rank in ranks}

@@ -10,6 +10,7 @@ from typing import Any
 from bagua_kernels.comm.failures.failure import KINDS, Diagnosis
 from bagua_kernels.comm.joining.evidence import Process
 
+OPENING = -1  # in place of an operation's number: the connections are being opened
 Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished
 
 
@@ -22,6 +23,8 @@ class Heartbeat:
         left: why the rank has left the job; empty while it has not.
         doing: the last operation of each communicator.
         waits: for each communicator the rank of the world whose message the rank waits for.
+        begun: operations that the rank has begun so far, of all communicators and mailboxes.
+        moved: bytes of these that have left or arrived there.
         process: the rank's process.
     """
 
@@ -30,6 +33,8 @@ class Heartbeat:
     doing: Mapping[str, Doing]
     waits: Mapping[str, int]
     process: Process
+    begun: int = 0
+    moved: int = 0
 
     def to_json(self) -> str:
         """Returns it as text."""
@@ -44,6 +49,7 @@ class Heartbeat:
         """
         read = _fields(text, cls)
         beat, left, doing, waits = read["beat"], read["left"], read["doing"], read["waits"]
+        begun, moved = read["begun"], read["moved"]
         if type(beat) is not int or not isinstance(left, str):
             raise ValueError(f"expected a number and a text, got {beat=} and {left=}")
         if not isinstance(doing, dict) or any(
@@ -52,8 +58,10 @@ class Heartbeat:
             raise ValueError(f"expected operations as [number, name, finished], got {doing!r}")
         if not isinstance(waits, dict) or any(type(peer) is not int for peer in waits.values()):
             raise ValueError(f"expected numbers of ranks, got {waits!r}")
+        if type(begun) is not int or type(moved) is not int:
+            raise ValueError(f"expected numbers of operations and bytes, got {begun=} and {moved=}")
         done: dict[str, Doing] = {name: (one[0], one[1], one[2]) for name, one in doing.items()}
-        return cls(beat, left, done, waits, Process.parse(read["process"]))
+        return cls(beat, left, done, waits, Process.parse(read["process"]), begun, moved)
 
 
 def report_to_json(diagnosis: Diagnosis) -> str:
@@ -81,6 +89,8 @@ def describe(doing: Doing | None) -> str:
     if not doing:
         return "before its first operation"
     number, operation, done = doing
+    if number == OPENING and operation != "closed":
+        return "before its first operation" if done else "opening its connections"
     return f"{'after' if done else 'in'} {operation} #{number}"
 
 

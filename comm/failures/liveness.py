@@ -19,22 +19,35 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.failures.board import Board, Store
 from bagua_kernels.comm.failures.diagnose import HOST as HOST
 from bagua_kernels.comm.failures.diagnose import SILENT, FailedOperation, Trouble, View, diagnose, ended_text
 from bagua_kernels.comm.failures.failure import Diagnosis
+from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 from bagua_kernels.comm.failures.heartbeat import Doing, Heartbeat, describe
+from bagua_kernels.comm.failures.stillness import Stir
 from bagua_kernels.comm.joining.evidence import Process
 
 _LINGER = 3.0  # heartbeats for which a rank that leaves waits for the store
 _LAST_WORD = 5.0  # seconds for which the store's host stays, so that the others read the last report
 _CLOSED_KEPT = 32  # closed communicators whose progress is still published
+_QUIET = 10.0  # seconds without the store before this rank logs it; at the end of a job it may go first
+_LONGEST_PAUSE = 5.0  # seconds between two tries to connect to the store again
 _GRACE = 2.0  # heartbeats after a rank has gone in which what it sent before may still arrive
 
 _log = logging.getLogger(__name__)
+
+
+class Mover(Protocol):
+    """What moves bytes of operations."""
+
+    def moved(self) -> int:
+        """Returns the bytes that have left or arrived so far; from any thread."""
 
 
 class Liveness:
@@ -46,11 +59,15 @@ class Liveness:
         size: the number of ranks in the world.
         heartbeat: seconds between two heartbeats; by default `BAGUA_KERNELS_HEARTBEAT`.
         clock: seconds of a clock that never goes back.
+        reconnect: opens the store's connection anew after it broke; raises RuntimeError or OSError where it cannot. None if
+            there is no way to do so.
         background: False leaves calling `beat` to the caller, for tests.
         process: the rank's process; by default this one.
 
     Attributes:
         clock: as given.
+        begun: operations that this rank has begun so far, of all communicators and mailboxes.
+        blamed: ranks that errors here have named as lost or late.
         release: called by `stop` at its end, to free the store; a call of the store that is under way then ends.
     """
 
@@ -62,6 +79,7 @@ class Liveness:
         *,
         heartbeat: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reconnect: Callable[[], object] | None = None,
         background: bool = True,
         process: Process | None = None,
     ) -> None:
@@ -71,6 +89,11 @@ class Liveness:
         self.release: Callable[[], object] | None = None
         self._board = Board(store, rank, size, self.heartbeat, clock)
         self.clock = clock
+        self.blamed: set[int] = set()
+        self.begun = 0
+        self._moved = 0
+        # What each had moved when it was last asked.
+        self._movers: weakref.WeakKeyDictionary[Mover, int] = weakref.WeakKeyDictionary()
         self._beats = 0
         self._process = process or Process.current()
         self._ended: dict[int, float] = {}
@@ -86,13 +109,14 @@ class Liveness:
         self._noting = threading.Lock()
         self._changed = threading.Condition()
         self._wake = threading.Event()
-        self._stopping = False
+        self._reconnect = reconnect
         self._thread: threading.Thread | None = None
         self.beat()
         if background:
             self._thread = threading.Thread(target=self._run, name="bagua_kernels liveness", daemon=True)
             self._thread.start()
             atexit.register(self._stop_at_exit)
+            forget_after_fork(self)
 
     def entered(self, communicator: str, number: int, operation: str) -> None:
         """Notes that this rank has started operation `number` of a communicator."""
@@ -118,6 +142,40 @@ class Liveness:
         """Returns the rank whose message another rank waits for, as it said in its last heartbeat."""
         seen = self._board.seen.get(rank)
         return None if seen is None else seen.heartbeat.waits.get(communicator)
+
+    def follow(self, mover: Mover) -> None:
+        """Counts in the heartbeats from now on what something moves, as long as it exists."""
+        with self._noting:
+            self._movers[mover] = 0
+
+    def moved(self) -> int:
+        """Returns the bytes of operations that have left or arrived so far at this rank."""
+        with self._noting:
+            for mover, before in list(self._movers.items()):
+                # One that has ended may return 0.
+                if (now := mover.moved()) > before:
+                    self._moved += now - before
+                    self._movers[mover] = now
+            return self._moved
+
+    def stirs(self, communicator: str, ranks: Iterable[int]) -> dict[int, Stir]:
+        """Returns what some ranks move, by their last heartbeats, and those that these wait for, and so on.
+
+        Args:
+            communicator: of the operation for which they are waited.
+            ranks: as numbers of the world.
+        """
+        found, follow = dict[int, Stir](), list(ranks)
+        while follow:
+            rank = follow.pop()
+            seen = self._board.seen.get(rank)
+            if rank in found or rank == self.rank or seen is None:
+                continue
+            told = seen.heartbeat
+            number = told.doing.get(communicator, (-1, "", True))[0]
+            found[rank] = Stir((number, told.moved), told.begun - number)
+            follow.extend(told.waits.values())
+        return found
 
     def closed(self, communicator: str) -> None:
         """Records that this rank no longer uses a communicator; the next heartbeat sends it to the others."""
@@ -235,7 +293,8 @@ class Liveness:
         self._beats += 1
         self._in_call_since = self.clock()
         left = self._left
-        self._board.write(Heartbeat(self._beats, left, dict(self._progress), dict(self._waits), self._process))
+        doing, waits = dict(self._progress), dict(self._waits)
+        self._board.write(Heartbeat(self._beats, left, doing, waits, self._process, self.begun, self.moved()))
         self._said_goodbye = bool(left)
         observing = self.clock() < self._observe_until
         # Processes before heartbeats: what a process wrote before its end is read after that is noticed.
@@ -271,7 +330,7 @@ class Liveness:
             return self._trouble
         # Up to a heartbeat after the failure, a pause of this process's own interpreter may be why a call is not back.
         blocked = now - started > SILENT * self.heartbeat and now - since > self.heartbeat
-        return Trouble(f"no answer for {now - started:.1f} s", unanswered=True) if blocked else None
+        return Trouble(f"no answer for {now - started:.1f} s", unanswered=True, since=started) if blocked else None
 
     def _run(self) -> None:
         try:
@@ -279,7 +338,11 @@ class Liveness:
                 # Until it knows who the others are, it asks more often.
                 self._wake.wait(self.heartbeat if self._board.complete else self.heartbeat / 5)
                 self._wake.clear()
-                self.beat()
+                try:
+                    self.beat()
+                except (RuntimeError, OSError) as error:
+                    if not self._recover(error):
+                        return
             # It may have been in the middle of a beat when the farewell was given.
             if not self._said_goodbye:
                 self.beat()
@@ -291,6 +354,44 @@ class Liveness:
             _log.exception("the signs of life of rank %d have ended", self.rank)
             self._end(Trouble(_line(error), own=True))
 
+    def _recover(self, error: Exception) -> bool:
+        """Connects to the store again, as often as it takes; returns False if that makes no sense or this rank leaves."""
+        since = self.clock() if self._in_call_since is None else self._in_call_since
+        pause, told = self.heartbeat, False
+        self._end(Trouble(_line(error), since=since, retrying=self._reconnect is not None))
+        while self._reconnect is not None and not self._left:
+            # It lives as long as rank 0, whose end other evidence shows.
+            if self.rank != HOST and self._board.evidence.state(HOST) == "gone":
+                self._end(Trouble(_line(error), since=since))
+                return False
+            if not told and self.clock() - since > _QUIET:
+                told = True
+                _log.warning(
+                    "rank %d has lost its connection to the signs of life, and tries to connect again: %s",
+                    self.rank,
+                    error,
+                )
+            try:
+                self._reconnect()
+                self.beat()
+            except (RuntimeError, OSError) as again:
+                self._end(Trouble(_line(again), since=since, retrying=True))
+                self._wake.wait(pause)
+                self._wake.clear()
+                pause = min(2 * pause, max(_LONGEST_PAUSE, self.heartbeat))
+                continue
+            self._trouble = None
+            with self._changed:
+                self._changed.notify_all()
+            _log.warning(
+                "rank %d had no connection to the signs of life for %.1f s (%s), and has one again",
+                self.rank,
+                self.clock() - since,
+                _line(error),
+            )
+            return True
+        return False
+
     def _end(self, trouble: Trouble) -> None:
         self._trouble = trouble
         with self._changed:
@@ -301,10 +402,17 @@ class Liveness:
         deadline = self.clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
         while self.rank == HOST and self.clock() < deadline:
             lost = {rank for report in self._board.reports if report.kind == "lost" for rank in report.ranks}
-            if left >= self.size - len(lost - {self.rank}):
+            if left >= self.size - len((lost | self.blamed) - {self.rank}):
                 break
             time.sleep(self.heartbeat / 20)
             left = self._board.count_left(0)
+
+    def forget(self) -> None:
+        """For a forked child, which has no thread, and whose end is not the rank's."""
+        self._left = self._left or FORKED
+        atexit.unregister(self._stop_at_exit)
+        # A thread may have held it that the child lacks.
+        self._noting = threading.Lock()
 
     def _stop_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

@@ -7,12 +7,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bagua_kernels.comm.failures.forked import forget_after_fork
 from bagua_kernels.comm.failures.liveness_server import LENGTH, LONGEST
 
-_LONGEST_CALL = 60.0  # seconds for an answer
+_LONGEST_CALL = 30.0  # seconds for an answer
 
 
 class StoreError(RuntimeError):
@@ -23,14 +24,17 @@ class Client:
     """A connection to the store, with the methods of torch's stores that `Liveness` uses.
 
     Any thread may call `close`, which ends a call under way; other calls come from one thread at a time. Every call
-    raises `StoreError` where there is no answer within a minute.
+    raises `StoreError` where there is no answer within half a minute, or the connection broke; `reconnect` makes another one.
 
     Args:
         sock: to the server, both sides recognised.
+        again: makes another connection like it.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, again: Callable[[], socket.socket] | None = None) -> None:
         self._sock = sock
+        self._again = again
+        self._ended = False
         self._lock = threading.Lock()
         self._closed = False
         forget_after_fork(self)
@@ -59,8 +63,27 @@ class Client:
         """Stores `desired` if the text is `expected` (empty: if there is none); returns the text that is there then."""
         return str(self._ask("compare_set", key, expected, desired)).encode()
 
+    def reconnect(self) -> None:
+        """Makes a new connection in place of one that broke.
+
+        Raises:
+            OSError: if it cannot, or `close` was called.
+        """
+        if self._again is None:
+            raise ConnectionResetError("there is no way to connect again")
+        sock = self._again()
+        with self._lock:
+            if self._ended:
+                sock.close()
+                raise ConnectionAbortedError("it was closed")
+            self._sock, self._closed = sock, False
+
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection for good."""
+        self._ended = True
+        self._break()
+
+    def _break(self) -> None:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -70,7 +93,7 @@ class Client:
 
     def forget(self) -> None:
         """Closes a forked child's copy of the connection, so that the server sees the end of the rank."""
-        self._closed = True
+        self._closed = self._ended = True
         self._sock.close()
 
     def _ask(self, *request: Any) -> Any:
@@ -85,7 +108,7 @@ class Client:
                 length = int.from_bytes(self._receive(LENGTH, deadline), "little")
                 answer = json.loads(self._receive(length, deadline))
         except (OSError, ValueError) as error:
-            self.close()
+            self._break()
             raise StoreError(f"the store of the signs of life: {error}") from error
         if "error" in answer:
             raise StoreError(f"the store of the signs of life refused {request[0]}: {answer['error']}")

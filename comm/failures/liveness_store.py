@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.joining.secret import Secret
 
 _FAREWELL = 5.0  # seconds for it to end
+_AGAIN = 5.0  # seconds for one try to connect again
 
 # Imports the server, whose modules need nothing but Python's library, without running this package's __init__ files.
 _MAIN = """
@@ -202,9 +204,10 @@ def connect(
                 raise OSError(offer["problem"])
             address, port = offer["address"]
             key = secret.derive("liveness", offer["token"])
-            client = Client(hello.call((address, port), key, rank, 0, HOST, timeout))
+            call = partial(hello.call, (address, port), key, rank, 0, HOST)
+            client = Client(call(timeout), lambda: call(_AGAIN))
             unfinished.callback(client.close)
-            liveness = Liveness(client, rank, size, heartbeat=offer["heartbeat"])
+            liveness = Liveness(client, rank, size, heartbeat=offer["heartbeat"], reconnect=client.reconnect)
         except (OSError, StoreError) as error:
             problem = str(error) or type(error).__name__
         problems = {r: text for r, text in enumerate(exchange(problem)) if text}

@@ -12,11 +12,13 @@ import torch
 
 from bagua_kernels.comm.failures.failure import is_timeout
 from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.failures.stillness import Stillness
 from bagua_kernels.comm.work import Pending
 from bagua_kernels.errors import CommunicationError
 
 # Between two looks at what other ranks reported; it also bounds how long Ctrl-C and `abort` take.
 _SLICE = 0.25
+_LEAST = 0.001  # of the time that is left; less is none
 _A_SLICE = timedelta(seconds=_SLICE)
 
 
@@ -41,6 +43,7 @@ class SessionWork(Pending):
         super().__init__()
         self._first_stream: torch.cuda.Stream | None = None
         self._noted = False
+        self.session.begin()
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
@@ -80,9 +83,8 @@ class SessionWork(Pending):
 
     def _wait_in_slices(self) -> None:
         session = self.session
-        patience, now = session.patience(), time.monotonic()
-        started = now if self._started is None else self._started
-        left = started + patience - now
+        still = Stillness(time.monotonic() if self._started is None else self._started)
+        left = session.left(still.since(), time.monotonic())
         while True:
             try:
                 self.handle.wait(_A_SLICE if left >= _SLICE else timedelta(seconds=max(0.001, left)))
@@ -96,11 +98,13 @@ class SessionWork(Pending):
             if session.ended:
                 raise self._fail(None, timed_out=False) if session.failed else self._given_up()
             if session.reported():
-                raise self._fail(None, timed_out=False)
+                raise self._fail(None, timed_out=session.is_over(left))
             missing = self._note_missing()
-            if left <= _SLICE:
-                raise self._fail(None, timed_out=True, missing=missing)
-            left = started + patience - time.monotonic()
+            now, over = time.monotonic(), left <= _SLICE
+            session.look(still, self.peer, getattr(self.handle, "moved", 0), now)
+            left = session.left(still.since(), now)
+            if over and left <= _LEAST:
+                raise self._fail(None, timed_out=True, missing=missing, still=still)
 
     def _note_missing(self) -> list[int]:
         """Returns the ranks whose messages are missing in a collective, where the transport knows them."""
@@ -117,9 +121,17 @@ class SessionWork(Pending):
         except RuntimeError as final:
             raise self._fail(final, timed_out=is_timeout(final)) from final
 
-    def _fail(self, error: Exception | None, *, timed_out: bool, missing: Sequence[int] = ()) -> CommunicationError:
+    def _fail(
+        self,
+        error: Exception | None,
+        *,
+        timed_out: bool,
+        missing: Sequence[int] = (),
+        still: Stillness | None = None,
+    ) -> CommunicationError:
         call = self.operation, self.number, self.peer
-        return self.session.failure(*call, error, timed_out=timed_out, missing=missing)
+        progress, since = ("", None) if still is None else (still.told(time.monotonic()), still.since())
+        return self.session.failure(*call, error, timed_out=timed_out, missing=missing, progress=progress, still=since)
 
     def _given_up(self) -> CommunicationError:
         return CommunicationError(f"{self.operation} was given up: {self.session.ended}")

@@ -1,4 +1,4 @@
-"""A store of torch's whose calls end in time."""
+"""Calls that end in time: of torch's stores, and of what waits in them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
+
 _PATIENCE = 5.0  # seconds for the thread to end
+_GLANCE = 0.05  # seconds between two looks at whether waiting still makes sense
+_PAUSES = (0.001, 0.02)  # seconds between two questions to a store: the first, and the longest
 
 
 class BoundedStore:
@@ -85,3 +90,107 @@ class BoundedStore:
                 self._answers.put((call(), None))
             except RuntimeError as error:
                 self._answers.put((None, error))
+
+
+class GivenUpError(RuntimeError):
+    """Nobody waits any more for what this thread does."""
+
+
+class PatientStore(Store):
+    """A store whose waits end when nobody wants their result any more.
+
+    A wait of torch's own store cannot be ended, and blocks every other call of that store.
+
+    Args:
+        store: where the keys are.
+        given_up: set when the caller no longer waits.
+    """
+
+    def __init__(self, store: Store, given_up: threading.Event) -> None:
+        super().__init__()
+        self._store = store
+        self._given_up = given_up
+
+    def set(self, key: str, value: Any) -> None:
+        """Stores bytes."""
+        self._check()
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Returns the bytes of a key, for which it waits."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns True if all keys are there."""
+        self._check()
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there, for as long as the result is wanted: that limit is the caller's."""
+        pause = _PAUSES[0]
+        while not self.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _check(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUpError("nobody waits for this any more")
+
+
+class _Call(Generic[T]):
+    def __init__(self, call: Callable[[threading.Event], T]) -> None:
+        self.given_up = threading.Event()
+        self.ended = threading.Event()
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+        self._call = call
+
+    def run(self, undo: Callable[[T], object] | None) -> None:
+        try:
+            result = self._call(self.given_up)
+            self.results.append(result)
+            if self.given_up.is_set() and undo is not None:
+                undo(result)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def bounded(
+    call: Callable[[threading.Event], T],
+    seconds: float,
+    look: Callable[[], object] | None = None,
+    undo: Callable[[T], object] | None = None,
+) -> T:
+    """Returns what a call returns that may never come back; it has a thread of its own.
+
+    Args:
+        call: gets an event that is set when nobody waits any more.
+        seconds: the longest wait.
+        look: called again and again meanwhile; what it raises ends the wait.
+        undo: gets what the call returns after nobody has waited any more.
+
+    Raises:
+        TimeoutError: if the time is over.
+    """
+    waited = _Call(call)
+    thread = threading.Thread(target=waited.run, args=(undo,), name="bagua_kernels opening", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    try:
+        while not waited.ended.wait(max(0.0, min(_GLANCE, deadline - time.monotonic()))):
+            if look is not None:
+                look()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"it did not come back within {seconds:.3g} s")
+    except BaseException:
+        waited.given_up.set()
+        # A thread that comes back from C++ while the interpreter ends would end the process with an abort.
+        atexit.register(thread.join, _PATIENCE)
+        raise
+    thread.join()
+    if waited.error is not None:
+        raise waited.error
+    return waited.results[0]

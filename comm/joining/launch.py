@@ -112,6 +112,39 @@ class Launch:
         return cls(rank, world_size, local_rank, address, port, agent_store)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Where a process whose environment cannot be used finds the others, as far as the environment contains that.
+
+    Attributes:
+        rank: RANK, as it is.
+        others: the number of other processes.
+        master_addr: see `Launch`.
+        master_port: see `Launch`.
+        agent_store: see `Launch`.
+    """
+
+    rank: str
+    others: int
+    master_addr: str
+    master_port: int
+    agent_store: bool
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Refusal | None:
+        """Returns the values of the environment; None if it does not lead to a store that others may use."""
+        address, rank = environment.get("MASTER_ADDR", ""), environment.get("RANK", "").strip()
+        port, size = (environment.get(name, "") for name in ("MASTER_PORT", "WORLD_SIZE"))
+        if not _can_be_a_host(address) or not port.isdecimal() or not 1 <= int(port) <= _LARGEST_PORT:
+            return None
+        several = int(size) if size.isdecimal() and 1 < int(size) <= _MOST_RANKS else 2
+        if not rank or not address or (rank, size) == ("0", "1"):
+            return None
+        return cls(
+            rank[:60], several - 1, address, int(port), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )
+
+
 def _expect_alone(environment: Mapping[str, str]) -> None:
     """Refuses to be alone where another launcher has started several processes.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,13 +16,17 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.evidence import Evidence
-from bagua_kernels.comm.joining.incarnation import agree
+from bagua_kernels.comm.joining.incarnation import REFUSED, agree
+from bagua_kernels.comm.joining.launch import Refusal
 from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError, CommunicationError, RankLostError
 
 HOST = 0  # the rank whose process holds the store, unless a launcher does
 _LONGEST_GRACE = 2.0  # seconds that ranks whose start has failed wait for one another's word
 _POLL = 0.05  # seconds
+_REFUSAL = 4.0  # seconds in which a rank that does not come reports that to the others
 _RETRY = 0.1  # seconds between two attempts to connect
+
+_log = logging.getLogger(__name__)
 
 
 def open_store(address: str, port: int, rank: int, timeout: float, launcher: bool) -> Store:
@@ -69,6 +75,35 @@ def open_store(address: str, port: int, rank: int, timeout: float, launcher: boo
         ) from error
 
 
+def tell_refusal(refusal: Refusal, error: Exception) -> None:
+    """Reports to the other ranks that this one does not come, where the store at MASTER_ADDR can be reached within a moment.
+
+    Rank 0 opens the store for that moment, unless a launcher holds it. Nothing is raised: this rank has an error to raise.
+
+    Args:
+        refusal: where the others are.
+        error: why this rank does not come.
+    """
+    rank, number = refusal.rank, uuid.uuid4().hex
+    deadline = time.monotonic() + _REFUSAL
+    hosts = rank == str(HOST) and not refusal.agent_store
+    try:
+        if not hosts and _await(refusal.master_addr, refusal.master_port, deadline - _REFUSAL / 2):
+            return
+        store = open_store(
+            refusal.master_addr, refusal.master_port, HOST if hosts else HOST + 1, _REFUSAL / 2, refusal.agent_store
+        )
+        with BoundedStore(store, deadline) as bounded:
+            bounded.set(REFUSED, json.dumps([number, rank, str(error)[:1000]]))
+            # While this process holds the store, the others have to read it.
+            while hosts and time.monotonic() < deadline:
+                if all(bounded.check(f"{REFUSED}/{number}/{other}") for other in range(1, refusal.others + 1)):
+                    return
+                time.sleep(_POLL)
+    except (OSError, RuntimeError) as trouble:
+        _log.debug("rank %s could not tell the others why it does not come: %s", rank, trouble)
+
+
 class Start:
     """Messages between ranks that start together, through the store at MASTER_ADDR.
 
@@ -113,6 +148,16 @@ class Start:
     def left(self) -> float:
         """Returns the seconds that the next part of the start may take."""
         return max(0.1, self._over - self._grace - time.monotonic())
+
+    def look(self) -> None:
+        """Ends a wait for other ranks that makes no sense any more; for `bounded`.
+
+        Raises:
+            RuntimeError: if the process of a rank has ended; `told` names it.
+        """
+        gone = [rank for rank in range(self._size) if rank != self._rank and self._evidence.state(rank) == "gone"]
+        if gone:
+            raise RuntimeError(f"the process of {_ranks(gone)} has ended")
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from bagua_kernels.comm.failures.forked import forget_after_fork
+from bagua_kernels.comm.failures.stillness import Stillness, Stir
+from bagua_kernels.comm.mailbox.clock import RealClock
 from bagua_kernels.comm.mailbox.mailbox import Mailbox, late_error, lost_error
-from bagua_kernels.errors import CommunicationError, follow_up
+from bagua_kernels.errors import CommunicationError, culprits_of, follow_up
 
 Handler = Callable[[int, bytes], None]
 
+_STIRS = 32  # questions to a rank what it moves within the timeout
 _LOOKS = 4  # looks at lost ranks within the timeout, where something is waited for without a limit
+_FAREWELL = 5.0  # seconds for which the end of a courier that nobody has ended is waited for
 _PATIENCE = 1.0  # seconds beyond the timeout, in which a courier may be within an exchange and answer nobody
 # Kinds of letters that every courier answers.
 _PING, _PONG = 255, 254
@@ -46,6 +54,10 @@ class Courier:
         self._heard: dict[int, float] = {}
         self._owing: dict[int, float] = {}
         self._asked = 0.0
+        # For each rank what it last told to move, and when that changed.
+        self._stirs: dict[int, tuple[Stir | None, float]] = {}
+        self._asked_stir: dict[int, float] = {}
+        self._expected: tuple[int, float, Stillness] | None = None
         self._works: list[Callable[[], bool]] = []
         self._timers: list[_Timer] = []
         self._moment = math.inf
@@ -53,6 +65,7 @@ class Courier:
         self._lost: Mapping[int, str] = {}
         self._failure: BaseException | None = None
         self._thread = mailbox.clock.thread(self._run, f"bagua_kernels {name} of rank {mailbox.rank}")
+        forget_after_fork(self)
 
     def on(self, kind: int, handler: Handler) -> None:
         """Sets what is called with the sender and the contents of each letter of a kind, 0 to 255."""
@@ -88,12 +101,17 @@ class Courier:
 
         Args:
             rank: which owes it.
-            since: when that began, by the mailbox's clock.
+            since: when that began, by the mailbox's clock; bytes that this rank moves put the end off, see `Stillness`.
             name: what it is, for the error.
         """
         if rank in self._lost:
             raise lost_error(name, [rank], self._lost)
-        if self.mailbox.clock.now() - since > self.mailbox.timeout:
+        if self._expected is None or self._expected[:2] != (rank, since):
+            self._expected = rank, since, Stillness(since)
+        still, now = self._expected[2], self.mailbox.clock.now()
+        if (stir := self._stir(rank, now)) is not None:
+            still.other(rank, stir, now)
+        if now - still.since() > self.mailbox.timeout:
             raise late_error(name, self.mailbox.timeout, [rank], self._lost)
 
     @property
@@ -102,7 +120,7 @@ class Courier:
         return self._lost
 
     def silent(self, ranks: Collection[int]) -> list[int]:
-        """Returns those of some ranks that have answered nothing for the timeout; asks all of them, now and then.
+        """Returns those of some ranks that have answered and moved nothing for the timeout; asks all of them, now and then.
 
         On the courier's thread.
 
@@ -117,8 +135,28 @@ class Courier:
                 self.post(rank, _PING, b"")
         return [rank for rank, since in self._owing.items() if self._is_silent(rank, since, now)]
 
+    def stirred(self, ranks: Collection[int]) -> float:
+        """Returns when something last moved to, from or at some ranks, by their answers; -inf where nothing has."""
+        now = self.mailbox.clock.now()
+        return max((self._stirred(rank, now) for rank in ranks if rank not in self._lost), default=-math.inf)
+
+    def _stirred(self, rank: int, now: float) -> float:
+        stir = self._stir(rank, now)
+        last, at = self._stirs.setdefault(rank, (stir, -math.inf))
+        if stir is not None and (last is None or stir.moved != last.moved):
+            self._stirs[rank] = stir, (at := now)
+        return at
+
+    def _stir(self, rank: int, now: float) -> Stir | None:
+        if now >= self._asked_stir.get(rank, -math.inf) + self.mailbox.timeout / _STIRS:
+            self._asked_stir[rank] = now
+            self.mailbox.ask(rank)
+        return self.mailbox.stir(rank)
+
     def _is_silent(self, rank: int, since: float, now: float) -> bool:
-        return now - max(since, self._heard.get(rank, 0.0)) > self.mailbox.timeout + _PATIENCE
+        # A courier that is within a long exchange answers nobody, but moves bytes.
+        heard = max(since, self._heard.get(rank, 0.0), self._stirred(rank, now))
+        return now - heard > self.mailbox.timeout + _PATIENCE
 
     def check(self) -> None:
         """Raises what ended the courier, as an error of this thread.
@@ -164,12 +202,33 @@ class Courier:
 
     def end(self, reason: str = "") -> None:
         """Ends the thread and leaves the mailbox; again is harmless. A piece of work under way is given up."""
+        self._end(reason, self.mailbox.timeout)
+
+    def end_with(self, owner: object) -> None:
+        """Ends the thread when an object is deleted that nobody has closed, or when the process exits.
+
+        Functions given to the courier must not hold the object; `weakly` makes such ones of its methods.
+        """
+        weakref.finalize(owner, self._leave)
+
+    def forget(self) -> None:
+        """For a forked child, which lacks the thread, and in which nobody would release the lock."""
+        self.changed = self.mailbox.clock.condition()
+        self._ending = True
+
+    def _leave(self) -> None:
+        self._ending = True
+        # Objects are deleted on any thread, and those of a test's clock run by turns.
+        if isinstance(self.mailbox.clock, RealClock):
+            self._end("its algorithm was deleted, or its process exits", _FAREWELL)
+
+    def _end(self, reason: str, patience: float) -> None:
         with self.changed:
             self._ending = True
             self.changed.notify_all()
         self.mailbox.leave(reason)
-        if self._thread.ident is not None:
-            self._thread.join(self.mailbox.timeout)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(min(patience, self.mailbox.timeout))
 
     def _run(self) -> None:
         device = self.mailbox.device
@@ -201,7 +260,7 @@ class Courier:
             if not self._ending:
                 self._failure = error
                 with contextlib.suppress(CommunicationError):
-                    self.mailbox.leave(f"its courier ended: {error}")
+                    self.mailbox.leave(f"its courier ended: {error}", culprits_of(error))
         self._notify()
 
     def _until_timer(self) -> float:
@@ -224,3 +283,17 @@ class Courier:
 
 def _ignore(sender: int, contents: bytes) -> None:
     """For answers, of which only the arrival counts."""
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls a method of an object, as long as that exists; it does nothing afterwards.
+
+    A courier's thread holds the functions that it calls. With plain methods, no object that has a courier would be deleted.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = found()
+        return None if bound is None else bound(*arguments)
+
+    return call

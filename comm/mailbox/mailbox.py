@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 
 import torch
 
 from bagua_kernels.comm.collectives import check_tensor
+from bagua_kernels.comm.failures.stillness import Stir
 from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 from bagua_kernels.comm.work import FINISHED, Work
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
+from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError, culprits_of
 
 LONGEST_LETTER = 64 << 10  # bytes
 NUMBERS = 1 << 63
+_CULPRITS = re.compile(r"; at fault: ranks? (\d{1,9}(?:, \d{1,9})*)$")
 
 
 class Mailbox(abc.ABC):
@@ -28,7 +31,7 @@ class Mailbox(abc.ABC):
         rank: this process's number, from 0.
         size: the number of ranks.
         device: where the tensors must be.
-        timeout: seconds after which a wait for an exchange raises an error.
+        timeout: seconds after which a wait for an exchange raises an error, from when something of it last moved.
         clock: by which its timeouts run.
     """
 
@@ -49,8 +52,8 @@ class Mailbox(abc.ABC):
         A message matches by the two ranks and the number. Two ranks use a number once in each direction. Exchanges may be
         started in any order. Outputs hold values, and inputs may be changed, once `wait` of the work has returned.
 
-        `wait` raises `RankLostError` if a partner is lost, and `CollectiveTimeoutError` if `timeout` has run out since it
-        began. Other exchanges go on.
+        `wait` raises `RankLostError` if a partner is lost, and `CollectiveTimeoutError` if nothing has moved for `timeout`.
+        Other exchanges go on.
 
         Args:
             outputs: for each rank to hear from, the tensor that receives its message.
@@ -106,6 +109,13 @@ class Mailbox(abc.ABC):
     def wake(self) -> None:
         """Lets the next call of `take`, or the one that waits, return None at once if there is no letter."""
 
+    def ask(self, rank: int) -> None:  # noqa: B027
+        """Asks a rank what it moves; `stir` returns the answer once it is here."""
+
+    def stir(self, rank: int) -> Stir | None:
+        """Returns what has moved to and from a rank, and what that one has told; None where that is not known."""
+        return None
+
     @abc.abstractmethod
     def lost(self) -> Mapping[int, str]:
         """Returns the ranks that are lost, with the reasons.
@@ -128,11 +138,15 @@ class Mailbox(abc.ABC):
         self._drop(frozenset(ranks), below)
 
     @abc.abstractmethod
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", culprits: Collection[int] = ()) -> None:
         """Ends this rank's part without waiting for other ranks; leaving again is harmless.
 
         Letters that were posted are still sent. Exchanges under way fail here, and later calls raise
         `CommunicationError`. The other ranks find this rank in `lost` with the reason.
+
+        Args:
+            reason: for the errors of other ranks.
+            culprits: ranks because of which this one leaves; errors name these in its place.
         """
 
     def __enter__(self) -> Mailbox:
@@ -143,7 +157,7 @@ class Mailbox(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leaves; with the error as the reason if the block raised."""
-        self.leave("" if error is None else f"it raised {type(error).__name__}: {error}")
+        self.leave("" if error is None else f"it raised {type(error).__name__}: {error}", culprits_of(error))
 
     def _check_usable(self) -> None:
         if reason := self._unusable():
@@ -175,7 +189,9 @@ class Mailbox(abc.ABC):
 
 
 def lost_error(name: str, partners: Iterable[int], lost: Mapping[int, str]) -> RankLostError:
-    """Returns the error of an exchange with a lost rank; it names all lost ranks, for one may have taken others with it.
+    """Returns the error of an exchange with a lost rank.
+
+    It names all lost ranks. A rank that left because of others is no culprit, so that these are named in its place.
 
     Args:
         name: of the exchange.
@@ -185,18 +201,48 @@ def lost_error(name: str, partners: Iterable[int], lost: Mapping[int, str]) -> R
     first = sorted(partners)
     text = "; ".join(f"rank {rank} was lost ({lost[rank]})" for rank in first) + f" during {name}"
     others = [f"rank {rank} ({lost[rank]})" for rank in sorted(lost) if rank not in first]
-    return RankLostError(text + f"; lost as well: {', '.join(others)}" * bool(others), sorted({*first, *lost}))
+    return RankLostError(text + f"; lost as well: {', '.join(others)}" * bool(others), _at_fault({*first, *lost}, lost))
 
 
-def late_error(name: str, timeout: float, missing: Iterable[int], lost: Mapping[int, str]) -> CollectiveTimeoutError:
-    """Returns the error of an exchange whose time has run out although its partners still answer."""
+def late_error(
+    name: str, timeout: float, missing: Iterable[int], lost: Mapping[int, str], progress: str = ""
+) -> CollectiveTimeoutError:
+    """Returns the error of an exchange whose time has run out although its partners still answer.
+
+    Args:
+        name: of the exchange.
+        timeout: seconds in which nothing has moved.
+        missing: the ranks that it waits for.
+        lost: all lost ranks, with the reasons.
+        progress: how much of it had moved before, in words; empty for nothing.
+    """
     ranks = sorted(missing)
     who = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}" if ranks else "some of its ranks"
     text = f"{name} did not finish within {timeout:g} s: {who} did not take part"
+    text += f" to the end ({progress})" * bool(progress)
     others = "".join(f"; rank {rank} was lost ({lost[rank]})" for rank in sorted(lost))
     return CollectiveTimeoutError(f"{text}{others}; make both ends use the number, or raise timeout=", ranks)
 
 
-def left_reason(reason: str) -> str:
-    """Returns why a rank that left is lost."""
-    return f"it left: {reason}" if reason else "it left"
+def left_reason(reason: str, culprits: Collection[int] = ()) -> str:
+    """Returns why a rank that left is lost; its end names those because of whom it left."""
+    text = f"it left: {reason}" if reason else "it left"
+    ranks = ", ".join(map(str, sorted(culprits)))
+    return f"{text}; at fault: {'ranks' if len(culprits) > 1 else 'rank'} {ranks}" if ranks else text
+
+
+def _at_fault(ranks: Iterable[int], lost: Mapping[int, str]) -> list[int]:
+    """Returns the ranks at whose feet others have laid their end; those that blame nobody are at fault themselves."""
+    found, passed, follow = set[int](), set[int](), list(ranks)
+    while follow:
+        rank = follow.pop()
+        if rank in passed:
+            continue
+        passed.add(rank)
+        blamed = _CULPRITS.search(lost.get(rank, ""))
+        others = [int(other) for other in blamed[1].split(", ") if int(other) != rank] if blamed else []
+        follow += others
+        if not others:
+            found.add(rank)
+    # Ranks that blame one another in a circle leave nobody.
+    return sorted(found or passed)

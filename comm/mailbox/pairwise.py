@@ -75,6 +75,9 @@ class Encoded:
         """
         self._codec, self._rank, self._count = codec, rank, 0
         self.restart(start)
+        for model in self._start:
+            # A courier that compiles kernels answers nobody meanwhile, and would be taken for lost.
+            codec.decode(codec.encode(torch.zeros_like(model), seed=0), torch.empty_like(model))
 
     def restart(self, start: Sequence[torch.Tensor]) -> None:
         """Begins anew with a model that all ranks have."""

@@ -152,12 +152,17 @@ class Quorum:
 
         Raises:
             RankLostError: fewer ranks are left than a merge needs.
-            CollectiveTimeoutError: too few ranks have posted within twice the mailbox's timeout, counted anew when one is left
-                out.
+            CollectiveTimeoutError: too few ranks have posted within twice the mailbox's timeout, counted anew when bytes move or
+                a rank is left out.
         """
         clock, limit = self._mailbox.clock, 2 * self._mailbox.timeout
         began = clock.now()
-        self._courier.wait_for(lambda: self.merges(part) > merges or clock.now() > max(began, self._changed_at) + limit)
+
+        def over() -> bool:
+            stirred = self._courier.stirred(self.members - {self._me})
+            return clock.now() > max(began, self._changed_at, stirred) + limit
+
+        self._courier.wait_for(lambda: self.merges(part) > merges or over())
         if self.merges(part) <= merges:
             with self._courier.changed:
                 posted = {post.rank for post in self._posts.values() if post.part == part}

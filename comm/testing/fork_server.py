@@ -172,7 +172,7 @@ def serve(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: the file descriptor of the connection, and the modules to import.
     """
-    for name in ("torch.distributed.checkpoint", *arguments[1:]):
+    for name in arguments[1:]:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake, woken = os.pipe()

@@ -17,7 +17,7 @@ from bagua_kernels.comm.backends.local.world import (
     Parts,
     synchronize,
 )
-from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.communicator import Communicator, checked_timeout
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import CLOSED, FINISHED, Work
 from bagua_kernels.errors import MismatchError
@@ -48,7 +48,7 @@ class LocalCommunicator(Communicator):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`; holds for all ranks of the `LocalWorld`."""
-        self.timeout = self._world.timeout = seconds
+        self.timeout = self._world.timeout = checked_timeout(seconds)
 
     def abort(self, reason: str = "it was aborted") -> None:
         """See `Communicator.abort`."""

@@ -85,10 +85,10 @@ class LocalMailbox(Mailbox):
             reasons = {peer: self._why_lost(peer) for peer in range(self.size) if peer != self.rank}
         return {peer: reason for peer, reason in reasons.items() if reason}
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", culprits: Collection[int] = ()) -> None:
         """See `Mailbox.leave`."""
         with self._world.changed:
-            self._office.gone.setdefault(self.rank, left_reason(reason))
+            self._office.gone.setdefault(self.rank, left_reason(reason, culprits))
             for key in [key for key in self._office.tensors if key[0] == self.rank]:
                 self._settle(key)
             self._free(frozenset(range(self.size)), 0)

@@ -20,8 +20,10 @@ from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
 from bagua_kernels.comm.backends.nccl.collectives import NcclCollectives
 from bagua_kernels.comm.backends.nccl.queue import OperationQueue
+from bagua_kernels.comm.communicator import checked_timeout
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.opening import connect as connect_ranks
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
 from bagua_kernels.comm.joining.secret import Secret
@@ -30,6 +32,7 @@ from bagua_kernels.errors import BackendUnavailableError
 _PATIENCE = 10.0  # seconds for NCCL to free a communicator
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
+_SHARE = 0.9  # of the timeout, in which ranks find one another
 _log = logging.getLogger(__name__)
 
 
@@ -93,14 +96,15 @@ class NcclCommunicator(NcclCollectives):
             raise ValueError("NcclCommunicator expects a group of which this process is a member")
         if device is not None and device.type != "cuda":
             raise ValueError(f"NcclCommunicator expects a CUDA device, got {device=}: use TorchCommunicator on a CPU")
-        exchange = Introduction(group, job_secret(_get_default_store()))
+        timeout = knobs.TIMEOUT.get() if timeout is None else checked_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        exchange = Introduction(group, job_secret(_get_default_store(), timeout), deadline)
         reasons = exchange(nccl_binding.unavailable())
         if told := "; ".join(f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason):
             raise BackendUnavailableError(f"NcclCommunicator needs a GPU and NCCL through CuPy on every rank: {told}")
         runtime = nccl_binding.load()
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
         liveness = None
         if watch and size > 1:
             liveness = liveness_store.connect(rank, size, exchange, exchange.secret, timeout=min(20.0, timeout / 2))
@@ -142,7 +146,7 @@ class NcclCommunicator(NcclCollectives):
         timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
         self._assemble(
-            session, key, store, device, runtime or nccl_binding.load(), job_secret(store).derive("over", key)
+            session, key, store, device, runtime or nccl_binding.load(), job_secret(store, timeout).derive("over", key)
         )
         return self
 
@@ -169,7 +173,12 @@ class NcclCommunicator(NcclCollectives):
 
     def _connect(self) -> Endpoint:
         store, runtime = PrefixStore(f"bagua_kernels/{self._key}", self._store), self._runtime
-        unique_id = nccl_binding.share_unique_id(store, self.rank, self.size, self.timeout, runtime.unique_id)
+        # Shorter than the limit of all, so that the ranks that did not come are named.
+        limit = _SHARE * self.timeout
+        unique_id = connect_ranks(
+            self.session,
+            lambda _: nccl_binding.share_unique_id(store, self.rank, self.size, limit, runtime.unique_id),
+        )
         made: list[Any] = []
 
         def connect() -> Endpoint:
@@ -191,8 +200,7 @@ class NcclCommunicator(NcclCollectives):
         if self.session.ended:
             self._release(self.session.ended)
             return
-        if limit is not None:
-            self.session.timeout = min(limit, self.session.timeout)
+        self.session.hurry(limit)
         if self.size > 1:
             self.session.leaving = True
             self._barrier().wait_on_host()
@@ -203,7 +211,7 @@ class NcclCommunicator(NcclCollectives):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""
-        self.timeout = self.session.timeout = seconds
+        self.timeout = self.session.timeout = checked_timeout(seconds)
 
     def close_relatives(self) -> None:
         """See `Communicator.close_relatives`."""

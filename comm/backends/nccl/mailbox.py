@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 
 import torch
 
@@ -54,11 +55,11 @@ class DeviceMailbox(Mailbox):
         """See `Mailbox.lost`."""
         return dict(self._letters.lost())
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", culprits: Collection[int] = ()) -> None:
         """See `Mailbox.leave`; exchanges that were waited for are finished on the GPU before, within the timeout."""
         if self._unusable():
             return
-        self._letters.leave(reason)
+        self._letters.leave(reason, culprits)
         deadline = time.monotonic() + self.timeout
         while self._under_way([]) and time.monotonic() < deadline:
             time.sleep(_PAUSE)

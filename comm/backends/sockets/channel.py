@@ -29,11 +29,15 @@ class MessagePart:
 
 
 class Channel:
-    """One socket, what waits to leave through it, and what has arrived."""
+    """One socket, what waits to leave through it, and what has arrived.
+
+    Attributes:
+        moved: bytes of messages that have left or arrived.
+    """
 
     __slots__ = (
-        "arrival", "begin", "end", "expected", "fd", "out", "parked", "peer", "queued", "rest", "sock", "staging", "torn",
-        "unwanted", "writing",
+        "arrival", "begin", "end", "expected", "fd", "moved", "out", "parked", "peer", "queued", "rest", "sock", "staging",
+        "torn", "unwanted", "writing",
     )  # fmt: skip
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -41,7 +45,7 @@ class Channel:
         self.sock = sock
         self.fd = sock.fileno()
         self.out: deque[MessagePart] = deque()
-        self.queued = 0
+        self.queued = self.moved = 0
         self.writing = False
         self.torn = False  # True if bytes may have been sent that were not counted
         self.staging = memoryview(bytearray(STAGING))
@@ -86,6 +90,8 @@ class Channel:
                 self.torn = False
                 return True
             self.queued -= sent
+            self.moved += sent
+            part.transfer.lane.operation.moved += sent
             if sent == len(part.rest):
                 self.out.popleft()
                 part.transfer.left -= 1
@@ -120,6 +126,7 @@ class Channel:
             if not count:
                 raise ConnectionResetError("it was closed at the other end")
             taken += count
+            self.moved += count
             if len(self.rest):
                 self._filled(inbox, count)
             else:
@@ -170,6 +177,8 @@ class Channel:
                 self._skip(self.unwanted)
             return
         arrival.left -= count
+        if arrival.transfer is not None:
+            arrival.transfer.lane.operation.moved += count
         if not len(self.rest):
             # Even an empty view would keep the tensor's memory.
             self.rest, self.arrival = memoryview(b""), None

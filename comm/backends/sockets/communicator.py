@@ -18,12 +18,11 @@ from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
-from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.communicator import Communicator, checked_timeout
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import CLOSED, Work
-from bagua_kernels.errors import CommunicationError
 
 _BRIEF = 64 << 10  # bytes of an operation that are sent on the caller's thread
 _MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
@@ -45,13 +44,22 @@ class StripedCommunicator(Communicator):
         stripes: sockets between two ranks; `tuning` contains the number of them that is used.
         tuning: equal on all ranks.
         host: the address to listen on; by default that of the interface which Gloo would use.
+        deadline: when the time to connect is over, as of `time.monotonic`; by default after the timeout of `base`.
 
     Raises:
         ValueError: if `base` is not on the CPU.
         CommunicationError: if the ranks cannot connect.
     """
 
-    def __init__(self, base: Communicator, *, stripes: int = 1, tuning: Tuning | None = None, host: str = "") -> None:
+    def __init__(
+        self,
+        base: Communicator,
+        *,
+        stripes: int = 1,
+        tuning: Tuning | None = None,
+        host: str = "",
+        deadline: float | None = None,
+    ) -> None:
         if base.device.type != "cpu":
             raise ValueError(f"StripedCommunicator expects a communicator on the CPU, got one on {base.device}")
         if isinstance(base, StripedCommunicator):
@@ -77,12 +85,14 @@ class StripedCommunicator(Communicator):
         self._loop: Loop | None = None
         self.tuning = tuning or Tuning()
         if self.size > 1:
-            key, gather = secret.derive("sockets"), base.all_gather_object
-            links = mesh.connect(self.rank, self.size, stripes, gather, base.timeout, host, secret=key)
+            by = time.monotonic() + base.timeout if deadline is None else deadline
+            links = mesh.connect_over(base, stripes, host, secret.derive("sockets"), by)
             # The thread must not keep a communicator alive that nobody uses any more.
             counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
             self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
             self._loop.use(self.tuning.stripes, self.tuning.split)
+            self.session.moves, loop = self._loop.moved, self._loop
+            self.session.heard = lambda: loop.heard
             weakref.finalize(self, self._loop.stop, "it was forgotten, or its process exits")
             _open.add(self)
 
@@ -94,7 +104,7 @@ class StripedCommunicator(Communicator):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""
-        self.timeout = self.session.timeout = seconds
+        self.timeout = self.session.timeout = checked_timeout(seconds)
         self.base.set_timeout(seconds)
 
     def abort(self, reason: str = "it was aborted") -> None:
@@ -105,8 +115,7 @@ class StripedCommunicator(Communicator):
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`."""
-        if limit is not None:
-            self.session.timeout = min(limit, self.session.timeout)
+        self.session.hurry(limit)
         deadline = time.monotonic() + self.session.timeout
         try:
             if not self.is_ended():
@@ -145,11 +154,14 @@ class StripedCommunicator(Communicator):
         return self.session.ended or self.base._unusable()
 
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
+        deadline = time.monotonic() + self.timeout
         base = self.base._split(ranks)
         try:
-            return StripedCommunicator(base, stripes=self.stripes, tuning=self.tuning, host=self._host)
-        except CommunicationError as error:
-            base.abort(str(error))
+            return StripedCommunicator(
+                base, stripes=self.stripes, tuning=self.tuning, host=self._host, deadline=deadline
+            )
+        except BaseException as error:
+            base.abort(f"{type(error).__name__}: {error}")
             raise
 
     def _count(self, nbytes: int) -> None:

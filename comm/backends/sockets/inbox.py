@@ -87,6 +87,7 @@ class Inbox:
             self._posted[key] = transfer
         else:
             arrival.transfer = transfer
+            transfer.lane.operation.moved += len(arrival.data) - arrival.left
             if not arrival.left:
                 self.arrived(arrival)
 

@@ -25,6 +25,8 @@ class Kind(enum.IntEnum):
     LEAVE = 1  # the sender's last frame; what follows is the reason
     PING = 2
     PONG = 3  # the answer; what follows are the ranks that the sender waits for
+    ASK = 4
+    TOLD = 5  # the answer; what follows is what the sender has moved, and how many exchanges it has begun
 
 
 class LetterChannel(Channel):
@@ -78,7 +80,7 @@ class LetterChannel(Channel):
         begin = 0
         while len(self.received) - begin >= _FRAME.size:
             kind, length = _FRAME.unpack_from(self.received, begin)
-            if length > LONGEST_LETTER or kind > Kind.PONG:
+            if length > LONGEST_LETTER or kind > Kind.TOLD:
                 raise ConnectionAbortedError(f"expected a letter, got a frame of kind {kind} with {length} bytes")
             end = begin + _FRAME.size + length
             if end > len(self.received):

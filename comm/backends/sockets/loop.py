@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,9 @@ class Loop:
         links: the connected sockets to each other rank; the loop owns them from now on.
         sent: told the bytes of every message that this rank sends.
         beside: a further channel to each other rank, which messages of operations do not use.
+
+    Attributes:
+        heard: for each rank the time at which something last came from it.
     """
 
     _inbox_type: ClassVar[type[Inbox]] = Inbox
@@ -52,6 +56,7 @@ class Loop:
         for peer, channel in (beside or {}).items():
             self._links[peer].append(channel)
         self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
+        self.heard = dict.fromkeys(links, time.monotonic())
         self._stripes = self._split = 1
         self._sent = sent
         self._inbox = self._inbox_type(self._links, self._done, self._fail, self._compare)
@@ -175,6 +180,10 @@ class Loop:
             return sorted({transfer.peer for transfer in self._running.get(operation, ()) if not transfer.done})
         finally:
             self._moving.release()
+
+    def moved(self) -> int:
+        """Returns the bytes of messages that have left or arrived so far; from any thread."""
+        return sum(channel.moved for channels in list(self._links.values()) for channel in channels)
 
     def free(self, own: torch.Tensor) -> None:
         """See `Lane.free`."""
@@ -351,6 +360,7 @@ class Loop:
 
     def _read(self, channel: Channel) -> None:
         """Takes what has arrived."""
+        self.heard[channel.peer] = time.monotonic()
         channel.read(self._inbox, _TURN)
         if channel.parked is not None:
             self._register(channel)

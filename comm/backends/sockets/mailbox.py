@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import select
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from functools import partial
 
@@ -18,6 +19,9 @@ from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transf
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.failure import MismatchPeerError
 from bagua_kernels.comm.failures.forked import FORKED
+from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.failures.stillness import Stillness, Stir
 from bagua_kernels.comm.mailbox import Mailbox, late_error, left_reason, lost_error
 from bagua_kernels.comm.work import Pending, Work
 from bagua_kernels.errors import CommunicationError, MismatchError
@@ -44,16 +48,25 @@ class SocketMailbox(Mailbox):
         CommunicationError: if the ranks cannot connect.
     """
 
+    _liveness: weakref.ref[Liveness] | None = None
+    _members: tuple[int, ...] = ()  # as numbers of the world
+
     def __init__(self, communicator: Communicator, *, host: str = "", tensors: bool = True) -> None:
         if not hasattr(select, "epoll"):
             raise ValueError("SocketMailbox needs epoll, which only Linux has")
         self.rank, self.size, self.timeout = communicator.rank, communicator.size, communicator.timeout
         self.device = torch.device("cpu")
         secret = communicator._sealed().secret.derive("mailbox")
-        gather, stripes = communicator.all_gather_object, 1 + tensors
-        links = mesh.connect(self.rank, self.size, stripes, gather, self.timeout, host, secret=secret)
+        deadline = time.monotonic() + self.timeout
+        links = mesh.connect_over(communicator, 1 + tensors, host, secret, deadline)
         self._box = LetterBox()
         self._loop = MailboxLoop(f"bagua_kernels mailbox of rank {self.rank}", links, self._box)
+        session = getattr(communicator, "session", None)
+        if isinstance(session, Session) and session.liveness is not None:
+            # Who waits for this rank elsewhere learns what moves here.
+            session.liveness.follow(self._loop)
+            self._liveness = weakref.ref(session.liveness)
+            self._members = session.members
         weakref.finalize(self, self._loop.stop, left_reason("its mailbox was forgotten, or its process exits"))
 
     @property
@@ -65,13 +78,23 @@ class SocketMailbox(Mailbox):
         """See `Mailbox.wake`."""
         self._box.wake()
 
+    def ask(self, rank: int) -> None:
+        """See `Mailbox.ask`."""
+        self._loop.post([rank], Kind.ASK)
+
+    def stir(self, rank: int) -> Stir | None:
+        """See `Mailbox.stir`."""
+        return self._loop.stir(rank)
+
     def lost(self) -> dict[int, str]:
         """See `Mailbox.lost`; dropped ranks are in it although the loop may not have come to them yet."""
         return {**dict.fromkeys(self._loop.dropped, "it was dropped"), **self._loop.reasons}
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = "", culprits: Collection[int] = ()) -> None:
         """See `Mailbox.leave`; takes up to a second if the host of another rank does not answer."""
-        self._loop.stop(left_reason(reason))
+        if self._liveness is not None and (liveness := self._liveness()) is not None:
+            liveness.blamed.update(self._members[rank] for rank in culprits if rank < self.size and rank != self.rank)
+        self._loop.stop(left_reason(reason, culprits))
 
     def _unusable(self) -> str:
         return self._loop.ended
@@ -85,6 +108,9 @@ class SocketMailbox(Mailbox):
         messages.sort(key=lambda message: bool(self._loop.why_lost(message.args[0])))
         brief = sum(tensor.nbytes for tensor in inputs.values()) <= _BRIEF
         operation = Operation(f"exchange #{number}", number, 0, iter(messages), len(messages), brief)
+        self._loop.begun += 1
+        if self._liveness is not None and (liveness := self._liveness()) is not None:
+            liveness.begun += 1
         self._loop.submit(operation)
         return SocketMailboxWork(self, operation)
 
@@ -114,8 +140,9 @@ def _receive(peer: int, tensor: torch.Tensor, lane: Lane) -> Transfers:
 class SocketMailboxWork(Pending):
     """One rank's part of an exchange under way.
 
-    After a quarter of the timeout it asks the ranks that it waits for whether they are there. The answer names the ranks
-    that they wait for, which are asked in turn: the rank at fault may be no partner of this exchange.
+    When nothing has moved for a quarter of the timeout it asks the ranks that it waits for whether they are there. The answer
+    names the ranks that they wait for, which are asked in turn: the rank at fault may be no partner of this exchange. Their
+    answers contain what they move, too: the timeout counts from when something last moved, see `Stillness`.
     """
 
     def __init__(self, mailbox: SocketMailbox, operation: Operation) -> None:
@@ -123,6 +150,7 @@ class SocketMailboxWork(Pending):
         self._mailbox = mailbox
         self._operation = operation
         self._asked: dict[int, float] = {}
+        self._still = Stillness(0.0)
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would return, or raise, at once."""
@@ -141,19 +169,25 @@ class SocketMailboxWork(Pending):
     def _wait(self) -> None:
         mailbox, timeout = self._mailbox, self._mailbox.timeout
         started = self._now() if self._started is None else self._started
+        self._still = still = Stillness(started)
         pause, missing = min(timeout / _LOOKS, _LONGEST_PAUSE), list[int]()
         while not self._ended(pause):
             # Empty if the loop is busy.
             missing = self._operation.missing() or missing
             behind = self._behind(missing)
-            late = self._now() - started - timeout
+            now = self._now()
+            still.own(self._operation.moved, now)
+            for peer in behind:
+                still.other(peer, mailbox._loop.stir(peer), now)
+            late = now - still.since() - timeout
             if late >= 0 and (late >= min(timeout / 4, _LONGEST_PAUSE) or not self._unanswered(behind)):
                 self._give_up(missing, behind)
                 return
-            if self._now() >= started + timeout / 4:
+            if now >= still.since() + timeout / 4:
                 for peer in behind:
-                    self._asked.setdefault(peer, self._now())
+                    self._asked.setdefault(peer, now)
                 mailbox._loop.post(behind, Kind.PING)
+                mailbox._loop.post(behind, Kind.ASK)
 
     def _ended(self, seconds: float) -> bool:
         """Returns True if the exchange has ended well within some seconds; raises if it has failed."""
@@ -205,7 +239,7 @@ class SocketMailboxWork(Pending):
         if culprits := [peer for peer in behind if peer in lost]:
             error = lost_error(name, culprits, lost)
         else:
-            error = late_error(name, mailbox.timeout, missing, lost)
+            error = late_error(name, mailbox.timeout, missing, lost, self._still.told(self._now()))
         loop.fail(self._operation, error)
         if not self._ended(1.0):
             raise error

@@ -20,9 +20,11 @@ from bagua_kernels.comm.backends.sockets.letters import Kind, LetterBox, LetterC
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
 from bagua_kernels.comm.failures.failure import MismatchPeerError, PeerError
+from bagua_kernels.comm.failures.stillness import Stir
 from bagua_kernels.comm.mailbox import left_reason
 
 _RANK = struct.Struct("<I")
+_TOLD = struct.Struct("<QQ")  # bytes of exchanges that have left or arrived, exchanges begun
 
 
 class MailboxInbox(Inbox):
@@ -85,7 +87,8 @@ class MailboxLoop(Loop):
         reasons: for each lost rank the reason; grows as they are lost.
         dropped: the ranks that `drop` named.
         waiting: the exchanges for which a thread waits.
-        heard: for each rank the time at which something last came from it.
+        heard: for each rank the time at which something last came from it, or bytes last left for it.
+        begun: exchanges that this rank has begun.
         awaited: for each rank that has answered the time, and the ranks for which it waited then.
     """
 
@@ -93,12 +96,12 @@ class MailboxLoop(Loop):
     _inbox: MailboxInbox
 
     def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], box: LetterBox) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent = self.begun = 0
         self.reasons: dict[int, str] = {}
         self.dropped: frozenset[int] = frozenset()
         self.waiting: dict[Operation, None] = {}
-        self.heard = dict.fromkeys(links, time.monotonic())
         self.awaited: dict[int, tuple[float, tuple[int, ...]]] = {}
+        self._told = dict.fromkeys(links, (0, 0))
         self._box = box
         self._leaving: dict[int, str] = {}
         self._ending: set[int] = set()
@@ -125,6 +128,11 @@ class MailboxLoop(Loop):
     def why_lost(self, peer: int) -> str:
         """Returns why a rank is lost, or about to leave; else an empty text."""
         return self.reasons.get(peer) or self._leaving.get(peer, "")
+
+    def stir(self, peer: int) -> Stir:
+        """Returns what has moved between this rank and another one, and what that one has told in its last answer."""
+        moved, begun = self._told[peer]
+        return Stir((moved, sum(channel.moved for channel in list(self._links.get(peer, ())))), begun)
 
     def post(self, peers: Iterable[int], kind: Kind, contents: bytes = b"") -> None:
         """Sends a frame to some ranks; from any thread."""
@@ -171,9 +179,11 @@ class MailboxLoop(Loop):
             self._box.put(peer, contents)
         elif kind == Kind.LEAVE:
             self._leaving[peer] = contents.decode(errors="replace")
-        elif kind == Kind.PING:
+        elif kind == Kind.TOLD:
+            self._told[peer] = _TOLD.unpack(contents)
+        elif kind in (Kind.PING, Kind.ASK):
             # Not from here, in the middle of what has arrived: sending may find that the connection has ended.
-            self._called.append(partial(self._answer, peer))
+            self._called.append(partial(self._answer if kind == Kind.PING else self._tell, peer))
             self._nudge()
         else:
             self.awaited[peer] = time.monotonic(), tuple(rank for (rank,) in _RANK.iter_unpack(contents))
@@ -182,12 +192,18 @@ class MailboxLoop(Loop):
         missing = {each.peer for one in list(self.waiting) for each in self._running.get(one, ()) if not each.done}
         self._put(peer, Kind.PONG, b"".join(map(_RANK.pack, sorted(missing))))
 
+    def _tell(self, peer: int) -> None:
+        self._put(peer, Kind.TOLD, _TOLD.pack(self.moved(), self.begun))
+
     def _compare(self, peer: int, number: int, code: int) -> None:
         """Does nothing: of one number, messages of different ranks may differ."""
 
-    def _read(self, channel: Channel) -> None:
-        self.heard[channel.peer] = time.monotonic()
-        super()._read(channel)
+    def _write(self, channel: Channel) -> None:
+        before = channel.moved
+        super()._write(channel)
+        if channel.moved != before:
+            # A kernel that takes more has got rid of some, for it keeps a few seconds' worth at most.
+            self.heard[channel.peer] = time.monotonic()
 
     def _lose(self, channel: Channel, error: BaseException) -> None:
         """Gives a rank up after everything that has arrived from it was taken."""

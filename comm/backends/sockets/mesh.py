@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining import hello
 from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.joining.gate import Gate, listen
@@ -19,6 +21,8 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
 _LIMIT = "`ulimit -n`"
+_GLANCE = 0.25  # seconds between two looks at whether connecting still makes sense
+_LEAST = 0.1  # of the timeout that is left to those who have come so far
 
 
 def connect(
@@ -30,6 +34,7 @@ def connect(
     host: str = "",
     *,
     secret: Secret,
+    look: Callable[[], bool] | None = None,
 ) -> dict[int, list[socket.socket]]:
     """Connects the ranks; collective.
 
@@ -45,6 +50,7 @@ def connect(
         host: the address to listen on; by default that of the interface `GLOO_SOCKET_IFNAME`, else the one from which
             MASTER_ADDR, else the host's name, is reached.
         secret: shared by the ranks.
+        look: returns True once connecting makes no sense any more, for a rank is lost; `exchange` will raise then.
 
     Returns:
         For each other rank its sockets, in an order that is the same at both ends.
@@ -69,7 +75,7 @@ def connect(
                 key = secret.derive("mesh", offers[0][1])
                 addresses = [(where[0], where[1]) for where, _ in offers]
                 try:
-                    _connect_all(rank, size, stripes, listener, addresses, key, deadline, found)
+                    _connect_all(rank, size, stripes, listener, addresses, key, deadline, found, look)
                 except OSError as error:
                     problem = _told(error)
         problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
@@ -86,6 +92,33 @@ def connect(
     return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
 
 
+def connect_over(
+    communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float
+) -> dict[int, list[socket.socket]]:
+    """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
+
+    Args:
+        communicator: carries the addresses.
+        stripes: sockets between two ranks.
+        host: see `connect`.
+        secret: see `connect`.
+        deadline: when the time for all of it is over, as of `time.monotonic`.
+
+    Raises:
+        CommunicationError: as `connect`; a `RankLostError` if the communicator finds that a rank is lost.
+    """
+    deadline = max(deadline, time.monotonic() + _LEAST * communicator.timeout)
+    session, look = getattr(communicator, "session", None), None
+    with contextlib.ExitStack() as stack:
+        if isinstance(session, Session):
+            stack.enter_context(session.within(deadline))
+            look = session.reported
+        gather, left = communicator.all_gather_object, deadline - time.monotonic()
+        return connect(
+            communicator.rank, communicator.size, stripes, gather, left, host, secret=secret, look=look
+        )  # fmt: skip
+
+
 def _connect_all(
     rank: int,
     size: int,
@@ -95,6 +128,7 @@ def _connect_all(
     key: Secret,
     deadline: float,
     found: dict[tuple[int, int], socket.socket],
+    look: Callable[[], bool] | None,
 ) -> None:
     """Calls the ranks before this one and is called by those after it, all at once; puts connections into `found`.
 
@@ -125,7 +159,9 @@ def _connect_all(
                 raise TimeoutError(_missing(wanted - found.keys(), calls, gate))
             if gate.shortage:
                 raise OSError(errno.EMFILE, gate.shortage)
-            pause = min(left, gate.tick(), *(each.tick() for each in calls.values()))
+            if look is not None and look():
+                raise ConnectionAbortedError("a rank was lost meanwhile")
+            pause = min(left, _GLANCE, gate.tick(), *(each.tick() for each in calls.values()))
             for ready, _ in selector.select(pause):
                 ready.data(ready.fileobj)
             for where in [where for where, each in calls.items() if each.sock is not None]:

@@ -124,6 +124,7 @@ class Operation:
 
     Attributes:
         missing: returns the ranks with which a message is under way.
+        moved: bytes of it that have left or arrived.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Operation:
     def __post_init__(self) -> None:
         self.active = 0
         self.started = 0
+        self.moved = 0
         self.error: BaseException | None = None
         self.missing: Callable[[], list[int]] = list
         self._ended = threading.Event()

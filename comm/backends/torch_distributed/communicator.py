@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.backends.torch_distributed.group import TorchGroup, open_group
+from bagua_kernels.comm.backends.torch_distributed.gloo_bytes import bytes_through
+from bagua_kernels.comm.backends.torch_distributed.group import Service, TorchGroup, open_group
 from bagua_kernels.comm.backends.torch_distributed.stream_end import StreamEnd
-from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.communicator import Communicator, checked_timeout
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.opening import connect
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.failures.session_work import SessionWork
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
@@ -53,8 +57,11 @@ class TorchCommunicator(Communicator):
         watch: True if the ranks send heartbeats, so that an error names the rank at fault: a thread and a connection to rank 0.
         device: where tensors will be; by default the current CUDA device if the group serves one, else the CPU.
         host: the address whose network interface Gloo uses; by default that of `GLOO_SOCKET_IFNAME`, or of the hostname.
+        look: called again and again while this constructor waits for other ranks; what it raises ends the wait.
 
     Raises:
+        RankLostError: if a rank is lost meanwhile; it is named.
+        CollectiveTimeoutError: if not all ranks call it in time.
         ValueError: if torch.distributed is not initialised, or the group serves no tensors on `device`.
     """
 
@@ -68,22 +75,38 @@ class TorchCommunicator(Communicator):
         watch: bool = True,
         device: torch.device | None = None,
         host: str = "",
+        look: Callable[[], object] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("TorchCommunicator needs torch.distributed: call bagua_kernels.comm.init() first")
         if group is None:
             group = dist.distributed_c10d._get_default_group()
-        timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
+        timeout = knobs.TIMEOUT.get() if timeout is None else checked_timeout(timeout)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError("TorchCommunicator expects a group of which this process is a member")
-        exchange = Introduction(group, job_secret(_get_default_store()))
+        service, deadline = Service.of(group, device), time.monotonic() + timeout
+        left: Callable[[], float] = lambda: max(0.001, deadline - time.monotonic())  # noqa: E731
+        secret = job_secret(_get_default_store(), left(), look)
+        exchange = Introduction(group, secret, deadline, look)
         name = exchange.name
-        opened = open_group(group, _get_default_store(), name, rank, size, timeout, device, host)
         liveness = None
         if watch and size > 1:
-            liveness = liveness_store.connect(rank, size, exchange, exchange.secret, host, min(20.0, timeout / 2))
-        session = Session("world", opened.timeout, rank, tuple(range(size)), liveness)
+            liveness = liveness_store.connect(rank, size, exchange, exchange.secret, host, min(20.0, left() / 2))
+        session = Session("world", timeout, rank, tuple(range(size)), liveness)
+        try:
+            with session.within(deadline):
+                store = _get_default_store()
+                opened = connect(
+                    session,
+                    lambda given_up: open_group(service, store, name, rank, size, timeout, host, given_up),
+                    look,
+                    TorchGroup.abandon,
+                )
+        except BaseException as error:
+            if liveness is not None:
+                liveness.stop(f"it could not make its communicator: {error}")
+            raise
         self._assemble(opened, session, name, exchange.secret.derive("communicator"))
         self._owned_liveness = liveness
 
@@ -95,6 +118,8 @@ class TorchCommunicator(Communicator):
         self._secret = secret
         self._owned_liveness = None
         session.abandon = group.abandon
+        if group.kind == "gloo":
+            session.moves = partial(bytes_through, group.sockets.found)
         _open.add(self)
 
     def abort(self, reason: str = "it was aborted") -> None:
@@ -108,8 +133,7 @@ class TorchCommunicator(Communicator):
         """See `Communicator.close`."""
         if self.session.ended:
             return
-        if limit is not None:
-            self.session.timeout = min(limit, self.session.timeout)
+        self.session.hurry(limit)
         if self.size > 1:
             # A rank that closes its connections while others are still in an operation makes them fail.
             self.session.leaving = True
@@ -124,7 +148,7 @@ class TorchCommunicator(Communicator):
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""
-        self.timeout = self.session.timeout = seconds
+        self.timeout = self.session.timeout = checked_timeout(seconds)
         self._group.set_timeout(seconds)
 
     def give_up(self, reason: str) -> None:
@@ -150,7 +174,7 @@ class TorchCommunicator(Communicator):
         label = self._next_split(ranks)
         session, key = self.session.child(label, ranks), f"{self._key}/{label}"
         child = TorchCommunicator.__new__(TorchCommunicator)
-        group = session.guard("split", lambda: self._group.child(key, ranks))
+        group = connect(session, lambda given_up: self._group.child(key, ranks, given_up), undo=TorchGroup.abandon)
         child._assemble(group, session, key, self._secret.derive("split", key))
         return child
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import threading
@@ -19,9 +18,12 @@ from bagua_kernels import knobs
 from bagua_kernels.comm.backends.nccl.binding import await_ranks
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.failures.forked import Sockets, forget_after_fork
+from bagua_kernels.comm.joining.bounded import PatientStore
 from bagua_kernels.comm.reduction import BITWISE, ReduceOp
 
 _PATIENCE = 10.0  # seconds for NCCL to free a backend
+# Timeouts that Gloo gives a whole message. Who waits for it ends the wait earlier, when nothing has moved for one of them.
+_SLOWEST = 100
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +58,16 @@ class TorchGroup:
 
     def __post_init__(self) -> None:
         """Prepares for messages and forks."""
+        self._rendezvous = self.store
         forget_after_fork(self)
-        if self.kind == "gloo" and self.size > 1:
+        self._listen()
+
+    def _listen(self) -> None:
+        if self.kind == "gloo" and self.size > 1 and self.backend is not None:
             self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
 
-    def child(self, key: str, ranks: tuple[int, ...]) -> TorchGroup:
-        """Connects some of the ranks.
+    def child(self, key: str, ranks: tuple[int, ...], given_up: threading.Event) -> TorchGroup:
+        """Connects some of the ranks; may wait for ever, see `connect` in `bagua_kernels.comm.failures.opening`.
 
         torch's `new_group` does not work here. Either all processes of the job must call it, or the group's name contains
         this process's number of groups, which differs between members.
@@ -69,14 +75,23 @@ class TorchGroup:
         Args:
             key: a name that no other group of the job ever had.
             ranks: the members, ascending; this rank is one.
+            given_up: set when nobody waits any more.
         """
         if self.kind not in ("gloo", "nccl"):
             raise ValueError(f"a group over torch's backend {self.kind!r} cannot be split; use gloo or nccl")
         rank, size = ranks.index(self.rank), len(ranks)
-        sockets = Sockets()
-        with sockets.gather():
-            backend = _open(self.kind, self.store, key, rank, size, self.timeout, self.device, self.host)
-        return TorchGroup(backend, self.kind, self.store, rank, size, self.timeout, self.device, self.host, sockets)
+        made = TorchGroup(None, self.kind, self.store, rank, size, self.timeout, self.device, self.host)
+        made._connect(key, given_up)
+        return made
+
+    def _connect(self, key: str, given_up: threading.Event) -> None:
+        # Kept, for Gloo may ask it later.
+        self._rendezvous = self.store if self.kind == "nccl" else PatientStore(self.store, given_up)
+        with self.sockets.gather():
+            self.backend = _open(
+                self.kind, self._rendezvous, key, self.rank, self.size, self.timeout, self.device, self.host
+            )
+        self._listen()
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
         """Starts to send bytes; returns torch's work, or what has its methods."""
@@ -127,7 +142,8 @@ class TorchGroup:
         self.timeout = seconds
         # One rank has no connections of its own, and waits for nobody.
         if self.kind in ("gloo", "nccl") and self.size > 1 and self.backend is not None:
-            self.backend._set_default_timeout(timedelta(seconds=seconds))
+            patience = _SLOWEST if self.kind == "gloo" else 1
+            self.backend._set_default_timeout(timedelta(seconds=patience * seconds))
 
     def close(self) -> None:
         """Frees the connections, once all ranks are done with them."""
@@ -182,48 +198,70 @@ class TorchGroup:
             self.messages.sever()
 
 
+@dataclass(frozen=True)
+class Service:
+    """What a process group offers to tensors of one device.
+
+    Attributes:
+        group: the user's group.
+        kind: the name of the backend.
+        device: where tensors will be.
+    """
+
+    group: dist.ProcessGroup
+    kind: str
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None) -> Service:
+        """Finds the backend that serves a device; by default the device that the group serves.
+
+        Raises:
+            ValueError: if the group serves no tensors on `device`.
+        """
+        served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        if device is None:
+            on_cuda = torch.cuda.is_available() and served.get("cuda", "gloo") != "gloo"
+            device = torch.device("cuda" if on_cuda else "cpu")
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        kind = served.get(device.type)
+        if kind is None or (kind == "gloo" and device.type != "cpu"):
+            raise ValueError(
+                f"expected a group that serves {device=}, got one with the backends {served}: initialise torch.distributed "
+                "with backend='cpu:gloo,cuda:nccl'"
+            )
+        return cls(group, kind, device)
+
+
 def open_group(
-    group: dist.ProcessGroup,
+    service: Service,
     store: Store,
     name: str,
     rank: int,
     size: int,
     timeout: float,
-    device: torch.device | None,
     host: str,
+    given_up: threading.Event,
 ) -> TorchGroup:
-    """Opens the connections of a new communicator beside a process group.
+    """Opens the connections of a new communicator beside a process group; may wait for ever, as `TorchGroup.child`.
 
     Args:
-        group: the user's group.
+        service: what the user's group offers.
         store: the job's store.
         name: a name that no other group of the job ever had.
         rank: this rank in the group.
         size: the group's size.
         timeout: seconds.
-        device: where tensors will be; None for the device that the group serves.
         host: the address whose interface Gloo uses; empty for torch's choice.
-
-    Raises:
-        ValueError: if the group serves no tensors on `device`.
+        given_up: set when nobody waits any more.
     """
-    served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if device is None:
-        on_cuda = torch.cuda.is_available() and served.get("cuda", "gloo") != "gloo"
-        device = torch.device("cuda" if on_cuda else "cpu")
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
-    kind = served.get(device.type)
-    if kind is None or (kind == "gloo" and device.type != "cpu"):
-        raise ValueError(
-            f"expected a group that serves {device=}, got one with the backends {served}: initialise torch.distributed "
-            "with backend='cpu:gloo,cuda:nccl'"
-        )
-    own = kind in ("gloo", "nccl") and size > 1
-    sockets = Sockets()
-    with sockets.gather() if own else contextlib.nullcontext():
-        backend = _open(kind, store, name, rank, size, timeout, device, host) if own else group
-    return TorchGroup(backend, kind, store, rank, size, timeout, device, host, sockets)
+    own = service.kind in ("gloo", "nccl") and size > 1
+    backend = None if own else service.group
+    made = TorchGroup(backend, service.kind, store, rank, size, timeout, service.device, host)
+    if own:
+        made._connect(name, given_up)
+    return made
 
 
 def _open(
@@ -236,6 +274,8 @@ def _open(
     if kind == "nccl":
         # NCCL itself waits for ranks without a limit.
         await_ranks(PrefixStore("rendezvous", prefixed), rank, size, timeout)
+        # The thread is not the one that chose the device.
+        torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         backend: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
@@ -247,7 +287,9 @@ def _open(
     options = gloo._Options()
     options._timeout = limit
     options._devices = [_device(host)]
-    return gloo(prefixed, rank, size, options)
+    backend = gloo(prefixed, rank, size, options)
+    backend._set_default_timeout(_SLOWEST * limit)
+    return backend
 
 
 def _device(host: str) -> Any:

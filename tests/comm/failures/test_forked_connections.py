@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 
@@ -16,7 +17,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.failures import forked
-from bagua_kernels.comm.testing import Processes
+from bagua_kernels.comm.testing import Processes, run_processes
 from bagua_kernels.errors import CommunicationError
 from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, part, receiving, until, wait
@@ -99,3 +100,27 @@ def test_killed_rank_with_a_child_is_missed_by_its_connections() -> None:
         finally:
             os.kill(child, signal.SIGKILL)
     assert (result.returncode, result.stdout) == (0, "GOING\nENDED\n"), result.stderr
+
+
+def ends_as_interpreters_end() -> None:
+    """Children run what is registered for the exit, and destroy what torch's groups and the parent's threads had."""
+    world = comm.init(timeout=limits.seconds(60))
+    groups = [torch.distributed.new_group([0, 1])]
+    mailbox = comm.open_mailbox(world)
+    world.barrier().wait()
+    children = []
+    for _ in range(3):
+        if not (child := fork()):
+            del groups, mailbox
+            sys.exit(0)
+        children.append(child)
+    print("STATUSES", [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+    world.barrier().wait()
+    mailbox.leave()
+    comm.shutdown()
+
+
+def test_children_that_exit_do_not_wait_for_threads_of_the_parent() -> None:
+    for result in run_processes(ends_as_interpreters_end, 2, timeout=limits.seconds(60)):
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert "STATUSES [0, 0, 0]" in result.stdout

@@ -210,6 +210,7 @@ class Lazy:
 
 def over_lazy(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     Gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Lazy, raising=False)
     monkeypatch.setattr(Lazy, "meeting", threading.Barrier(size), raising=False)
 
@@ -243,4 +244,4 @@ def test_rank_that_does_not_open_its_group_is_named(monkeypatch: pytest.MonkeyPa
     over_lazy(monkeypatch, 2)
     parent = TorchGroup(None, "nccl", dist.HashStore(), 0, 3, 0.05, GPU, "")
     with pytest.raises(CommunicationError, match=r"ranks \[1\] of 2 did not come within 0.05 s"):
-        parent.child("key", (0, 2))
+        parent.child("key", (0, 2), threading.Event())
