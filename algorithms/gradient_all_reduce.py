@@ -85,6 +85,7 @@ class Mean(Exchange):
     one_collective = True
     has_memory = False
     takes_memory = True
+    keeps_means = True
 
     def run(self, step: int) -> Iterator[Work]:
         """See `Exchange.run`."""
@@ -96,6 +97,7 @@ class HierarchicalMean(Exchange):
 
     has_memory = False
     takes_memory = True
+    keeps_means = True
 
     def __init__(
         self,

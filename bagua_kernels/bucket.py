@@ -102,6 +102,29 @@ class Bucket:
         ]
         self.gaps = [memory[span.stop : end] for span, end in zip(self.spans, self._boundaries, strict=True)]
 
+    def shown(self, slot: int) -> torch.Tensor:
+        """Returns a new tensor in the memory of a view, to be a gradient.
+
+        `leave` notices if it is kept beyond that. What is done to it, such as `detach_()`, is not done to the view.
+        """
+        return self.views[slot].detach()
+
+    def leave(self, gradients: Iterable[torch.Tensor | None]) -> bool:
+        """Takes new memory, with zeros in it, if other tensors lie in this; returns True if it did.
+
+        Args:
+            gradients: what may lie in this memory, since it is to be overwritten: those that parameters have now.
+        """
+        storage = self.whole.untyped_storage()
+        # By the buffer, its parts, and `storage`.
+        others = _references(storage, 5 + len(self.views) + len(self.gaps))
+        if others > 0:
+            others -= sum(g is not None and g.untyped_storage()._cdata == storage._cdata for g in gradients)
+        if others <= 0:
+            return False
+        self._use(torch.zeros_like(self.whole))
+        return True
+
     def clear_gaps(self, vector: torch.Tensor) -> None:
         """Sets the elements of a vector like `flat` that belong to no tensor to zero; a codec leaves something in them."""
         for span, end in zip(self.spans, self._boundaries, strict=True):
@@ -156,7 +179,9 @@ class Bucket:
         ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_inference()
         if not (alone and ordinary and self._plain(0, tensor) and is_exclusive(tensor)):
             return False
-        self._use(tensor.detach().as_strided((tensor.numel(),), (1,)))
+        # No view: that would keep what it is a view of, which `leave` would find.
+        whole = tensor.detach().new_empty(0)
+        self._use(whole.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)))
         return True
 
     def _plain(self, slot: int, tensor: torch.Tensor) -> bool:
@@ -214,6 +239,12 @@ class Bucket:
             # One by one: a weight is rare, and `_foreach_mul_` rounds it to bfloat16 on a CPU.
             for slot in tensors:
                 self.views[slot].mul_(weight)
+
+
+def _references(storage: torch.UntypedStorage, own: int) -> int:
+    """How many tensors have a memory beside those that are known; 1 where PyTorch cannot count them."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 1 if count is None else int(count(storage._cdata)) - own
 
 
 def is_exclusive(tensor: torch.Tensor) -> bool:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.algorithm import Algorithm, check_keys
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.algorithms.algorithm import Algorithm, check_keys, fitting
 from bagua_kernels.algorithms.ddp.shares import BucketShares, Share
+from bagua_kernels.algorithms.engine.accumulation import Accumulation, Watched
 from bagua_kernels.algorithms.engine.buckets import fill
 from bagua_kernels.algorithms.engine.interruption import Ending
 from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
-from bagua_kernels.algorithms.engine.runtime import Runtime, Task
+from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.engine.vectors import mean_of
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
+from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.comm import Communicator, Work
-from bagua_kernels.compression import from_spec
-from bagua_kernels.compression.codec import parse_spec
+from bagua_kernels.errors import follow_up
+from bagua_kernels.jit import compiling
 
 _STATE = {"steps", "vectors", "decisions"}
 # Of the engine, which the hook does without.
@@ -49,13 +54,15 @@ def hook(
         **options: further arguments of the algorithm.
 
     Raises:
+        TypeError: the spec is no text, or the module is none.
         ValueError: the spec names neither, or an algorithm that does not average gradients, or an option is one of the engine.
     """
-    name, parsed = parse_spec(spec)
+    kind, parsed = Algorithm.named(spec)
     arguments: dict[str, Any] = {**parsed, **options}
-    kind = Algorithm.registered.get(name)
-    if kind is None:
-        kind, arguments = CompressedAllReduce, {"codec": from_spec(spec), **options}
+    if not isinstance(module, torch.nn.Module | None):
+        raise TypeError(
+            f"the second argument of a hook is the DistributedDataParallel, or None, got {module!r} of {type(module).__name__}"
+        )
     if not issubclass(kind, GradientAlgorithm) or not kind.has_hook:
         raise ValueError(
             f"{spec!r} is a {kind.__name__}, of which there is no hook, for it does more than average gradients: wrap the module "
@@ -67,7 +74,9 @@ def hook(
     if lanes is not None:
         arguments["lanes"] = lanes
     # One rank alone is told what does not fit before others wait for it.
-    if not kind.recipe(**arguments).weighable:
+    with fitting(spec):
+        recipe = kind.recipe(**arguments)
+    if not recipe.weighable:
         raise ValueError(
             f"{spec!r} gives all ranks the same voice, also those that mirror the passes of others in join(): wrap the module "
             f"in a {kind.__name__} instead of DistributedDataParallel"
@@ -83,6 +92,7 @@ class Hook:
     2. Exchanges run on threads of their own, in the order of DDP's buckets, which is the same on all ranks.
     3. The mean is copied back, and DDP's future is complete.
     4. At the end of backward an error is raised there, if there was one.
+    5. Where nobody has zeroed a gradient, only what backward adds to it is exchanged, and then added to it (`Accumulation`).
 
     Ranks connect in the first backward pass. Copies and pickles of a hook, as DDP's own copies make them, have its options,
     not its connections and its state.
@@ -113,9 +123,16 @@ class Hook:
         self._error: BaseException | None = None
         self._steps = 0
         self._passes = 0
+        self._wait_seconds = self._exchange_seconds = 0.0
         self._begun = 0.0
         self._loss_scale: LossScale | None = None
         self._states: list[Mapping[str, Any]] = []
+        # DDP moves gradients that are views of its buckets when it lays these out anew.
+        self._accumulation = Accumulation(f"the hook {spec!r}", strict=False, in_views=True)
+        self._watched = Watched(self)
+        self._come: set[torch.Tensor] = set()
+        self._graph_task = -1
+        self._return = _Return(self._accumulation)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies are made of: options."""
@@ -134,6 +151,7 @@ class Hook:
         algorithm = self._connect(buffer.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] * buffer.is_cuda)
         if self.communicators[0].size == 1:
+            self._steps += bucket.is_last()
             future.set_result(buffer)
             return future
         index, parameters = bucket.index(), bucket.parameters()
@@ -145,7 +163,10 @@ class Hook:
         if not self._layout.knows(index, parameters):
             self._wait()
             self._layout.lay_out(index, parameters, communicator)
+            self._watch(parameters)
         parts, gradients = self._layout.parts(index), bucket.gradients()
+        if self._watched and inside:
+            self._keep_increments(parameters, gradients)
         if self._runtime is None:
             self._runtime = self._start_threads(buffer.device, parts)
         load = partial(_load, parts, gradients)
@@ -161,6 +182,38 @@ class Hook:
             # A rank that has joined early mirrors the passes of the others, without a backward pass of its own.
             self.end()
         return future
+
+    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Has earlier results in the gradients of new parameters looked for, unless exchanges keep them."""
+        assert self._layout is not None
+        exchanges = self._layout.exchanges
+        self._accumulation.strict = any(each.needs_increments for each in exchanges)
+        if not all(each.keeps_means for each in exchanges):
+            self._watched.add((self._layout.name(p), p) for p in parameters)
+
+    def gradient_coming(self, parameter: torch.Tensor, name: str) -> None:
+        """Prepares for what backward is about to add to a gradient."""
+        if (task := torch._C._current_graph_task_id()) != self._graph_task:
+            self._graph_task, self._come = task, set()
+            self._return.begin()
+        self._come.add(parameter)
+        # DDP may write to the memory of a result, if that lies in its buckets.
+        self._accumulation.set_aside(parameter, name, copy=True)
+        if self._accumulation.aside:
+            self._return.await_end()
+
+    @torch.no_grad()
+    def _keep_increments(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Takes results out of gradients to which backward adds nothing, and notes where the next results will lie."""
+        assert self._layout is not None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if torch._C._current_graph_task_id() != self._graph_task or parameter not in self._come:
+                self.gradient_coming(parameter, self._layout.name(parameter))
+                if parameter in self._accumulation.aside:
+                    gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+            own = parameter.grad
+            self._accumulation.note(parameter, None if own is None else StorageWeakRef(own.untyped_storage()))
+        self._return.exchanged = True
 
     def _connect(self, device: torch.device) -> GradientAlgorithm:
         """Finds the other ranks and compares options with them, once; collective."""
@@ -246,16 +299,22 @@ class Hook:
         self._error = self._error or error
 
     def _wait(self) -> None:
-        for task in self._tasks:
-            # The exchange itself is bounded by its communicator's timeout.
-            task.done.wait()
+        begin = compiling.clock()
+        # What profilers see of the wait for communication.
+        enabled = torch._C._autograd._profiler_enabled()
+        with torch.profiler.record_function(f"{self._kind.__name__}.wait") if enabled else nullcontext():
+            for task in self._tasks:
+                # The exchange itself is bounded by its communicator's timeout.
+                task.done.wait()
+        self._wait_seconds += compiling.clock() - begin
         self._check()
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(
+            raise follow_up(
+                self._error,
                 f"an exchange of the hook {self._spec!r} failed, and ranks no longer agree: {self._error}; restart from a "
-                "checkpoint"
+                "checkpoint",
             ) from self._error
 
     def end(self) -> None:
@@ -263,6 +322,7 @@ class Hook:
         self._wait()
         assert self._algorithm is not None
         assert self._layout is not None
+        self._exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
         self._tasks, step = [], self._steps
         self._steps += 1
         for exchange in self._layout.exchanges:
@@ -280,13 +340,31 @@ class Hook:
         """Backward passes whose gradients were averaged."""
         return self._steps
 
+    def stats(self) -> Stats:
+        """What the hook has done so far on this rank, as an algorithm's `stats` has it. A rank alone counts steps, too."""
+        found = Stats(self._steps, self.bytes_sent, self._wait_seconds, self._exchange_seconds, 0.0, {})
+        if self._algorithm is None or self._layout is None:
+            return found
+        policy = self._algorithm.policy
+        squares = (exchange.residual_norm() ** 2 for exchange in self._layout.exchanges)
+        return replace(
+            found,
+            residual_norm=math.sqrt(math.fsum(squares)),
+            errors=policy.errors(),
+            guards=policy.guards(),
+            trial=policy.outcome,
+        )
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has put on the wire."""
         return sum(each.bytes_sent for each in self.communicators)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on bit for bit; collective, between backward passes. Each rank saves its own.
+        """Returns what a resumed run needs to go on; collective, between backward passes. Each rank saves its own.
+
+        DDP begins each run with buckets in another order, and lays them out anew after the first pass. What a
+        codec does to a whole bucket, as `topk` chooses its elements, differs in that pass. Other runs go on bit for bit.
 
         Returns:
             `steps`; in `vectors`, for each key of the exchanges' states, a tensor for each parameter's name; `decisions`.
@@ -325,10 +403,53 @@ class Hook:
         """Ends its threads and frees its connections; collective. DDP must not be trained with it any more."""
         if self._runtime is not None:
             self._runtime.close()
+        self._watched.remove()
         for each in self.communicators:
             each.close()
         if self._algorithm is not None:
             self._algorithm.close()
+
+
+class _Return:
+    """Puts results back at the very end of a backward pass, when DDP has written the means.
+
+    Attributes:
+        exchanged: True if gradients were exchanged in the pass.
+    """
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        """Waits for nothing yet."""
+        self._accumulation = accumulation
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a pass, and ends one that has broken off."""
+        self._accumulation.put_back()
+        self.exchanged = self._awaited = self._last = False
+
+    def await_end(self) -> None:
+        """Has `end` called."""
+        if not self._awaited:
+            self._awaited = True
+            torch.autograd.Variable._execution_engine.queue_callback(Ending(self, 0))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Puts results back, behind what DDP does at the end."""
+        if not self._last:
+            # DDP has asked to be called after this.
+            self._last, self._awaited = True, False
+            self.await_end()
+        elif self.exchanged:
+            for parameter in list(self._accumulation.aside):
+                own = parameter.grad
+                self._accumulation.gives_back(parameter, None if own is None else own.detach())
+        else:
+            self._accumulation.put_back()
+
+    def interrupted(self, number: int) -> None:
+        """Called when the pass has ended in an exception."""
+        self._accumulation.put_back()
 
 
 class _Caught(Work):

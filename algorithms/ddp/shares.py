@@ -75,7 +75,7 @@ class BucketShares:
                 self._forget(exchange.bucket.names)
         kinds: dict[Hashable, list[tuple[int, bool]]] = {}
         for position, parameter in enumerate(parameters):
-            kind, exact = self._algorithm.place(self._name(parameter), cast("torch.nn.Parameter", parameter))
+            kind, exact = self._algorithm.place(self.name(parameter), cast("torch.nn.Parameter", parameter))
             kinds.setdefault(kind, []).append((position, exact))
         parts: list[Share] = []
         for kind, places in kinds.items():
@@ -86,7 +86,7 @@ class BucketShares:
                 exact=[exact for _, exact in places],
                 index=len(self.exchanges) + len(parts),
                 kind=kind,
-                names=[self._name(parameter) for parameter in chosen],
+                names=[self.name(parameter) for parameter in chosen],
             )
             exchange = self._algorithm.exchange_for(bucket, communicator)
             if self._recalled:
@@ -101,7 +101,8 @@ class BucketShares:
             for name in names:
                 named.pop(name, None)
 
-    def _name(self, parameter: torch.Tensor) -> str:
+    def name(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter, or its number."""
         return self._names.setdefault(parameter, str(len(self._names)))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:

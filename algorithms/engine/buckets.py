@@ -123,13 +123,21 @@ def fill(
         if adopts and gradient is not None:
             bucket.adopt(gradient)
         if parameter is not None and interruption is not None:
-            interruption.give(parameter, bucket.views[slot])
+            interruption.give(parameter, bucket.shown(slot))
         lendable = lends and weight == 1.0 and bucket.compressed(slot)
         if lendable and gradient is not None and bucket.lend(slot, gradient):
             continue
         bucket.fill(slot, gradient)
         if weight != 1.0:
             bucket.views[slot].mul_(weight)
+
+
+def show(bucket: Bucket, slot: int, parameter: torch.nn.Parameter) -> None:
+    """Lets a parameter's gradient be what lies in a slot of a bucket."""
+    gradient, view = parameter.grad, bucket.views[slot]
+    there = gradient is not None and not gradient.requires_grad and gradient.data_ptr() == view.data_ptr()
+    if gradient is None or not there or gradient.stride() != view.stride() or gradient.shape != view.shape:
+        parameter.grad = bucket.shown(slot)
 
 
 def exchanged(

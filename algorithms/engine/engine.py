@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from bagua_kernels.algorithms.engine.accumulation import Accumulation, Watched
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
-from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, fill
+from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, fill, show
 from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.gradient_hook import gradient_hook
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
@@ -48,6 +50,9 @@ class Engine:
     4. After the first pass in which all gradients came, buckets are laid out once in the order in which they came on rank 0.
 
     The last bucket carries, uncompressed, the flags of `Participation`, and one more that asks for the other order.
+
+    Where nobody has zeroed a gradient, only what backward adds to it is exchanged, and then added to it (`Accumulation`). Exact
+    means need no such care. A bucket in which a gradient of before is kept gets other memory.
 
     Attributes:
         members: the parameters with dense gradients, in the reverse order of registration; positions count in this list.
@@ -98,6 +103,8 @@ class Engine:
         self.participation = Participation(self.members, communicator.size)
         self.interruption = Interruption([member.parameter for member in members])
         self._bucket_options = options.buckets
+        self._accumulation = Accumulation(options.title, strict=False)
+        self._watched = Watched(self)
         self.lay_out(None, {})
         # The attributes of exchanges decide how they are connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
@@ -144,6 +151,9 @@ class Engine:
             exchange.updates = self._bucket_steps[place] if self._bucket_steps else None
         if state:
             self.buckets.load(state)
+        self._accumulation.strict = any(exchange.needs_increments for exchange in self.buckets.exchanges)
+        if not self._watched and not all(exchange.keeps_means for exchange in self.buckets.exchanges):
+            self._watched.add((m.name, m.parameter) for m in self.members if m.parameter.requires_grad)
 
     def exchange_otherwise(self, place: Place, manner: Manner) -> None:
         """Goes on with other exchanges, which `make_exchange` makes from now on; between backward passes, on all ranks."""
@@ -162,12 +172,15 @@ class Engine:
         """Removes the hooks and ends the communication threads."""
         for hook in self._hooks:
             hook.remove()
+        self._watched.remove()
         self._runtime.close()
         self.interruption.remove()
 
     def gradient_ready(self, position: int | None) -> None:
         """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
         if not self.enabled:
+            if position is not None and self._accumulation.aside:
+                self._accumulation.end_local(self.members[position].parameter)
             return
         if not self._running:
             refuse_reentrant()
@@ -187,12 +200,20 @@ class Engine:
         if not self._missing[index]:
             self._start_complete()
 
+    def gradient_coming(self, parameter: torch.Tensor, name: str) -> None:
+        """Prepares for what backward is about to add to a gradient."""
+        if not self._running and self._accumulation.aside:
+            # A pass broke off before its first gradient.
+            self._accumulation.put_back()
+        self._accumulation.set_aside(parameter, name)
+
     def take_part(self) -> None:
         """Exchanges zeros, as a backward pass without any gradient would; gradients of before are lost."""
         self._begin()
         self._takes_part = False
         try:
-            for bucket in self.buckets.all:
+            for index, bucket in enumerate(self.buckets.all):
+                self._leave(index)
                 bucket.fill_together(dict.fromkeys(range(len(bucket.views))))
             self._start_rest([None] * len(self._rows))
             self._wait()
@@ -223,11 +244,14 @@ class Engine:
             return
         if self._running and self._tasks:
             self._interrupt(None)
+        elif self._running:
+            self._accumulation.put_back()
         self._running = False
 
     def _interrupt(self, error: BaseException | None) -> None:
         steps = self._options.steps
         self.interruption.happen(error, () if steps is None else sorted(steps.taken))
+        self._accumulation.forget()
         self._running = False
 
     def _begin(self) -> None:
@@ -257,6 +281,8 @@ class Engine:
             # What was accumulated before it was frozen would move it.
             parameter.grad = None
             self.participation.frozen.add(position)
+        elif self._watched:
+            self._accumulation.set_aside(parameter, self.members[position].name)
         self._take(position)
 
     def _take(self, position: int) -> None:
@@ -277,9 +303,14 @@ class Engine:
         if on_gpu:
             self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
         if now:
+            self._leave(bucket.index)
             fill(bucket, [taken], self.weight)
         else:
             self._taken[bucket.index].append(taken)
+
+    def _leave(self, index: int) -> None:
+        """Leaves a bucket's memory to those who keep gradients of before in it."""
+        self.buckets.all[index].leave(self.members[p].parameter.grad for p in self.buckets.groups[index])
 
     def _fill_on_stream(self, index: int) -> None:
         """Copies the gradients of a bucket on the current stream, on which the exchange waits for them."""
@@ -296,6 +327,7 @@ class Engine:
         steps = self._options.steps
         while (index := len(self._tasks)) < len(self.buckets.all) and self._missing[index] == 0:
             bucket = self.buckets.all[index]
+            self._leave(index)
             if index == len(self.buckets.all) - 1:
                 flags = [*self.participation.flags(self._takes_part), float(self._asks_for_order())]
                 bucket.flags.copy_(self._flags.of(flags))
@@ -381,17 +413,26 @@ class Engine:
             parameter.grad = rows.gradient
         self._read_flags()
         steps, late = self._options.steps, dict[str, torch.Tensor]()
+        places = (
+            [StorageWeakRef(bucket.whole.untyped_storage()) for bucket in self.buckets.all] if self._watched else []
+        )
         for position, member in enumerate(self.members):
             if position in self.participation.frozen or (steps is not None and member.name in steps.taken):
                 continue
             bucket, slot = self.buckets.slots[position]
             remembers = self.buckets.exchanges[bucket.index].has_memory
             # waits: only for parameters that no rank has used.
-            if position not in self.participation.unused or (remembers and bool(bucket.views[slot].any())):
-                if steps is not None and steps.updates(member.name):
-                    late[member.name] = bucket.views[slot]
-                else:
-                    member.parameter.grad = bucket.views[slot]
+            given = position not in self.participation.unused or (remembers and bool(bucket.views[slot].any()))
+            if given and steps is not None and steps.updates(member.name):
+                late[member.name] = bucket.views[slot]
+            elif self._accumulation.aside and self._accumulation.gives_back(
+                member.parameter, bucket.views[slot] if given else None
+            ):
+                continue
+            elif given:
+                show(bucket, slot, member.parameter)
+                if places:
+                    self._accumulation.note(member.parameter, places[bucket.index])
         if steps is not None:
             steps.finish(late)
 

@@ -14,6 +14,16 @@ from bagua_kernels.comm.compressed import Deliver
 from bagua_kernels.compression import Codec
 from bagua_kernels.launchers.multitensor import TensorUpdate
 
+_OF_RUN = (
+    "reads_in_place",
+    "one_collective",
+    "takes_memory",
+    "delivers",
+    "has_memory",
+    "keeps_means",
+    "needs_increments",
+)
+
 
 class Updates(Protocol):
     """What updates the parameters of one bucket by means that are still encoded."""
@@ -27,6 +37,8 @@ class Updates(Protocol):
 
 class Exchange(abc.ABC):
     """The exchange of one bucket in step after step, with its own state.
+
+    The bucket's tensors are others where a gradient of before is kept: `run` takes them from `bucket` each time.
 
     A class with another `run`, its own or a mixin's, does not inherit the attributes below that are about `run`. It sets them
     again. By default gradients are in the bucket before `run`, and the mean is expected there afterwards.
@@ -45,6 +57,9 @@ class Exchange(abc.ABC):
         delivers: True if `run` may give the mean to `updates` instead of the bucket.
         has_memory: True if a mean may be other than zero though no rank has a gradient in this step.
         takes_memory: True if the bucket's memory may be another one in each step, as `Bucket.adopt` makes it.
+        keeps_means: True if a mean comes out as it went in, so that gradients may contain one of an earlier pass. Otherwise
+            they are what has been added to it.
+        needs_increments: True if a gradient that contains an earlier mean is to be refused, where what was added is not known.
     """
 
     reads_in_place = False
@@ -52,13 +67,15 @@ class Exchange(abc.ABC):
     takes_memory = False
     delivers = False
     has_memory = True
+    keeps_means = False
+    needs_increments = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         # What an attribute promises of another class's `run` does not hold for one that comes before it.
         places = [vars(base) for base in cls.__mro__]
         runs = next(place for place, names in enumerate(places) if "run" in names)
-        for name in ("reads_in_place", "one_collective", "takes_memory", "delivers", "has_memory"):
+        for name in _OF_RUN:
             if not any(name in names for names in places[: runs + 1]):
                 setattr(cls, name, vars(Exchange)[name])
 

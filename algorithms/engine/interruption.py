@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from bagua_kernels.errors import follow_up
+
 _CURE = (
     "ranks no longer agree: restart from a checkpoint, or close() this wrapper, call comm.shutdown() and comm.init(), wrap "
     "the module anew and load a checkpoint"
@@ -33,6 +35,7 @@ class Interruption:
         self._parameters = list(parameters)
         self._known = set(self._parameters)
         self._reason = ""
+        self._error: BaseException | None = None
         self._handle: Any = None
 
     def happen(self, error: BaseException | None, updated: Sequence[str]) -> None:
@@ -54,6 +57,7 @@ class Interruption:
                 f"; {len(updated)} of {len(self._parameters)} parameters have been updated in that pass ({updated[0]} first), "
                 "the others have not"
             )
+        self._error = error
         what = "backward ended in an exception" if error is None else f"{type(error).__name__}: {error}"
         self._reason = (
             f"the last backward pass was interrupted while gradients were exchanged ({what}); its gradients were dropped"
@@ -74,10 +78,11 @@ class Interruption:
         """Raises if an exchange was interrupted.
 
         Raises:
-            RuntimeError: other ranks may be waiting for this one, and their next collective would meet another of ours.
+            RuntimeError: other ranks may be waiting for this one, and their next collective would meet another of ours. It is
+                an error of the kind that interrupted the exchange, with the same ranks, where that was a `CommunicationError`.
         """
         if self.happened:
-            raise RuntimeError(self._reason)
+            raise follow_up(self._error, self._reason) if self._error is not None else RuntimeError(self._reason)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """As `check`, for an optimizer that has one of the parameters."""

@@ -87,6 +87,8 @@ class MajorityVote(CompressedExchange):
 
     # A rank without a gradient votes too, but what no rank has a gradient for is no vote.
     has_memory = False
+    # A result is larger than any gradient: all ranks would vote for it again.
+    needs_increments = True
 
     @torch.no_grad()
     def run(self, step: int) -> Iterator[Work]:

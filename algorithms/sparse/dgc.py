@@ -112,6 +112,9 @@ class DGC(CompressedAllReduce):
 class MomentumCorrection(CompressedExchange):
     """Sends the largest elements of what momentum and the residual make of a gradient."""
 
+    # What is sent has momentum already, and would get it again.
+    needs_increments = True
+
     def __init__(
         self, bucket: Bucket, communicator: Communicator, policy: Policy, feedback: Feedback, correction: Correction
     ) -> None:

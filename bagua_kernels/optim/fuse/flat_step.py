@@ -23,12 +23,14 @@ class FlatStep:
         self.state.update({run.tensor: dict(run.kept) for run in runs if run.kept is not None})
         self.state.update({p: state[p] for group in groups for p in group if p in state})
         self.fused = [p for run in runs for p in run.params]
-        self._views = [view for run in runs for view in run.storage.views[run.members]]
+        views = [view for run in runs for view in run.storage.views[run.members]]
+        self._places = [pointer for run in runs for pointer in run.storage.pointers[run.members]]
+        self._sizes, self._strides = [view.numel() for view in views], [view.stride() for view in views]
         inside = {id(p) for p in self.fused}
         self._others = [p for p in params if id(p) not in inside]
         self._pointers = [p.data_ptr() for p in self._others]
-        views = {id(p): v for run in runs for p, v in zip(run.params, run.storage.grad_views[run.members], strict=True)}
-        self._slots = [(i, views[id(p)]) for i, p in enumerate(params) if id(p) in views]
+        grads = {id(p): v for run in runs for p, v in zip(run.params, run.storage.grad_views[run.members], strict=True)}
+        self._slots = [(i, grads[id(p)]) for i, p in enumerate(params) if id(p) in grads]
         self._note(state)
 
     def holds(self, params: list[torch.Tensor], ready: list[bool], state: defaultdict[Any, Any]) -> bool:
@@ -36,7 +38,9 @@ class FlatStep:
         return (
             ready == self._ready
             and identical(params, self._params)
-            and all(map(torch.Tensor.is_set_to, self.fused, self._views))
+            and list(map(torch.Tensor.data_ptr, self.fused)) == self._places
+            and list(map(torch.Tensor.numel, self.fused)) == self._sizes
+            and list(map(torch.Tensor.stride, self.fused)) == self._strides
             and [p.data_ptr() for p in self._others] == self._pointers
             and identical(entries_of(state), self._entries)
             and all(run.stacks[key]._version == version for run, key, version in self._versions)
@@ -50,8 +54,8 @@ class FlatStep:
         if elsewhere:
             torch._foreach_copy_([view for _, view in elsewhere], sources)
         for i, view in elsewhere:
-            # A view is part of another object's buffer, such as a bucket, which uses it again.
-            if not grads[i]._is_view():
+            # What lies in a larger memory is part of another object's buffer, such as a bucket, which uses it again.
+            if not grads[i]._is_view() and grads[i].untyped_storage().nbytes() == grads[i].nbytes:
                 params[i].grad = view
 
     def publish(self, state: defaultdict[Any, Any]) -> None:

@@ -11,18 +11,23 @@ from typing import Any
 import torch
 
 from bagua_kernels.optim.fuse.elementwise_probe import padded
+from bagua_kernels.own_storage import with_own_storage
 
 
 class FlatStorage:
     """Flat storage for parameters of one group, dtype and device, for their gradients and their state, and views of it for each.
 
-    Parameter `i` begins at `offsets[i]`; the last offset is the end of the padding behind the last parameter.
+    Parameter `i` begins at `offsets[i]`, at the address `pointers[i]`; the last offset is the end of the padding behind the last
+    parameter. The parameters' `views` have storages of their own.
     """
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
         self.offsets = [0, *itertools.accumulate(padded(p) for p in params)]
-        self.flat, self.views = self._buffer(params[0])
+        self.flat, views = self._buffer(params[0])
+        self.pointers = [view.data_ptr() for view in views]
+        # What writes or compares the storages of parameters, such as safetensors, finds no other parameter in them.
+        self.views = [with_own_storage(view) for view in views]
         self.grad, self.grad_views = self._buffer(params[0])
         self._states: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         for p, view in zip(params, self.views, strict=True):
@@ -31,7 +36,17 @@ class FlatStorage:
 
     def holds(self, params: list[torch.Tensor]) -> bool:
         """True if these are the storage's parameters and are still in it."""
-        return identical(params, self.params) and all(map(torch.Tensor.is_set_to, params, self.views))
+        return (
+            identical(params, self.params)
+            and all(map(torch.Tensor.is_set_to, params, self.views))
+            # `share_memory_` moves a storage, and with it the view.
+            and [p.data_ptr() for p in params] == self.pointers
+        )
+
+    @property
+    def owned(self) -> set[int]:
+        """Where storages of parameters begin that lie here."""
+        return {self.flat.untyped_storage().data_ptr(), *self.pointers}
 
     def state(self, key: Any, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Flat storage for one entry of the state, of the dtype and on the device of a tensor, and its views."""

@@ -124,7 +124,7 @@ class FusedStep:
     def unflatten(self) -> None:
         """Moves parameters, their gradients and states out of flat storage, each into storage of its own.
 
-        The next step moves them back. Libraries that write storages, such as safetensors, refuse tensors that share one.
+        The next step moves them back. What shares memory with other processes, or resizes it, needs that.
         """
         for storage in (self._storages or {}).values():
             for p, view, grad_view in zip(storage.params, storage.views, storage.grad_views, strict=True):
@@ -153,7 +153,7 @@ class FusedStep:
         return flat
 
     def _new_flat_step(self, params: list[torch.Tensor], ready: list[bool]) -> FlatStep:
-        owned = {storage.flat.untyped_storage().data_ptr() for storage in (self._storages or {}).values()}
+        owned = set[int]().union(*(storage.owned for storage in (self._storages or {}).values()))
         movable = movable_ids(params, owned)
         has_gradient = {id(p) for p, there in zip(params, ready, strict=True) if there}
         storages: dict[Any, FlatStorage] = {}

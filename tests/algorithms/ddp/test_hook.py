@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua_kernels import comm
 from bagua_kernels.algorithms import ByteGrad, GradientAllReduce, ddp, from_spec
 from bagua_kernels.comm.testing import run_processes
+from bagua_kernels.errors import RankLostError
 from tests import limits
 from tests.algorithms.ddp.common import OPEN, Deep, backward, backward_of, close, close_hooks, hooked, mean, same
 from tests.algorithms.ranks import Odd, batch, gradients, loss_of
@@ -104,6 +106,43 @@ def accumulated() -> None:
     expected = [a + b for a, b in zip(mean(0), mean(1), strict=True) if a is not None]
     close(found, expected)
     assert made.steps == 1
+
+
+def passes_by_themselves() -> None:
+    """Without `no_sync` and `zero_grad` only what a pass adds is exchanged; a local pass goes with the next."""
+    rank = dist.get_rank()
+    for spec in ("dgc:ratio=0.1", "topk:ratio=0.1", "bytegrad", "powersgd"):
+        for view in (False, True):
+            for local in (None, 1):
+                arguments = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+                (one, _), (other, _) = hooked(spec, **arguments), hooked(spec, **arguments)
+                for step in range(3):
+                    one.zero_grad()
+                    other.zero_grad()
+                    expected: dict[str, torch.Tensor] = {}
+                    for micro in range(4):
+                        for model in (one, other):
+                            with model.no_sync() if micro == local else contextlib.nullcontext():
+                                model(batch(rank, 4 * step + micro), micro == 2 * rank).square().mean().backward()
+                        if micro != local:
+                            for name, p in other.named_parameters():
+                                if p.grad is not None:
+                                    expected[name] = expected.get(name, 0) + p.grad
+                            other.zero_grad()
+                    for name, p in one.named_parameters():
+                        torch.testing.assert_close(
+                            torch.zeros(()) if p.grad is None else p.grad, expected.get(name, torch.zeros(()))
+                        )
+
+
+def unknown_increments() -> None:
+    """Momentum is not applied twice."""
+    model, _ = hooked("dgc:ratio=0.1", Odd(0))
+    loss_of(model, dist.get_rank(), 0).backward()
+    for p in model.parameters():
+        p.grad = None if p.grad is None else p.grad.clone()
+    with pytest.raises(RuntimeError, match=r"the hook 'dgc:ratio=0.1' had exchanged.*zero_grad"):
+        loss_of(model, dist.get_rank(), 1).backward()
 
 
 def joined() -> None:
@@ -342,6 +381,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "views": views,
     "feedback": feedback_survives_other_buckets,
     "accumulated": accumulated,
+    "by themselves": passes_by_themselves,
+    "unknown": unknown_increments,
     "joined": joined,
     "unused": unused_and_static,
     "scaled": scaled,
@@ -356,7 +397,18 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "refused": refused,
 }
 SLOW: dict[str, Callable[[], None]] = {"compiled": compiled, "many": many_runs}
-QUICK = ["page", "exact", "bytegrad", "feedback", "accumulated", "unused", "scaled", "resumed"]
+QUICK = [
+    "page",
+    "exact",
+    "bytegrad",
+    "feedback",
+    "accumulated",
+    "by themselves",
+    "unknown",
+    "unused",
+    "scaled",
+    "resumed",
+]
 
 
 def play(names: list[str]) -> None:
@@ -389,8 +441,9 @@ def lost() -> None:
         backward_of(model, step)
     if dist.get_rank() == 1:
         os._exit(3)
-    with pytest.raises(RuntimeError, match=r"the hook 'bytegrad' failed, and.*rank 1.*restart from a"):
+    with pytest.raises(RankLostError, match=r"the hook 'bytegrad' failed, and.*rank 1.*restart from a") as caught:
         backward_of(model, 2)
+    assert caught.value.ranks == (1,)
     print("told", flush=True)
     os._exit(0)
 

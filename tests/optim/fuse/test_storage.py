@@ -21,10 +21,12 @@ def test_parameters_gradients_and_states_are_views_of_flat_storage():
     def storages(tensors) -> set[int]:
         return {t.untyped_storage().data_ptr() for t in tensors}
 
-    assert len(storages(params)) == len(storages(p.grad for p in params)) == 1
+    assert [p.data_ptr() - params[0].data_ptr() for p in params] == [0, 4 * 64, 4 * (64 + 128)]
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in params)
+    assert len(storages(p.grad for p in params)) == 1
     for key in ("step", "exp_avg", "exp_avg_sq"):
         assert len(storages(optimizer.state[p][key] for p in params)) == 1
-    assert params[0].untyped_storage().nbytes() == 4 * (64 + 128 + 64)
+    assert params[0].grad.untyped_storage().nbytes() == 4 * (64 + 128 + 64)
     before = [p.grad.data_ptr() for p in params]
     optimizer.zero_grad(set_to_none=False)
     sum((p * p).sum() for p in params).backward()
@@ -66,7 +68,23 @@ def test_data_that_is_swapped_and_state_that_is_changed_are_noticed():
         plain.step()
         fused.step()
         assert_same(plain, fused)
-    assert right[0].untyped_storage().data_ptr() == right[1].untyped_storage().data_ptr()
+    assert right[1].data_ptr() - right[0].data_ptr() == 4 * 64
+
+
+def test_parameters_that_move_to_shared_memory_stay_there():
+    """As without fusing: other processes see each step."""
+    left, plain, right, fused = pair(torch.optim.Adam)
+    for step in range(4):
+        give_gradients(step, left, right)
+        plain.step()
+        fused.step()
+        assert_same(plain, fused)
+        if step == 1:
+            for p in right[:4]:
+                p.share_memory_()
+            before = [p.data_ptr() for p in right[:4]]
+    assert [p.data_ptr() for p in right[:4]] == before
+    assert all(p.is_shared() for p in right[:4])
 
 
 def test_autograd_sees_that_parameters_change():
