@@ -36,17 +36,18 @@ test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 # Workers keep all cores busy: threads of PyTorch's own took a tenth more of the processors' time.
 test test-all test-rest test-overlay: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-text tradeoff test test-all test-rest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
+.PHONY: help train train-text tradeoff test test-all test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
 	@echo "make train-text   train a transformer behind lines of RATE=$(RATE) Mbit/s (NPROC=$(NPROC) STEPS=$(STEPS) ALGORITHM=...)"
 	@echo "make test         every test function that is not slow, on a sample of its parameters; minutes"
-	@echo "make test-all     all combinations of parameters, and the tests that take long; half an hour"
+	@echo "make test-all     all combinations of parameters, and the tests that take long; hours on two cores"
 	@echo "make test-rest    what make test leaves out of make test-all; OPTIONS=--sample for what the last changes reach, 25 minutes"
 	@echo "make reach        prints the last changes and the tests that they reach"
 	@echo "make mutations    puts 40 faults into copies of the code, each of which the tests have to notice; a quarter of an hour"
 	@echo "make test-overlay tests with packages of the machine that has a GPU, which make overlay installs into .overlay"
+	@echo "make test-oldest  make test for ten minutes with the oldest versions that are allowed; make test-newest with the newest ones"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
 	@echo "make bench        benchmarks             make gpu-check   checks this machine's GPU (STAGES=...)"
@@ -84,6 +85,10 @@ test-overlay: $(OVERLAY)/installed
 test test-all test-rest test-overlay: $(INSTALLED)
 	$(PYTHON) -m tests.runs $@ --workers $(WORKERS) $(OPTIONS)
 
+# make test-oldest OPTIONS="--index https://download.pytorch.org/whl/cpu" where pip finds no CPU build of torch by itself.
+test-oldest test-newest: $(INSTALLED)
+	$(PYTHON) -m tests.versions $(@:test-%=%) $(OPTIONS)
+
 reach: $(INSTALLED)
 	$(PYTHON) -m tests.reach $(OPTIONS)
 
@@ -95,7 +100,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py tests/algorithms/misspelled_options.py
+	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
 
 format: $(INSTALLED)
 	$(PYTHON) -m ruff check --fix .
@@ -119,5 +124,5 @@ wheel: $(INSTALLED)
 	$(PYTHON) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(OVERLAY) build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
+	rm -rf $(VENV) $(OVERLAY) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,9 @@ The parts are imported when they are first used: `import bagua_kernels`, then `b
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_LEAST_TORCH = (2, 9)
 _PARTS = ("algorithms", "comm", "compression", "optim")
+
+
+def _check_torch() -> None:
+    """Raises if PyTorch is older than what this package is tested with; importing it takes a second, and is left to the parts."""
+    loaded = sys.modules.get("torch")
+    try:
+        found = str(getattr(loaded, "__version__", "")) or importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return  # the import of a part fails, or finds one that was not installed as a package
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and tuple(map(int, numbers.groups())) < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        raise ImportError(
+            f"bagua_kernels needs PyTorch {least} or newer, got {found}: run pip install --upgrade 'torch>={least}'"
+        )
+
+
+_check_torch()
 
 
 def __getattr__(name: str) -> ModuleType:

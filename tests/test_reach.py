@@ -628,14 +628,18 @@ def test_continuous_integration_goes_on_after_a_failure(pytester: pytest.Pyteste
     shutil.copy(reach.ROOT / ".ci/run", root / ".ci/run")
     for name, text in {
         "bin/make": 'printf "make %s\\n" "$1${2:+ ${2%% *}}"; case $1 in lint) exit 2;; test) exit 3;; esac',
-        ".venv/bin/python": 'echo "python $2 $3"; exit $(cat touched)',
+        ".venv/bin/python": 'echo "python $2 $3"; case $2 in tests.versions) exit $(cat late);; esac; exit $(cat touched)',
     }.items():
         (root / name).write_text(f"#!/bin/sh\n{text}\n")
         (root / name).chmod(0o755)
     for touched in (0, 1):
         (root / "touched").write_text(f"{touched}")
+        # Other versions are due in the first run only.
+        (root / "late").write_text(f"{touched}")
         result = pytester.run("env", f"PATH={root / 'bin'}:{os.environ['PATH']}", str(root / ".ci/run"))
         steps = ["lint", "overlay", "test", *["test-overlay"] * touched, "test-rest OPTIONS=--sample"]
+        steps += [] if touched else ["test-oldest OPTIONS=--end", "test-newest OPTIONS=--end"]
+        assert "python tests.versions due" in result.outlines
         printed = [line for line in result.outlines if line.startswith("make ")]
         assert printed == [f"make {step}" for step in steps]
         assert "python tests.reach --untouched" in result.outlines
