@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
@@ -12,16 +13,18 @@ import torch
 from bagua_kernels import comm
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.algorithms.wrapping.buffers import Buffers
+from bagua_kernels.algorithms.wrapping.buffers import Buffers, patterns_of
 from bagua_kernels.algorithms.wrapping.claims import Claim, taken
-from bagua_kernels.algorithms.wrapping.ddp import exchanging, is_inside_ddp, refusal
-from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
-from bagua_kernels.algorithms.wrapping.recorded import Recorded, recorded
-from bagua_kernels.algorithms.wrapping.replicas import check_replicas, synchronize
+from bagua_kernels.algorithms.wrapping.ddp import ArgumentError, exchanging, is_inside_ddp, refusal
+from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
+from bagua_kernels.algorithms.wrapping.recorded import Recorded, annotations_of, recorded
+from bagua_kernels.algorithms.wrapping.replicas import check_replicas
 from bagua_kernels.algorithms.wrapping.wrapped import WrappedModule
 from bagua_kernels.comm import Communicator
-from bagua_kernels.compression.codec import parse_spec
+from bagua_kernels.compression import codec
 from bagua_kernels.errors import CommunicationError
+from bagua_kernels.options import check_options
+from bagua_kernels.suggestions import did_you_mean
 
 _FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
 
@@ -31,7 +34,7 @@ class Options(TypedDict, total=False):
 
     communicator: Communicator | None
     broadcast_buffers: bool
-    average_buffers: bool
+    average_buffers: bool | str | Sequence[str]
 
 
 class Algorithm(WrappedModule, abc.ABC):
@@ -48,7 +51,7 @@ class Algorithm(WrappedModule, abc.ABC):
         may_differ: names of this class's own constructor arguments that need not be equal on all ranks. Those of its bases
             count too.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
-        average_buffers: True if it begins with their means.
+        average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
     """
 
     name: ClassVar[str]
@@ -70,7 +73,7 @@ class Algorithm(WrappedModule, abc.ABC):
         *,
         communicator: Communicator | None = None,
         broadcast_buffers: bool = True,
-        average_buffers: bool = False,
+        average_buffers: bool | str | Sequence[str] = False,
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -81,10 +84,12 @@ class Algorithm(WrappedModule, abc.ABC):
             communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
                 algorithm talks on a duplicate of its own, so its messages never meet the caller's.
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
-            average_buffers: True to begin it with the means over all ranks instead, of buffers of floating point.
+            average_buffers: a pattern of names, as of `fnmatch`, or several. A forward pass begins with the means over all ranks
+                of buffers of floating point that match, and with rank 0's others. True: `*running_mean` and `*running_var`.
 
         Raises:
-            TypeError: a trainable parameter is complex, or `optimizer` has no `load_state_dict`.
+            TypeError: a trainable parameter is complex, `optimizer` has no `load_state_dict`, or `average_buffers` is neither a
+                bool nor patterns.
             ValueError: the modules or any options differ between ranks. A parameter is on another device than the
                 communicator. Another algorithm or `DistributedDataParallel` exchanges gradients of the module already.
         """
@@ -95,7 +100,9 @@ class Algorithm(WrappedModule, abc.ABC):
                 "device first"
             )
         self.module = module
-        self.broadcast_buffers = broadcast_buffers or average_buffers
+        self.optimizer = optimizer
+        self._averaged_buffers = patterns_of(average_buffers)
+        self.broadcast_buffers = broadcast_buffers or bool(self._averaged_buffers)
         self.average_buffers = average_buffers
         self._steps_alone = 0
         self._untrained: list[tuple[str, torch.nn.Parameter]] = []
@@ -111,8 +118,13 @@ class Algorithm(WrappedModule, abc.ABC):
                 self._start(module, optimizer)
             elif problem := exchanging(module, Algorithm):
                 raise ValueError(problem)
-        except Exception as error:
-            self._give_up(error)
+            else:
+                self._start_alone(module, optimizer)
+        except BaseException as error:
+            try:
+                self._give_up(error)
+            except Exception as second:
+                error.add_note(f"What it had opened could not be closed: {type(second).__name__}: {second}")
             raise
 
     @property
@@ -133,9 +145,9 @@ class Algorithm(WrappedModule, abc.ABC):
         problem = exchanging(module, Algorithm) or taken(trained) or self._misfit(trained)
         check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
         self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        synchronize([*module.parameters(), *module.buffers()], self._communicator)
+        make_equal([*module.parameters(), *module.buffers()], self._communicator)
         if optimizer is not None:
-            put_state(optimizer, self._communicator.broadcast_object(optimizer.state_dict()))
+            share_state(optimizer, self._communicator)
         self._setup_bytes = self._bytes_sent
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)
@@ -144,16 +156,22 @@ class Algorithm(WrappedModule, abc.ABC):
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Begins to exchange, on several ranks."""
 
-    def _stop(self) -> None:
-        """Ends what `_start` began; again is harmless."""
+    def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begins to count steps, on one rank alone."""
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop(self) -> None:
+        """Ends what `_start` or `_start_alone` began; again is harmless."""
+
+    def _give_up(self, error: BaseException) -> None:
         """Leaves nothing open after a constructor that failed."""
         if self._claim is not None:
             self._claim.release()
         communicators = self._communicators()
         self._stop()
         for each in communicators:
+            if not isinstance(error, Exception):
+                # The user wants this to end, and the others wait.
+                each.abort(f"{type(self).__name__} could not be made: {type(error).__name__}")
             try:
                 each.close(_FAREWELL)
             except CommunicationError:  # the others have not failed
@@ -187,8 +205,8 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _synchronize_buffers(self, source: int = 0, average: bool = True) -> None:
         """Gives all ranks the buffers of rank `source`, or where that is asked for their means."""
-        if self.average_buffers and average:
-            self._buffers_of_ranks.average(self._communicator)
+        if self._averaged_buffers and average:
+            self._buffers_of_ranks.average(self._communicator, self._averaged_buffers)
         elif self.broadcast_buffers:
             self._buffers_of_ranks.synchronize(self._communicator, source)
 
@@ -245,6 +263,13 @@ class Algorithm(WrappedModule, abc.ABC):
             for each in self._communicators():
                 each.abort(f"a rank's block ended in an exception: {error}")
             self._stop()
+
+    def unflatten(self) -> None:
+        """Moves parameters that this algorithm has put into larger memory to memory of their own; not collective.
+
+        What writes or shares storages then finds ordinary parameters. The next exchange moves them back. Only algorithms on
+        parameters move any.
+        """
 
     def close(self) -> None:
         """Stops exchanging and frees the connections; collective over all ranks.
@@ -324,7 +349,7 @@ class Algorithm(WrappedModule, abc.ABC):
         if self._communicator.size > 1 or self.acts_alone:
             self._load(states)
             return
-        self._steps_alone = int(states[0]["steps"])
+        self._take_steps(int(states[0]["steps"]))
         if any(named for one in states for named in one.get("vectors", {}).values()):
             warnings.warn(
                 "one rank alone exchanges nothing, so that what the ranks of the saved state remembered is dropped",
@@ -341,19 +366,48 @@ class Algorithm(WrappedModule, abc.ABC):
         cls, spec: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
     ) -> Algorithm:
         """As the function `from_spec`, for this class and its subclasses only."""
-        name, parsed = parse_spec(spec)
-        options: dict[str, Any] = {**parsed, **arguments}
-        if name not in cls.registered:
-            raise ValueError(f"there is no algorithm {name!r}; known are {', '.join(sorted(cls.registered))}")
-        kind = cls.registered[name]
+        kind, options = cls.named(spec)
         if not issubclass(kind, cls):
             raise ValueError(f"{spec!r} is a {kind.__name__}, expected a {cls.__name__}")
-        try:
-            return kind(module, optimizer, **options)
-        except TypeError as error:
-            if "argument" not in str(error):
-                raise
-            raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
+        with fitting(spec):
+            return kind(module, optimizer, **{**options, **arguments})
+
+    @staticmethod
+    def named(spec: str) -> tuple[type[Algorithm], dict[str, Any]]:
+        """Returns the class that a text names, and the arguments in it: an algorithm, or `CompressedAllReduce` with a codec.
+
+        Raises:
+            TypeError: it is no text.
+            ValueError: it names neither, or one of its values is of another kind than the argument.
+        """
+        name, options = codec.parse_spec(spec)
+        known = Algorithm.registered
+        if name in known:
+            try:
+                check_options(annotations_of(known[name]), known[name].__name__, options)
+            except TypeError as error:
+                raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
+            return known[name], dict(options)
+        if name in codec.names():
+            return known["compressed"], {"codec": codec.from_spec(spec)}
+        classes = {kind.__name__: each for each, kind in known.items()}
+        raise ValueError(
+            f"there is no algorithm {name!r}, and no codec{did_you_mean(name, [*known, *codec.names()], classes) or ';'} known "
+            f"are {', '.join(sorted(known))}, and the codecs {', '.join(each for each in codec.names() if each not in known)}"
+        )
+
+
+@contextlib.contextmanager
+def fitting(spec: str) -> Iterator[None]:
+    """Makes an error of arguments that a class does not have one of the text in which they stand.
+
+    Raises:
+        ValueError: the block raised such an error.
+    """
+    try:
+        yield
+    except ArgumentError as error:
+        raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
 
 
 def _world(module: torch.nn.Module) -> Communicator:

@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm, Options, check_keys
+from bagua_kernels.algorithms.engine.alone import PassesAlone
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.exchange import Exchange
@@ -22,8 +23,8 @@ from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.clipping import is_clipping
-from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
-from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters, synchronize
+from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
+from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
 from bagua_kernels.algorithms.wrapping.wrapped import check_weights
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, LocalCommunicator
@@ -103,6 +104,7 @@ class GradientAlgorithm(Algorithm):
             raise ValueError("a scaler looks at all gradients before its step: leave out apply_in_backward, or scaler")
         self.lanes, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
         self._engine: Engine | None = None
+        self._alone: PassesAlone | None = None
         self._all_communicators: list[Communicator] = []
         self._joining = False
         self._announced: int | None = None
@@ -162,6 +164,11 @@ class GradientAlgorithm(Algorithm):
         self._all_communicators = [self._communicator]
         self._engine = Engine(members, self.exchange_for, self._communicator, self._duplicate, self.policy, options)
 
+    def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start_alone`."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._alone = PassesAlone(trained) if trained else None
+
     def _duplicate(self) -> Communicator:
         # Noted at once: what is closed after an error includes it.
         self._all_communicators.append(self._world.duplicate())
@@ -176,6 +183,8 @@ class GradientAlgorithm(Algorithm):
                     each.abort("it was closed after a backward pass that was interrupted")
             self._engine.close()
             self._engine = None
+        if self._alone is not None:
+            self._alone.close()
 
     def _communicators(self) -> list[Communicator]:
         """See `Algorithm._communicators`."""
@@ -199,6 +208,8 @@ class GradientAlgorithm(Algorithm):
         super()._set_sync(value)
         if self._engine is not None:
             self._engine.enabled = value
+        if self._alone is not None:
+            self._alone.enabled = value
 
     def weigh(self, weight: float) -> None:
         """See `WrappedModule.weigh`."""
@@ -225,9 +236,9 @@ class GradientAlgorithm(Algorithm):
                 self._engine.take_part()
             if self._engine is not None:
                 last = max(self._communicator.all_gather_object(last))
-                synchronize([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+                make_equal([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
                 if optimizer is not None:
-                    put_state(optimizer, self._communicator.broadcast_object(optimizer.state_dict(), last))
+                    share_state(optimizer, self._communicator, last)
         finally:
             self._joining = False
 
@@ -271,13 +282,18 @@ class GradientAlgorithm(Algorithm):
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""
         from_all = vars(super().stats())
-        return Stats(**{**from_all, "errors": self.policy.errors(), "trial": self.policy.outcome})
+        from_policy = {"errors": self.policy.errors(), "guards": self.policy.guards(), "trial": self.policy.outcome}
+        return Stats(**{**from_all, **from_policy})
 
     def _counters(self) -> EngineCounters:
-        return super()._counters() if self._engine is None else self._engine.counters
+        if self._engine is not None:
+            return self._engine.counters
+        return super()._counters() if self._alone is None else EngineCounters(self._alone.steps)
 
     def _take_steps(self, steps: int) -> None:
         super()._take_steps(steps)
+        if self._alone is not None:
+            self._alone.steps = steps
         if self._engine is not None:
             self._engine.counters.steps = steps
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import warnings
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
@@ -16,13 +18,18 @@ from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
 from bagua_kernels.algorithms.rounds.means import distance_from_mean, put_means, restored
 from bagua_kernels.algorithms.rounds.points import Points, misfit
 from bagua_kernels.algorithms.rounds.states import averaged_states, load_states, module_state, put_module_state
+from bagua_kernels.algorithms.rounds.writes import Writes
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.equal import share_state
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
+from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, open_mailbox
-from bagua_kernels.errors import follow_up
+from bagua_kernels.errors import culprits_of, follow_up
 
 BUCKET_BYTES = 10 << 20
+# Calls of all ranks that leave parameters as they are.
+READS = frozenset({"averaged()", "consensus()"})
 _STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
 
 
@@ -39,9 +46,13 @@ class ModelAlgorithm(Algorithm):
     """Base of the algorithms that exchange parameters; each rank has its own parameters between exchanges.
 
     Trainable parameters become views of flat buckets. Gradients, the optimizer's step and its state stay local. So do buffers in
-    training: the statistics of a batch norm belong to a rank's own parameters. `synchronize` averages them.
+    training: the statistics of a batch norm belong to a rank's own parameters. `synchronize` averages them, and gives all ranks
+    rank 0's other buffers.
 
     A subclass has `at_forward`, `at_step_begin` and `at_step_end`, which are called on the training thread.
+
+    What others write into parameters between a step and the backward pass of the next one, such as `load_state_dict`, is taken
+    as it is: see `take_written`. Values that are back by the end of that pass are no write.
 
     Attributes:
         average_states: True if `synchronize` averages the optimizer's states, too.
@@ -49,6 +60,8 @@ class ModelAlgorithm(Algorithm):
 
     # Ranks that mix with neighbours have no common mean of gradients that weights could change.
     weighable = False
+    # An overflow of one rank changes the scale there alone.
+    may_differ = frozenset({"scaler"})
 
     def __init__(
         self,
@@ -86,9 +99,17 @@ class ModelAlgorithm(Algorithm):
         self._bucket_bytes, self._scaler = bucket_bytes, scaler
         self._optimizer = optimizer
         self._steps = 0
+        self._own = False  # parameters are this rank's own, since a step
+        self._warned_of_own = False
+        self._alone: Any = None
         self._failure: BaseException | None = None
         self._mailbox: Mailbox | None = None
         self._points: Points | None = None
+        self._writes: Writes | None = None
+        self._at_point = False  # in a call by a hook, not by the caller's code
+        self._in_step = False  # from the first forward pass of training to the end of the step
+        self._written = False  # parameters were written when that pass began
+        self._strays = 0  # passes since the last step before which parameters had changed
         self.flat = FlatParameters({})
         super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
 
@@ -104,8 +125,21 @@ class ModelAlgorithm(Algorithm):
         self._mailbox = open_mailbox(self._communicator)
         self.open(self._mailbox)
         self.restart()
+        self._writes = Writes(self.flat)
         self._points = Points(module, self._optimizer, self, self._scaler)
         self._setup_bytes = self._bytes_sent
+
+    def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start_alone`."""
+        found = weakref.ref(self)
+
+        def count(*_: Any) -> None:
+            if (algorithm := found()) is not None:
+                algorithm._steps += 1
+
+        # The optimizer may outlive this wrapper.
+        self._alone = self._optimizer.register_step_post_hook(count)
+        weakref.finalize(self, self._alone.remove)
 
     @property
     def mailbox(self) -> Mailbox:
@@ -125,6 +159,112 @@ class ModelAlgorithm(Algorithm):
 
     def restart(self) -> None:
         """Sets vectors beside the parameters to what they are where all ranks have the same parameters."""
+
+    def on_forward(self, training: bool) -> None:
+        """Called before each forward pass of the module; calls `at_forward` where parameters may be exchanged."""
+        writes = self._writes
+        if writes is None or not training:
+            # An evaluation of parameters that were written for it: nothing may change them.
+            if writes is None or self._in_step or not self._has_written():
+                self.at_forward(training)
+            return
+        if not self._in_step:
+            written = self._has_written()
+            if written and self.is_part_of_step():
+                writes.mark()
+                written = False
+            self._in_step, self._written, self._strays = True, written, 0
+        elif writes.changed():
+            self._look_for_strays()
+        # Parameters that were written may be put back before the step. Nothing changes them until then.
+        if not self._written:
+            with self._called():
+                self.at_forward(training)
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        self._at_point = True
+        try:
+            yield
+        finally:
+            self._at_point = False
+
+    def _look_for_strays(self) -> None:
+        """Raises if parameters change from pass to pass, and not by steps of the given optimizer."""
+        self._strays += 1
+        if self._strays > 1:
+            raise RuntimeError(
+                f"parameters change between backward passes without a step of the {type(self._optimizer).__name__} that was "
+                f"given to {type(self).__name__}, so that nothing is exchanged: give it the optimizer that takes the steps, and "
+                "call its step()"
+            )
+
+    def on_step_begin(self) -> None:
+        """Called when the gradients are complete; calls `at_step_begin`."""
+        writes = self._writes
+        with self._called():
+            if writes is not None:
+                if not self._in_step:
+                    # A loop that calls parts of the module, or skips a step.
+                    self._in_step, self._written = True, self._has_written() and not self.is_part_of_step()
+                if self._written:
+                    self._accept_written()
+            self.at_step_begin()
+        if writes is not None:
+            writes.begin_step()
+
+    def on_step_end(self) -> None:
+        """Called after the optimizer's step; calls `at_step_end`."""
+        with self._called():
+            self.at_step_end()
+        self._in_step = self._written = False
+        self._own = True
+        if self._writes is not None:
+            self._writes.mark()
+
+    def _has_written(self) -> bool:
+        """Returns True if others have written parameters since the last step or exchange."""
+        assert self._writes is not None
+        self.flat.check()
+        return self._writes.found()
+
+    def _accept_written(self) -> None:
+        """Lets what is kept beside parameters follow what was written, unless it was put back, or is part of the step."""
+        assert self._writes is not None
+        self._written = False
+        if self._has_written():
+            with self._failing(), torch.no_grad():
+                self.take_written([bucket.flat.clone() for bucket in self.flat.buckets])
+        self._writes.mark()
+
+    def is_part_of_step(self) -> bool:
+        """Returns True if what was written after a step counts as a part of it."""
+        assert self._writes is not None
+        return self._writes.belongs_to_step()
+
+    def take_written(self, values: list[torch.Tensor]) -> None:
+        """Goes on from parameters that were written; called between a backward pass and the optimizer's step.
+
+        Args:
+            values: a copy of each bucket, which is to be what the step begins with.
+        """
+        self.wait()
+        self._put(values)
+
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for bucket, each in zip(self.flat.buckets, values, strict=True):
+            bucket.flat.copy_(each)
+
+    def mark(self) -> None:
+        """To be called when this algorithm has written parameters.
+
+        In the middle of a step, where the caller wanted it, autograd is informed. A backward pass then raises whose forward pass
+        had other parameters.
+        """
+        if self._writes is not None:
+            self._writes.mark()
+            if self._in_step and not self._at_point:
+                torch.autograd.graph.increment_version(list(self.flat.parameters.values()))
 
     @abc.abstractmethod
     def at_forward(self, training: bool) -> None:
@@ -150,6 +290,10 @@ class ModelAlgorithm(Algorithm):
         """Replaces a vector of floating point by its mean over all ranks; collective."""
         self._communicator.all_reduce(vector, ReduceOp.AVG).wait()
 
+    def give_first(self, data: torch.Tensor) -> None:
+        """Replaces bytes by those of the first rank; collective."""
+        self._communicator.broadcast(data, 0).wait()
+
     def disagreement(self) -> float:
         """Returns the root mean square difference between a parameter here and at a neighbour, when they last met."""
         return 0.0
@@ -165,27 +309,56 @@ class ModelAlgorithm(Algorithm):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Gives all ranks the exact mean of parameters and of buffers of floating point; collective.
+        """Gives all ranks the exact mean of parameters and running statistics, and rank 0's other buffers; collective.
 
-        Optimizer states stay local, unless `average_states` is True.
+        Running statistics are buffers of floating point named `running_mean` or `running_var`, as in batch norm. Optimizer
+        states stay local, unless `average_states` is True.
         """
         if self._in_place("synchronize()"):
-            put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks)
+            # Around a ring each rank sends, and gets, all of it but a share, twice.
+            times = 4 * (self._communicator.size - 1) / self._communicator.size
+            with Sending(
+                "the mean model", times * sum(4 * each.flat.numel() for each in self.flat.buckets), self._communicator
+            ):
+                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks, self.give_first)
             if self.average_states:
                 put_state(self._optimizer, averaged_states(self._optimizer.state_dict(), self._communicator))
             self.restart()
+            self._written = self._own = False
+            self.mark()
+
+    @property
+    def has_own(self) -> bool:
+        """True if parameters here may differ from those of other ranks, since a step."""
+        return self._own
+
+    def on_state_dict(self) -> None:
+        """Called when a state of the module is made; warns once if its parameters are this rank's own."""
+        if self._communicator.size > 1 and self.has_own and not self._warned_of_own:
+            self._warned_of_own = True
+            warnings.warn(
+                f"this state_dict() has rank {self._communicator.rank}'s own parameters, which differ between ranks since the last "
+                f"exchange of {type(self).__name__}: call synchronize() on all ranks before, or make it within averaged(). To "
+                "resume, each rank saves its own, and its algorithm_state_dict()",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """The module has the mean parameters within the block, and this rank's own afterwards; collective at its beginning.
 
-        Buffers of floating point are averaged, too. Within the block, evaluate in `eval` mode or under `torch.no_grad()`.
+        Its buffers are those that `synchronize` would leave. In the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
-        several = self._in_place("averaged()")
+        several, own = self._in_place("averaged()"), self._own
         with restored(self.module, self.flat):
             if several:
-                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks)
-            yield
+                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks, self.give_first)
+            self._own = False
+            try:
+                yield
+            finally:
+                self._own = own
 
     @torch.no_grad()
     def consensus(self) -> float:
@@ -203,15 +376,22 @@ class ModelAlgorithm(Algorithm):
         """
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
-        self.wait()
+        self._end_exchanges(call)
+        # The callers read and write buckets.
+        self.flat.check()
         return self._points is not None
 
+    def _end_exchanges(self, call: str) -> None:
+        """Ends what is under way, for a call of all ranks."""
+        self.wait()
+
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
-        """As `Algorithm.switch_to`, after `synchronize`; the optimizer's state becomes rank 0's."""
+        """As `Algorithm.switch_to`, after `synchronize`; the states of the optimizer and of `scaler` become rank 0's."""
         self.synchronize()
         if self._points is not None:
             # With gradients that are equal on all ranks, other states would let replicas drift apart.
-            put_state(self._optimizer, self._communicator.broadcast_object(self._optimizer.state_dict()))
+            share_state(self._optimizer, self._communicator)
+            self._share_scale()
             self._points.close()
         try:
             return super().switch_to(algorithm, **arguments)
@@ -219,21 +399,37 @@ class ModelAlgorithm(Algorithm):
             if self._mailbox is not None and not self._closed:
                 # The other one may have taken them before it was refused.
                 self.flat.take_back()
+                self.mark()
                 self._points = Points(self.module, self._optimizer, self, self._scaler)
             raise
 
+    def _share_scale(self) -> None:
+        """Gives all ranks the scale of rank 0's losses: gradients of other scales have no mean."""
+        if self._scaler is not None:
+            state = self._communicator.broadcast_object(self._scaler.state_dict())
+            if state:
+                self._scaler.load_state_dict(state)
+
     def _hand_over(self) -> None:
-        """See `Algorithm._hand_over`; nothing is under way, and the parameters lie in the other one's memory."""
+        """See `Algorithm._hand_over`; nothing is under way, and the parameters may lie in the other one's memory."""
         Algorithm.close(self)
+        self.flat.move_out(for_ever=True)
 
     def close(self) -> None:
         """See `Algorithm.close`; what is under way is put in place before."""
         if not self._closed and self._failure is None:
             self.wait()
         super().close()
+        self.flat.move_out(for_ever=True)
+
+    def unflatten(self) -> None:
+        """See `Algorithm.unflatten`."""
+        self.flat.move_out()
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
+        if self._alone is not None:
+            self._alone.remove()
         if self._points is not None:
             self._points.close()
         if self._mailbox is not None:
@@ -246,7 +442,7 @@ class ModelAlgorithm(Algorithm):
     def _fail(self, error: BaseException) -> None:
         """Ends all exchanges: other ranks that wait for this one raise."""
         self._failure = error
-        self.mailbox.leave(f"an exchange failed: {error}")
+        self.mailbox.leave(f"an exchange failed: {error}", culprits_of(error))
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -293,7 +489,10 @@ class ModelAlgorithm(Algorithm):
             `steps`. This rank's `parameters` and `buffers` by name, and the state of its `optimizer`. In `vectors`, for each key
             a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
         """
-        self._in_place("algorithm_state_dict()")
+        if self._in_place("algorithm_state_dict()") and not self._in_step and self._has_written():
+            self._written = not self.is_part_of_step()
+        if self._written and not self._in_step:
+            self._accept_written()
         return {
             "steps": self.stats().steps,
             **module_state(self.module),
@@ -320,3 +519,5 @@ class ModelAlgorithm(Algorithm):
             self.load_vectors(states)
             if len(states) == 1:
                 self.load_numbers(states[0]["numbers"])
+            self._written = False
+            self.mark()

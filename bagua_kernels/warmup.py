@@ -24,8 +24,8 @@ from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.compression.codec import parse_spec
 from bagua_kernels.jit import compiling, op
+from bagua_kernels.suggestions import did_you_mean
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +55,7 @@ def warm_up(
         ValueError: the algorithm, one of its options or an optimizer is unknown.
     """
     _check(spec, optimizers)
-    on_parameters = issubclass(Algorithm.registered[parse_spec(spec)[0]], ModelAlgorithm)
+    on_parameters = issubclass(Algorithm.named(spec)[0], ModelAlgorithm)
     ranks = _RANKS_ON_A_RING if on_parameters else _RANKS
     before = compiling.seconds()
     for dtype in dtypes:
@@ -68,9 +68,11 @@ def _check(spec: str, optimizers: Sequence[str]) -> None:
     known = [name for name in sorted(optim.__all__) if _is_optimizer(getattr(optim, name))]
     unknown = sorted(set(optimizers) - set(known))
     if unknown:
-        raise ValueError(f"there is no {', '.join(unknown)} among bagua_kernels.optim's optimizers; known are {known}")
-    if parse_spec(spec)[0] not in names():
-        raise ValueError(f"there is no algorithm {parse_spec(spec)[0]!r}; known are {', '.join(names())}")
+        raise ValueError(
+            f"there is no {', '.join(unknown)} among bagua_kernels.optim's optimizers; known are {', '.join(known)}"
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    Algorithm.named(spec)
 
 
 def _is_optimizer(kind: object) -> bool:
@@ -83,7 +85,7 @@ def _is_optimizer(kind: object) -> bool:
 
 
 def _train(communicator: Communicator, spec: str, optimizer: str, dtype: torch.dtype) -> None:
-    kind = Algorithm.registered[parse_spec(spec)[0]]
+    kind, _ = Algorithm.named(spec)
     if issubclass(kind, MomentumAllReduce):
         _steps(communicator, spec, None, dtype, freeze_step=1)
         return
@@ -96,12 +98,13 @@ def _train(communicator: Communicator, spec: str, optimizer: str, dtype: torch.d
 def _steps(communicator: Communicator, spec: str, optimizer: str | None, dtype: torch.dtype, **options: Any) -> None:
     layers = torch.nn.Linear(_INPUTS, _HIDDEN, dtype=dtype), torch.nn.Linear(_HIDDEN, _OUTPUTS, dtype=dtype)
     module = torch.nn.Sequential(*layers)
-    given = set(parse_spec(spec)[1])
+    kind, arguments = Algorithm.named(spec)
+    given = set(arguments)
     options = {name: value for name, value in options.items() if name not in given}
     if optimizer is None:
         algorithm = from_spec(spec, module, communicator=communicator, **options)
         takes_steps: torch.optim.Optimizer = algorithm.optimizer  # type: ignore[assignment]
-    elif issubclass(Algorithm.registered[parse_spec(spec)[0]], MuLoCo):
+    elif issubclass(kind, MuLoCo):
         takes_steps = optim.muon_with_adamw(module)
         algorithm = from_spec(spec, module, takes_steps, communicator=communicator, **options)
     else:

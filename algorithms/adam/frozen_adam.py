@@ -14,6 +14,7 @@ from bagua_kernels.optim.step.update import Group, Update
 from bagua_kernels.optim.step.validation import check_betas, check_not_negative
 from bagua_kernels.quotient import divide_
 from bagua_kernels.rules.optimizers import ADAM
+from bagua_kernels.suggestions import did_you_mean
 
 Correction = Literal["continued", "none", "frozen"]
 UPDATE = Update(ADAM, ("exp_avg", "exp_avg_sq"), ("step",))
@@ -83,7 +84,10 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         if freeze_step not in (None, "auto") and not (isinstance(freeze_step, int) and freeze_step >= 1):
             raise ValueError(f'freeze_step must be an integer of at least 1, or "auto", or None, got {freeze_step!r}')
         if v_correction not in get_args(Correction):
-            raise ValueError(f"v_correction must be one of {get_args(Correction)}, got {v_correction!r}")
+            raise ValueError(
+                f"v_correction must be one of {get_args(Correction)}, got {v_correction!r}"
+                f"{did_you_mean(v_correction, get_args(Correction))}"
+            )
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
         self.freeze_step = freeze_step

@@ -16,6 +16,7 @@ from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.options import FloatOrInf
 
 
 class MomentumOptions(CodecOptions, total=False):
@@ -63,6 +64,7 @@ class MomentumAllReduce(CompressedAllReduce):
     """
 
     has_hook = False
+    optimizer: FrozenAdam
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class MomentumAllReduce(CompressedAllReduce):
         weight_decay: float = 0.0,
         v_correction: Correction = "continued",
         mask: bool | Mapping[str, Tensor] = True,
-        limit: float = 100.0,
+        limit: FloatOrInf = 100.0,
         scaler: torch.amp.GradScaler | None = None,
         codec: Encoding = "minmax_uint8",
         **options: Unpack[CodecOptions],

@@ -77,6 +77,11 @@ class AsyncDecentralized(CourierAlgorithm):
         self._pairwise = PairwiseAverage(courier, neighbours, model, seed=self.seed, wire=self._encoded)
         return self._pairwise
 
+    @property
+    def has_references(self) -> bool:
+        """See `CourierAlgorithm.has_references`."""
+        return self.codec is not None
+
     def set_references(self, vectors: list[torch.Tensor]) -> None:
         """See `CourierAlgorithm.set_references`."""
         if self._encoded is not None:

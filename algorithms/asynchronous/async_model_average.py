@@ -11,12 +11,18 @@ import torch
 
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
 from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
+from bagua_kernels.algorithms.engine.engine import Engine
+from bagua_kernels.algorithms.engine.member import Member
+from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
+from bagua_kernels.algorithms.gradient_all_reduce import Mean
 from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.algorithms.wrapping.replicas import average
+from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
+from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
-from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.comm.mailbox.groups import Whole
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 from bagua_kernels.compression.codec import Codec, from_spec
@@ -26,7 +32,7 @@ from bagua_kernels.compression.codec import Codec, from_spec
 class AsyncModelAverage(CourierAlgorithm):
     """Ranks train by themselves, and beside that average over and over (the asynchronous algorithm of BAGUA, Gan et al., 2021).
 
-    1. Take `warmup_steps` steps of the optimizer with the mean of all ranks' gradients.
+    1. Take `warmup_steps` steps of the optimizer with the mean of all ranks' gradients, as `GradientAllReduce` makes it.
     2. From then on a round begins at times: each rank reads its model, r, and the ranks have the mean.
     3. Each rank adds mean - r before the next pass after that, whatever it has learned meanwhile.
 
@@ -74,6 +80,8 @@ class AsyncModelAverage(CourierAlgorithm):
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
         self._encoded: list[EncodedMean] = []
         self._paused, self._warm = False, 0
+        self._engine: Engine | None = None
+        self._duplicates: list[Communicator] = []
         self._rounds, self._ended = 0, -math.inf
         super().__init__(module, optimizer, **options)
 
@@ -90,29 +98,57 @@ class AsyncModelAverage(CourierAlgorithm):
             None,
             model,
             replaces=False,
-            group_mean=None if codec is None else self._encoded_mean,
-            on_execution=self._count,
+            group_mean=None if codec is None else weakly(self._encoded_mean),
+            on_execution=weakly(self._count),
         )
         if self.interval_ms is not None:
             self._seconds = self.interval_ms / 1000
-            courier.every(max(self._seconds / 4, 0.001), self._start_if_due)
+            courier.every(max(self._seconds / 4, 0.001), weakly(self._start_if_due))
         return self._triggered
 
-    def at_step_begin(self) -> None:
-        """See `ModelAlgorithm.at_step_begin`: step 1 in the beginning."""
-        super().at_step_begin()
-        if self._warm < self.warmup_steps and self._points is not None:
-            with self._failing(), torch.no_grad():
-                gradients = []
-                for parameter in self.flat.parameters.values():
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    gradients.append(parameter.grad)
-                average(gradients, self._communicator)
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`: step 1 in the beginning."""
+        super()._start(module, optimizer)
+        self._warm_up()
+        self._setup_bytes = self._bytes_sent
+
+    def _warm_up(self) -> None:
+        """Lets backward passes average gradients until the first steps are over; collective."""
+        warm = self._warm >= self.warmup_steps
+        if warm and self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        elif not warm and self._engine is None and self.flat.parameters:
+            rows = sparse_parameters(self.module)
+            members = [Member(name, p, sparse=p in rows) for name, p in self.flat.parameters.items()]
+            options = EngineOptions(BucketOptions(1, self._bucket_bytes), name=self.name, title=type(self).__name__)
+            self._engine = Engine(members, Mean, self._communicator, self._duplicate, Policy(), options)
+            self._engine.enabled = self.require_backward_grad_sync
+
+    def _duplicate(self) -> Communicator:
+        self._duplicates.append(self._world.duplicate())
+        return self._duplicates[-1]
+
+    def _communicators(self) -> list[Communicator]:
+        """See `Algorithm._communicators`."""
+        return [*super()._communicators(), *self._duplicates]
+
+    def _set_sync(self, value: bool) -> None:
+        """See `WrappedModule._set_sync`; there is something to withhold in the first steps only."""
+        super()._set_sync(value)
+        if self._engine is not None:
+            self._engine.enabled = value
+
+    def at_forward(self, training: bool) -> None:
+        """See `ModelAlgorithm.at_forward`."""
+        super().at_forward(training)
+        if self._engine is not None:
+            self._engine.check_idle()
 
     def after_step(self) -> None:
         """See `CourierAlgorithm.after_step`."""
         self._warm += 1
+        self._warm_up()
         if self.interval is not None and self._steps % self.interval == self.interval - 1 and self._is_running():
             self._triggered.start()
 
@@ -123,6 +159,17 @@ class AsyncModelAverage(CourierAlgorithm):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """See `ModelAlgorithm.load_numbers`."""
         self._warm = int(numbers.get("warm", self._warm))
+        self._warm_up()
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        super()._stop()
+        if self._engine is not None:
+            if self._engine.interruption.happened:
+                for each in self._communicators():
+                    each.abort("it was closed after a backward pass that was interrupted")
+            self._engine.close()
+            self._engine = None
 
     def pause(self) -> None:
         """Lets this rank start no more rounds; it takes part in those that others start."""
@@ -145,6 +192,11 @@ class AsyncModelAverage(CourierAlgorithm):
     def _count(self, execution: Execution) -> None:
         self._rounds += 1
         self._ended = self.mailbox.clock.now()
+
+    @property
+    def has_references(self) -> bool:
+        """See `CourierAlgorithm.has_references`."""
+        return self.codec is not None
 
     def set_references(self, vectors: list[torch.Tensor]) -> None:
         """See `CourierAlgorithm.set_references`; what payloads have lacked is forgotten."""

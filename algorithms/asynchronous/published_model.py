@@ -10,6 +10,7 @@ import torch
 
 from bagua_kernels.algorithms.asynchronous.order import Event, Order
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.rounds.writes import Writes
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution
@@ -19,16 +20,20 @@ from bagua_kernels.streams import keep_memory
 
 StaleRule = Literal["conservative", "paper"]
 BRING, FORWARD, WRITE = Event("bring"), Event("forward"), Event("write")
+_LOOKS = 0.05  # seconds between two looks
 
 
 class PublishedModel:
     """Flat parameters that two threads share.
 
     Only the training thread writes parameters: an evaluation may run at any time. What the courier makes is kept beside them
-    until the training thread brings it in. It is part of all that is read until then.
+    until the training thread brings it in. It is part of all that is read until then. What parameters of half precision are too
+    short for stays owed, in float32: many small changes would be lost one by one.
 
     Attributes:
         version: of the parameters; the training thread sets it at the end of a step.
+        writes: by which it is known whether others have written parameters. Such parameters are not published: they may be there
+            for an evaluation only.
     """
 
     def __init__(
@@ -54,6 +59,9 @@ class PublishedModel:
         self._written = self._event()
         self._copied: torch.cuda.Event | None = None
         self.version = -1
+        self.writes: Writes | None = None
+        self._last: list[torch.Tensor] = []  # what was read last, with its version
+        self._last_version = -1
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns memory for a copy of each bucket, in the parameters' dtype."""
@@ -90,13 +98,22 @@ class PublishedModel:
             left = deadline - self._clock.now()
             if left <= 0:
                 raise CollectiveTimeoutError(text.format(self._timeout))
-            self._changed.wait(left)
+            # Writes by others are no event.
+            self._changed.wait(min(left, _LOOKS))
 
     @torch.no_grad()
     def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
         """See `Publisher.read`."""
+        self._wait_for_values()
         with self._beside_training(Event("read")):
-            sources = self._replacement or [bucket.flat for bucket in self._flat.buckets]
+            if self._is_written():
+                # An older model, which counts as such.
+                for last, copy in zip(self._last, out, strict=True):
+                    if copy is not last:
+                        copy.copy_(last)
+                self._last = list(out)
+                return self._last_version, self._resting
+            sources = self._sources()
             for source, bucket, copy in zip(sources, self._flat.buckets, out, strict=True):
                 if self._owed:
                     copy.copy_(source + self._debt(bucket))
@@ -104,7 +121,28 @@ class PublishedModel:
                     copy.copy_(source)
             # The courier may be behind when training drops the parameters.
             keep_memory(sources)
+            self._last, self._last_version = list(out), self.version
             return self.version, self._resting
+
+    def _is_written(self) -> bool:
+        return (
+            self.writes is not None
+            and bool(self._last)
+            and not self._resting
+            and self.writes.found(beside_training=True)
+        )
+
+    def _wait_for_values(self) -> None:
+        """Waits while parameters are written by others, where nothing was read before that could be published instead."""
+        if self._last or self.writes is None:
+            return
+        writes = self.writes
+        with self._changed:
+            self._wait_until(
+                lambda: self._writing or self._resting or not writes.found(beside_training=True),
+                "parameters have had values from outside for {:g} s, which no step has taken: train on, put them back, or raise "
+                "timeout=",
+            )
 
     def rest(self, resting: bool) -> None:
         """See `Publisher.rest`."""
@@ -117,8 +155,13 @@ class PublishedModel:
         """See `Publisher.receive`."""
         with self._beside_training(Event("receive", execution)):
             if execution.fresh:
-                self._replacement, self._group_mean = [each.clone() for each in mean], None
-                self._clear_debt()
+                for bucket, source, own in zip(self._flat.buckets, self._sources(), read, strict=True):
+                    if self._keeps_rest(bucket):
+                        # What was read lacks it.
+                        self._debt(bucket).add_(source).sub_(own)
+                    elif self._owed:
+                        self._debt(bucket).zero_()
+                self._replacement, self._group_mean, self._owed = [each.clone() for each in mean], None, False
             elif self._rule == "paper":
                 self._group_mean = [each.clone() for each in mean], len(execution.members)
             else:
@@ -154,13 +197,20 @@ class PublishedModel:
                     means, members = self._group_mean
                     total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
                     bucket.flat.copy_(divide_(total.add(means[place], alpha=members), members + 1))
-                if self._owed:
+                if self._owed and self._keeps_rest(bucket):
+                    debt = self._debt(bucket).add_(bucket.flat)
+                    bucket.flat.copy_(debt)
+                    debt.sub_(bucket.flat)
+                elif self._owed:
                     bucket.flat.copy_(bucket.flat + self._debt(bucket))
+                    self._debt(bucket).zero_()
             # The courier's stream has made these tensors. It would reuse their memory at once, while this stream reads it.
             keep_memory(self._replacement or [])
             keep_memory(self._group_mean[0] if self._group_mean else [])
             self._replacement = self._group_mean = None
-            self._clear_debt()
+            self._owed = False
+            if self.writes is not None:
+                self.writes.mark()
             self._written = self._event()
 
     def begin_write(self) -> None:
@@ -181,20 +231,34 @@ class PublishedModel:
             if version is not None:
                 self._take_turn(Event("step"))
                 self.version = version
+                if self.writes is not None:
+                    self.writes.mark()
             self._written = self._event()
             self._writing = False
             self._changed.notify_all()
 
     def _debt(self, bucket: Bucket) -> torch.Tensor:
-        debt = self._flat.kept(bucket, "debt", saved=False)
+        debt = self._flat.kept(bucket, "debt", saved=self._keeps_rest(bucket))
         keep_memory([debt])
         return debt
 
-    def _clear_debt(self) -> None:
-        if self._owed:
-            for bucket in self._flat.buckets:
+    def _sources(self) -> list[torch.Tensor]:
+        return self._replacement or [bucket.flat for bucket in self._flat.buckets]
+
+    @staticmethod
+    def _keeps_rest(bucket: Bucket) -> bool:
+        return bucket.flat.dtype.itemsize < 4
+
+    def with_rest(self, bucket: Bucket) -> torch.Tensor:
+        """Returns the parameters of a bucket with what they are too short for, when nothing else is owed."""
+        return bucket.flat + self._debt(bucket) if self._keeps_rest(bucket) else bucket.flat
+
+    @torch.no_grad()
+    def forget_rest(self) -> None:
+        """Forgets what parameters are too short for, when all ranks have the same ones."""
+        for bucket in self._flat.buckets:
+            if self._keeps_rest(bucket):
                 self._debt(bucket).zero_()
-        self._owed = False
 
     def _event(self) -> torch.cuda.Event | None:
         """Returns an event behind the work of the current stream of the parameters' device; None on a CPU."""

@@ -16,7 +16,7 @@ from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
 from bagua_kernels.algorithms.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.comm.mailbox.courier import Courier
+from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, Shuffled
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 
@@ -68,6 +68,8 @@ class Wagma(CourierAlgorithm):
             TypeError: as for `ModelAlgorithm`.
             ValueError: an option has no such value, or ranks have different groups.
         """
+        if group is not None and group < 1:
+            raise ValueError(f"group must be at least 1, or None, got {group=}")
         if period is not None and period < 1:
             raise ValueError(f"period must be at least 1, or None, got {period=}")
         if stale_rule not in ("conservative", "paper"):
@@ -96,7 +98,7 @@ class Wagma(CourierAlgorithm):
         groups.check(self._communicator)
         self._version = -1
         self._triggered = TriggeredAverage(
-            courier, groups, self.period, model, activate=self.activate, on_execution=self._count
+            courier, groups, self.period, model, activate=self.activate, on_execution=weakly(self._count)
         )
         return self._triggered
 

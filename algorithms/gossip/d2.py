@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
@@ -57,7 +57,7 @@ class D2(RoundAlgorithm):
             TypeError: as for `RoundAlgorithm`, or `peers` is neither a name nor a topology.
             ValueError: the topology does not fit, or as for `RoundAlgorithm`.
         """
-        self.peers = peers
+        self.peers = checked_peers(peers)
         super().__init__(module, optimizer, **options)
 
     def open(self, mailbox: Mailbox) -> None:

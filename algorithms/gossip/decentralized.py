@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.gossip.sharded import ShardedMixer
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Nodes, ReduceOp, Work
@@ -58,7 +58,7 @@ class Decentralized(RoundAlgorithm):
             TypeError: as for `RoundAlgorithm`, or `peers` is neither a name nor a topology.
             ValueError: the topology does not fit, nodes have different numbers of ranks, or as for `RoundAlgorithm`.
         """
-        self.peers, self.hierarchical, self.nodes = peers, hierarchical, nodes
+        self.peers, self.hierarchical, self.nodes = checked_peers(peers), hierarchical, nodes
         # Collectives inside nodes run one after the other on all ranks.
         self.several = hierarchical
         super().__init__(module, optimizer, **options)

@@ -13,8 +13,11 @@ from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
+from bagua_kernels.comm.topology import weighted_sum
 from bagua_kernels.compression import Codec, decode_add
 from bagua_kernels.rules.gossip import DCD
+
+_CARRIES = 8
 
 
 @register
@@ -35,6 +38,7 @@ class LowPrecisionDecentralized(Differences):
 
     name = "lowprec"
     due = "round"
+    _carries = 0  # rounds in which parameters that were written get what is still lacking
 
     def __init__(
         self,
@@ -67,6 +71,31 @@ class LowPrecisionDecentralized(Differences):
         for bucket in self.flat.buckets:
             self._rows(bucket).copy_(bucket.flat)
 
+    def take_written(self, values: list[torch.Tensor]) -> None:
+        """See `ModelAlgorithm.take_written`.
+
+        A difference to parameters that were written is large, and so is what the codec loses of it. In the rounds that follow,
+        what a round has lacked is added in the next.
+        """
+        super().take_written(values)
+        self._carries = _CARRIES
+        for bucket in self.flat.buckets:
+            self._rest(bucket).zero_()
+
+    def _rest(self, bucket: Bucket) -> torch.Tensor:
+        return self.flat.kept(bucket, "rest", saved=False)
+
+    def _target(self, bucket: Bucket) -> torch.Tensor:
+        """Adds to the parameters what they lack, and returns what they would become without a codec, in float32."""
+        bucket.flat.add_(self._rest(bucket))
+        rows = self._rows(bucket)
+        mixed = weighted_sum(
+            dict(zip(self.ranks, rows, strict=True)),
+            dict(zip(self.ranks, self.weights, strict=True)),
+            torch.empty_like(rows[0]),
+        )
+        return mixed.sub_(rows[self.ranks.index(self.mailbox.rank)]).add_(bucket.flat)
+
     def _rows(self, bucket: Bucket) -> torch.Tensor:
         """Returns the replicas of a bucket, one row for each of `ranks`."""
         return self.flat.rows(bucket, "replica of rank", self.ranks)
@@ -94,5 +123,13 @@ class LowPrecisionDecentralized(Differences):
         rows = self._rows(bucket)
         own = rows[self.ranks.index(self.mailbox.rank)]
         # The rule writes the new parameters, which are the new replica.
-        yield from self.encode(bucket, turn, DCD, [bucket.flat, own], replicas=rows)
+        steps = self.encode(bucket, turn, DCD, [bucket.flat, own], replicas=rows)
+        if self._carries:
+            target = self._target(bucket)
+            encoded = next(steps)
+            self._rest(bucket).copy_(target).sub_(bucket.flat)
+            if bucket is self.flat.buckets[-1]:
+                self._carries -= 1
+            yield encoded
+        yield from steps
         decode_add(self.codec, self.payloads(bucket), rows)

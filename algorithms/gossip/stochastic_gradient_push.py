@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, topology_of
+from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox, Work
@@ -51,7 +51,7 @@ class StochasticGradientPush(RoundAlgorithm):
             TypeError: as for `RoundAlgorithm`, or `peers` is neither a name nor a topology.
             ValueError: the topology does not fit, or as for `RoundAlgorithm`.
         """
-        self.peers = peers
+        self.peers = checked_peers(peers)
         self._weight = torch.ones(1, dtype=torch.float64, device="cpu")
         super().__init__(module, optimizer, **options)
 
@@ -82,6 +82,14 @@ class StochasticGradientPush(RoundAlgorithm):
         if self._weighs:
             for bucket in self.flat.buckets:
                 self.flat.kept(bucket, "numerator").copy_(bucket.flat)
+
+    def take_written(self, values: list[torch.Tensor]) -> None:
+        """See `ModelAlgorithm.take_written`; the numerator follows, and the weight stays."""
+        super().take_written(values)
+        if self._weighs:
+            for bucket in self.flat.buckets:
+                numerator = self.flat.kept(bucket, "numerator")
+                numerator.copy_(bucket.flat).mul_(self._divisor)
 
     def mean_source(self, bucket: Bucket) -> torch.Tensor:
         """See `ModelAlgorithm.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""

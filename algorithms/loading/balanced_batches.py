@@ -10,6 +10,7 @@ import numpy as np
 from bagua_kernels.algorithms.loading.balanced_sampler import LoadBalancingDistributedSampler
 from bagua_kernels.algorithms.loading.order import Costs, Indices, run_of, shuffle_runs
 from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.options import FloatOrInf, checked
 
 Batches: TypeAlias = "list[Indices]"
 
@@ -28,10 +29,11 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
     batches of one sample, which cannot be halved, are fewer than ranks.
     """
 
+    @checked
     def __init__(
         self,
         sampler: LoadBalancingDistributedSampler,
-        max_cost: float,
+        max_cost: FloatOrInf,
         *,
         padded: bool = True,
         max_samples: int | None = None,
@@ -122,12 +124,13 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
                 return max(1, fitting)
             looked *= 2
 
-    def level(self, items: Batches, ranks: int) -> Batches:
+    def level(self, items: Batches, ranks: int, begun: bool = False) -> Batches:
         """Halves batches from the end on, or leaves the last ones out; a few single samples for many ranks come again."""
         rest = len(items) % ranks
         if not rest:
             return items
-        if self.drop_last and len(items) > rest:
+        # Of an epoch with fewer batches than ranks some are halved; at the end of another one they are those to be left out.
+        if self.drop_last and (begun or len(items) > rest):
             return items[: len(items) - rest]
         missing, tail = ranks - rest, []
         kept = list(items)

@@ -7,6 +7,7 @@ import numpy as np
 from bagua_kernels.algorithms.loading.costs import Complexity, Dataset, costs_of
 from bagua_kernels.algorithms.loading.order import CostOrder, Indices, run_of, shuffle_runs
 from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.options import checked
 
 
 class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
@@ -20,6 +21,7 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
     where the number of ranks does not divide them. Steps are balanced best where the number of ranks divides `run`.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Dataset,
@@ -78,7 +80,7 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
         order, generator = self.by_cost(epoch)
         return shuffle_runs(order, self.run, generator) if self.shuffle else order
 
-    def level(self, items: Indices, ranks: int) -> Indices:
+    def level(self, items: Indices, ranks: int, begun: bool = False) -> Indices:
         """Leaves the last samples out, or repeats them."""
         rest = len(items) % ranks
         if not rest:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from bagua_kernels.comm.joining.launch import Launch
+from bagua_kernels.options import checked
 
 Item = TypeVar("Item")
 Items = TypeVar("Items", bound=Sized)
@@ -24,6 +25,7 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
     the number of items: `level` sees to it.
     """
 
+    @checked
     def __init__(self, num_replicas: int | None, rank: int | None, seed: int) -> None:
         """Learns who shares the epoch.
 
@@ -57,8 +59,14 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
         """Makes what `items` returns."""
 
     @abc.abstractmethod
-    def level(self, items: Items, ranks: int) -> Items:
-        """Returns items whose number the number of ranks divides."""
+    def level(self, items: Items, ranks: int, begun: bool = False) -> Items:
+        """Returns items whose number the number of ranks divides.
+
+        Args:
+            items: of an epoch, or what is left of it.
+            ranks: their number.
+            begun: True if some of the epoch have been taken, so that none may be left.
+        """
 
     @abc.abstractmethod
     def unchanged(self, items: Items, levelled: Items) -> int:
@@ -95,13 +103,14 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
         return self._loaded[1] if self._loaded and self._loaded[0] == self.epoch else ()
 
     def _left(self, history: History) -> Items:
-        items = self.items(self.epoch)
+        items, begun = self.items(self.epoch), False
         for ranks, steps in history:
-            levelled, taken = self.level(items, ranks), ranks * steps
+            levelled, taken = self.level(items, ranks, begun), ranks * steps
+            begun = begun or taken > 0
             # What those ranks have not come to is levelled for others.
             rest: Any = items if taken <= self.unchanged(items, levelled) else levelled
             items = rest[taken:]
-        return self.level(items, self.num_replicas)
+        return self.level(items, self.num_replicas, begun)
 
     def state_dict(self, steps: int | None = None) -> dict[str, Any]:
         """Returns where this rank is; equal on all ranks after the same step.

@@ -66,6 +66,18 @@ class GatheredMean(Exchange):
         self._residual.encode(0, self.bucket.flat, seed=seed, out=payload)
         return payload
 
+    def compile(self, weights: Sequence[Sequence[float]] = ((1.0, 1.0), (1.0, 2.0))) -> None:
+        """Compiles what `combine` calls: a courier that does it answers nobody meanwhile, and would be taken for lost.
+
+        Args:
+            weights: of payloads, for a call each.
+        """
+        if self.codec is not None:
+            zeros = torch.zeros_like(self.bucket.flat)
+            payload = self.codec.encode(zeros, seed=0)
+            for each in weights:
+                self.combine([payload] * len(each), each, zeros)
+
     def combine(self, payloads: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
         """Writes the weighted mean of payloads, in their order, to a vector like the bucket.
 
@@ -121,6 +133,10 @@ class SparseMean(GatheredMean):
     def encode(self, step: int) -> torch.Tensor:
         """See `GatheredMean.encode`: a copy of what is in `payload`."""
         return self.payload.clone()
+
+    def compile(self, weights: Sequence[Sequence[float]] = ((1.0, 1.0),)) -> None:
+        """See `GatheredMean.compile`."""
+        super().compile(weights)
 
     def combine(self, payloads: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
         """See `GatheredMean.combine`; all payloads have the same weight."""

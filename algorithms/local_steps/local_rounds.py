@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -14,6 +15,7 @@ from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.weighing import Weighing
 from bagua_kernels.algorithms.rounds.points import is_left_out
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.work import FINISHED
@@ -40,7 +42,7 @@ class LocalRounds(RoundAlgorithm):
 
     due = "forward"
     # Steps that are left out do not count here.
-    cure_of_lateness = "ranks with fewer batches train within join()"
+    cure_of_lateness = "with fewer batches on some ranks, train within join()"
     # Residuals and two passes take several collectives.
     several = True
     fragments = 1
@@ -75,6 +77,10 @@ class LocalRounds(RoundAlgorithm):
             self._pace = Pace(self.interval, rank, size, least=self.delay + 1)
         if size > 1 and (self.by_speed or self.penalty is not None):
             self._weighing = Weighing(self.rounds, len(self.flat.buckets), self.penalty, self._pace)
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        return replace(super().stats(), guards={} if self._weighing is None else self._weighing.counts())
 
     @property
     def rounds(self) -> Communicator:

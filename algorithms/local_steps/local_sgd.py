@@ -45,6 +45,11 @@ class LocalSGD(OuterLoop):
         """
         super().__init__(module, optimizer, interval=interval, **options)
 
+    @property
+    def follows_writes(self) -> bool:
+        """See `OuterLoop.follows_writes`; plain means of parameters are the same, whatever they are told apart from."""
+        return bool(self.assignment.default.codecs) or self.penalty is not None
+
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""
         start.sub_(mean)

@@ -221,6 +221,39 @@ class OuterLoop(QuorumRounds):
         for bucket in self.flat.buckets:
             self.start(bucket).copy_(bucket.flat)
 
+    @property
+    def follows_writes(self) -> bool:
+        """True if outer parameters must become what parameters were written to, since they would be moved away from there."""
+        return True
+
+    @property
+    def compares_writes(self) -> bool:
+        """See `RoundAlgorithm.compares_writes`."""
+        return self.follows_writes
+
+    def take_written(self, values: list[torch.Tensor]) -> None:
+        """See `ModelAlgorithm.take_written`; outer parameters follow, momentum stays, and residuals are dropped.
+
+        Raises:
+            RuntimeError: with a quorum, after the first round.
+        """
+        super().take_written(values)
+        if not self.follows_writes:
+            return
+        if self.quorum is not None and self.rounds_begun:
+            raise RuntimeError(
+                f"parameters were written after the first round of a {type(self).__name__} with a quorum, whose ranks have no "
+                "common moment for it: write them before, or wrap the module anew"
+            )
+        self.restart()
+        self.forget()
+        self.tell_written()
+
+    def forget(self) -> None:
+        """Drops what earlier payloads have lacked."""
+        for exchange in self._exchanges:
+            exchange.load({})
+
     def start(self, bucket: Bucket) -> torch.Tensor:
         """Returns the outer parameters of a bucket, float32, which are the same on all ranks."""
         return self.flat.kept(bucket, "start")
@@ -235,6 +268,15 @@ class OuterLoop(QuorumRounds):
             return self.weighed(difference, self._exchanges[bucket.index].run(turn))
         self.post(bucket, turn)
         return iter(())
+
+    @property
+    def has_own(self) -> bool:
+        """See `ModelAlgorithm.has_own`: not behind a round of all ranks whose result is in place everywhere."""
+        turn = self.turn_at(self._steps - 1) if self._steps and not self._under_way else None
+        whole = not self.delay and self.quorum is None
+        return super().has_own and not (
+            turn is not None and whole and len(self.buckets_of(turn)) == len(self.flat.buckets)
+        )
 
     def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
         """Takes a bucket's pseudo-gradient, on the training thread.

@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.rounds.points import is_left_out
 from bagua_kernels.launchers import elementwise
+from bagua_kernels.options import checked
 from bagua_kernels.rules.outer import NESTEROV
 
 
@@ -23,6 +24,7 @@ class OuterNesterov:
     removes them.
     """
 
+    @checked
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bagua_kernels.options import FloatOrInf, check_fields
+
 
 @dataclass(frozen=True)
 class Penalty:
@@ -15,19 +17,23 @@ class Penalty:
     2. Rank i's weight is exp(-|d_i|), divided by the sum of the weights of all ranks.
     3. If the norm of the mean is above `clip`, the mean is multiplied by clip / norm.
 
-    If all ranks are left out, the round changes nothing, and parameters go back to where it began.
+    If all ranks are left out, the round changes nothing, and parameters go back to where it began. A rank that is left out in
+    `patience` rounds in a row takes part in the next one. Norms have risen for good then, as with a learning rate that rises. Its
+    moving mean and variance become those of these rounds. Two norms are needed before any is judged.
 
     Attributes:
         threshold: of step 1, in standard deviations.
         smoothing: the weight of the last norm in the moving mean and variance, once enough rounds have been seen.
         warmup: rounds in which no rank is left out.
         clip: of step 3; None does not clip.
+        patience: rounds in a row in which a rank is left out at most.
     """
 
-    threshold: float = 3.0
+    threshold: FloatOrInf = 3.0
     smoothing: float = 0.02
     warmup: int = 10
     clip: float | None = 10.0
+    patience: int = 3
 
     def __post_init__(self) -> None:
         """Checks the numbers.
@@ -35,19 +41,30 @@ class Penalty:
         Raises:
             ValueError: one does not fit.
         """
+        check_fields(self)
         if not self.threshold > 0 or not 0 < self.smoothing <= 1 or self.warmup < 0:
             raise ValueError(f"expected threshold > 0, smoothing above 0 and up to 1, warmup >= 0, got {self}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be above 0, or None, got {self.clip}")
+        if self.patience < 1:
+            raise ValueError(f"patience must be 1 round or more, got {self.patience}")
 
 
 class Norms:
-    """The moving mean and variance of this rank's norms of one bucket."""
+    """The moving mean and variance of this rank's norms of one bucket.
+
+    Attributes:
+        left_out: the number of norms for which this rank was left out.
+        restarts: how often mean and variance began anew, because norms had risen for good.
+    """
 
     def __init__(self, penalty: Penalty) -> None:
         """Begins without any."""
         self._penalty = penalty
         self._count, self._mean, self._variance = 0, 0.0, 0.0
+        # What was left out since the last norm that was not.
+        self._high: list[float] = []
+        self.left_out = self.restarts = 0
 
     def judged(self, norm: float) -> float:
         """Returns a norm, or infinity if this rank is to be left out; what is not left out changes the moving mean.
@@ -55,25 +72,42 @@ class Norms:
         Args:
             norm: of this rank's pseudo-gradient.
         """
-        above = norm - self._mean > self._penalty.threshold * math.sqrt(self._variance)
-        if not math.isfinite(norm) or (above and self._count >= self._penalty.warmup):
+        if not math.isfinite(norm):
+            self.left_out += 1
             return math.inf
+        above = norm - self._mean > self._penalty.threshold * math.sqrt(self._variance)
+        # One norm has no deviation.
+        if above and self._count >= max(self._penalty.warmup, 2):
+            if len(self._high) < self._penalty.patience:
+                self._high.append(norm)
+                self.left_out += 1
+                return math.inf
+            self.restarts += 1
+            self._count, self._mean, self._variance = 0, 0.0, 0.0
+            for each in self._high:
+                self._take(each)
+        self._high.clear()
+        self._take(norm)
+        return norm
+
+    def _take(self, norm: float) -> None:
         self._count += 1
         # The plain mean and variance of the first norms, which no number of before falsifies.
         rate = max(self._penalty.smoothing, 1 / self._count)
         away = norm - self._mean
         self._mean += rate * away
         self._variance = (1 - rate) * (self._variance + rate * away * away)
-        return norm
 
     def numbers(self) -> dict[str, float]:
         """Returns what a checkpoint contains of it."""
-        return {"count": float(self._count), "mean": self._mean, "variance": self._variance}
+        high = {f"high {place}": norm for place, norm in enumerate(self._high)}
+        return {"count": float(self._count), "mean": self._mean, "variance": self._variance, **high}
 
     def load(self, numbers: Mapping[str, float]) -> None:
         """Restores what `numbers` returned."""
         self._count = int(numbers["count"])
         self._mean, self._variance = numbers["mean"], numbers["variance"]
+        self._high = [numbers[key] for place in range(len(numbers)) if (key := f"high {place}") in numbers]
 
 
 def weights_of(norms: Sequence[float]) -> list[float]:

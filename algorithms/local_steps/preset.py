@@ -17,6 +17,7 @@ from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo
 from bagua_kernels.compression.codec import from_spec
+from bagua_kernels.suggestions import did_you_mean
 
 LINES = {"1Mbit": 1e6, "10Mbit": 1e7, "100Mbit": 1e8, "1Gbit": 1e9}
 # Longer intervals cost more of the loss than a payload of fewer bytes does.
@@ -122,7 +123,9 @@ def preset(line: str | float, *, parameters: int, ranks: int, step_seconds: floa
     """
     rate = LINES.get(line) if isinstance(line, str) else line
     if rate is None or not rate > 0:
-        raise ValueError(f"expected bits per second or one of {', '.join(LINES)}, got {line!r}")
+        raise ValueError(
+            f"expected bits per second or one of {', '.join(LINES)}, got {line!r}{did_you_mean(line, LINES)}"
+        )
     if parameters < 1 or ranks < 2 or not step_seconds > 0:
         raise ValueError(
             f"expected at least 1 parameter, 2 ranks and a step of more than 0 seconds, got {parameters=}, {ranks=} and "

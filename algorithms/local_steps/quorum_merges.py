@@ -85,6 +85,7 @@ class QuorumMerges:
         self._exchanges: dict[int, list[GatheredMean]] = {}
         for exchange, part in zip(exchanges, parts, strict=True):
             self._exchanges.setdefault(part, []).append(exchange)
+            exchange.compile()
         self._merged: dict[int, deque[Merged]] = {part: deque() for part in self._exchanges}
         self._used: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._earlier: dict[int, int] = dict.fromkeys(self._exchanges, 0)

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
+from bagua_kernels.options import checked
 
 
 class RoundSampler(Sampler[list[int]]):
@@ -18,6 +19,7 @@ class RoundSampler(Sampler[list[int]]):
     is known when the round begins.
     """
 
+    @checked
     def __init__(self, samples: int, batch_size: int, model: LocalRounds, *, seed: int = 0) -> None:
         """Begins with the first round of a model.
 

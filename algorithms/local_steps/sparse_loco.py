@@ -134,6 +134,13 @@ class SparseLoCo(OuterLoop):
         sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], SparseMean))
         return math.hypot(super().residual_norm(), *(float(self._residual(bucket).norm()) for bucket in sparse))
 
+    def forget(self) -> None:
+        """See `OuterLoop.forget`."""
+        super().forget()
+        for bucket in self.flat.buckets:
+            if isinstance(self._exchanges[bucket.index], SparseMean):
+                self._residual(bucket).zero_()
+
     def _residual(self, bucket: Bucket) -> torch.Tensor:
         return self.flat.kept(bucket, "residual")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -29,6 +31,8 @@ class Weighing:
         """
         self._communicator, self._penalty, self._pace = communicator, penalty, pace
         self._norms = [] if penalty is None else [Norms(penalty) for _ in range(buckets)]
+        self._void = 0
+        self._told: set[str] = set()
 
     def weigh(self, difference: Bucket, samples: float, speed: float) -> Iterator[Work]:
         """Multiplies this rank's pseudo-gradient by its weight over the mean weight.
@@ -40,7 +44,7 @@ class Weighing:
         """
         norm = 0.0
         if self._penalty is not None:
-            norm = self._norms[difference.index].judged(_norm(difference))
+            norm = self._judged(difference)
         # waits: once a round, if ranks are weighed.
         own = torch.tensor([samples, speed, norm], dtype=torch.float64, device=difference.flat.device)
         everyone = own.new_empty((self._communicator.size, 3))
@@ -51,6 +55,8 @@ class Weighing:
             self._pace.measured([row[1] for row in rows])
         by_norm = weights_of([row[2] for row in rows])
         weights = [row[0] * weight for row, weight in zip(rows, by_norm, strict=True)]
+        if self._penalty is not None:
+            self._count_void([row[2] for row in rows])
         own_weight, mean = weights[self._communicator.rank], sum(weights) / len(weights)
         if own_weight == 0:
             difference.flat.zero_()  # it may not be finite
@@ -67,6 +73,40 @@ class Weighing:
         factor = clip_factor(float(norm), self._penalty.clip)
         if factor != 1.0:
             difference.flat.mul_(factor)
+
+    def counts(self) -> dict[str, int]:
+        """Returns what the penalty has done here, in exchanges of a bucket: see `Stats.guards`."""
+        if self._penalty is None:
+            return {}
+        return {
+            "left out": sum(norms.left_out for norms in self._norms),
+            "void": self._void,
+            "restarted": sum(norms.restarts for norms in self._norms),
+        }
+
+    def _judged(self, difference: Bucket) -> float:
+        norms, length = self._norms[difference.index], _norm(difference)
+        restarts, judged = norms.restarts, norms.judged(length)
+        about = f"rank {self._communicator.rank} in bucket {difference.index}, whose pseudo-gradient has the norm {length:.3g}"
+        if math.isinf(judged):
+            self._tell("left out", f"the penalty leaves out {about}")
+        if norms.restarts > restarts:
+            self._tell(
+                "restarted", f"the penalty takes such norms for usual from now on, and no longer leaves out {about}"
+            )
+        return judged
+
+    def _count_void(self, norms: list[float]) -> None:
+        if all(map(math.isinf, norms)):
+            self._void += 1
+            if self._communicator.rank == 0:
+                self._tell("void", "the penalty leaves out all ranks, so that a round changes nothing in a bucket")
+
+    def _tell(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            more = "see Penalty, and stats().guards for how often; this is told once"
+            warnings.warn(f"{text}: {more}", RuntimeWarning, stacklevel=2)
 
     def numbers(self) -> dict[str, float]:
         """Returns what a checkpoint contains of it."""

@@ -16,6 +16,8 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, BlockCodec, Cast, Codec, from_spec
 from bagua_kernels.compression.codec import to_spec
+from bagua_kernels.options import FloatOrInf, check_fields
+from bagua_kernels.suggestions import did_you_mean
 
 ACTIONS = ("warn", "widen", "exact")
 
@@ -35,16 +37,19 @@ class Guard:
     """
 
     every: int = 100
-    bound: float = 1.5
+    bound: FloatOrInf = 1.5
     action: str = "warn"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.every < 1:
             raise ValueError(f"every must be 1 step or more, got {self.every}")
         if not self.bound > 0:
             raise ValueError(f"bound must be above 0, got {self.bound}")
         if self.action not in ACTIONS:
-            raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")
+            raise ValueError(
+                f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}{did_you_mean(self.action, ACTIONS)}"
+            )
 
 
 class Sample:
@@ -89,6 +94,8 @@ class Guarded(Policy):
         self._schedules = schedules
         self._alignment = alignment
         self._errors: dict[str, float] = {}
+        self._exceeded = 0
+        self._told: set[tuple[Hashable, Codec]] = set()
         self._instead: dict[Hashable, Codec | None] = {}
         # By bucket, until the step ends: all ranks take them in this order.
         self._decided: dict[int, tuple[Hashable, Codec | None]] = {}
@@ -106,7 +113,11 @@ class Guarded(Policy):
         """Measures how much a bucket's mean has lost; collective."""
         error, errors = sample.errors(bucket)
         self._errors.update(errors)
-        then = answer(self.guard, codec, bucket, error, self._alignment)
+        told = (bucket.kind, codec)
+        then = answer(self.guard, codec, bucket, error, self._alignment, tells=told not in self._told)
+        if error > self.guard.bound:
+            self._exceeded += 1
+            self._told.add(told)
         if then != codec:
             self._decided[bucket.index] = (bucket.kind, then)
 
@@ -119,6 +130,10 @@ class Guarded(Policy):
     def errors(self) -> dict[str, float]:
         """See `Policy.errors`."""
         return dict(self._errors)
+
+    def guards(self) -> dict[str, int]:
+        """See `Policy.guards`."""
+        return {**super().guards(), "exceeded": self._exceeded}
 
     def state(self) -> list[Any]:
         """The specs of the codecs that were decided on, too; see `Policy.state`."""
@@ -162,16 +177,21 @@ def wider(codec: Codec, alignment: int) -> Codec | None:
     return AbsMaxInt4(block=min(128, alignment)) if bits < 4 else AbsMaxInt8(block=min(256, alignment))
 
 
-def answer(guard: Guard, codec: Codec, bucket: Bucket, error: float, alignment: int) -> Codec | None:
-    """What encodes buckets of this kind from now on."""
+def answer(
+    guard: Guard, codec: Codec, bucket: Bucket, error: float, alignment: int, *, tells: bool = True
+) -> Codec | None:
+    """What encodes buckets of this kind from now on; warns if that is to be told."""
     # What is not finite is an overflow, of which the optimizer or the gradient scaler knows.
     if not error > guard.bound:
         return codec
     then = {"warn": codec, "widen": wider(codec, alignment), "exact": None}[guard.action]
+    if not tells:
+        return then
     what = "nothing is changed" if then is codec else f"going on with {then or 'exact means'}"
     warnings.warn(
         f"the mean of bucket {bucket.index} ({bucket.names[0]} and {len(bucket.names) - 1} more) by {codec} has a relative "
-        f"error of {error:.3g}, above the guard's bound of {guard.bound:g}: {what}",
+        f"error of {error:.3g}, above the guard's bound of {guard.bound:g}: {what}; stats().guards counts how often, and this "
+        "is told once for a kind of bucket",
         RuntimeWarning,
         stacklevel=2,
     )

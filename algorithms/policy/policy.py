@@ -69,6 +69,10 @@ class Policy:
         """What `Stats.errors` holds."""
         return {} if self.inner is None else self.inner.errors()
 
+    def guards(self) -> dict[str, int]:
+        """What `Stats.guards` holds."""
+        return {} if self.inner is None else self.inner.guards()
+
     def state(self) -> list[Any]:
         """What was decided: pairs of a name and a plain value, equal on all ranks."""
         return [] if self.inner is None else self.inner.state()

@@ -11,6 +11,7 @@ import torch
 
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.compression import Codec, PowerSGD, from_spec
+from bagua_kernels.options import checked
 
 Encoding = Codec | str | Mapping[int, Codec | str] | None
 EXACT_DTYPES = (torch.float64,)
@@ -58,6 +59,7 @@ class Scheduled(Policy):
         return step >= self._last_start
 
 
+@checked
 def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
     """Makes a schedule.
 
@@ -73,7 +75,7 @@ def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
         raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}")
     given = dict(encoding) if isinstance(encoding, Mapping) else {0: encoding}
     for start in given:
-        if not isinstance(start, int) or start < 0:
+        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
             raise ValueError(f"codecs are given by the step from which on they are used, 0 or more, got {start!r}")
     codecs = {start: _codec(given[start]) for start in sorted(given)}
     starts: dict[int, Codec | None] = {0: None}
@@ -119,6 +121,8 @@ class Assignment:
         min_numel: int = 0,
     ) -> Assignment:
         """Makes one of what a user writes; errors as of `schedule`."""
+        if min_numel < 0:
+            raise ValueError(f"min_numel must be 0 or more, got {min_numel}")
         return cls(
             schedule(encoding, warmup_steps),
             tuple((pattern, schedule(codec, warmup_steps)) for pattern, codec in (groups or {}).items()),

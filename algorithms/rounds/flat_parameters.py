@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 
@@ -9,13 +10,14 @@ import torch
 
 from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket, is_exclusive, partition
+from bagua_kernels.own_storage import with_own_storage
 
 
 class FlatParameters:
     """Parameters that lie in buckets, in the order in which the module names them, and float32 vectors beside each bucket.
 
-    The parameters stay the same objects; their `data` becomes views of the buckets. Autograd does not notice a write to a
-    bucket. So nothing may write between a forward pass and the end of its backward pass.
+    The parameters stay the same objects; their `data` becomes parts of the buckets' memory, with storages of their own. Autograd
+    does not notice a write to a bucket. So nothing may write between a forward pass and the end of its backward pass.
 
     Attributes:
         parameters: by name.
@@ -50,6 +52,7 @@ class FlatParameters:
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
         self._matrices: dict[tuple[int, str], torch.Tensor] = {}
         self._saved: dict[str, None] = {}
+        self._outside: dict[str, torch.Tensor] = {}  # memory to which `move_out` moved parameters
         of = [None if kinds is None else kinds[name] for name in names]
         for index, positions in enumerate(partition(tensors, bucket_bytes, of) if tensors else []):
             bucket = Bucket(
@@ -62,14 +65,15 @@ class FlatParameters:
             self.buckets.append(bucket)
             for slot, name in enumerate(bucket.names):
                 bucket.fill(slot, self.parameters[name])
-                self.parameters[name].data = bucket.views[slot]
+                self.parameters[name].data = with_own_storage(bucket.views[slot])
                 self._slots.append((name, self.parameters[name], bucket.views[slot]))
 
     @torch.no_grad()
     def check(self) -> None:
         """Takes back parameters that were moved to memory of their own, with the values that they have there.
 
-        `module.to("cpu:0")` copies parameters of the CPU, as Accelerate has it done before evaluation.
+        `move_out` does that. `module.to("cpu:0")` copies parameters of the CPU, as Accelerate has it done before evaluation.
+        A module that is sent to another process is moved to shared memory; that process keeps the values of then.
 
         Raises:
             RuntimeError: a parameter has another dtype, shape or device now, or its memory belongs to another owner as well, such
@@ -79,20 +83,48 @@ class FlatParameters:
             alike = parameter.dtype == view.dtype and parameter.shape == view.shape
             if alike and parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
                 continue
-            if not (alike and parameter.device == view.device and is_exclusive(parameter)):
+            outside = self._outside.pop(name, None)
+            returns = outside is not None and parameter.is_set_to(outside)
+            if not (alike and parameter.device == view.device and (returns or self._may_leave(name, parameter))):
                 raise RuntimeError(
                     f"parameter {name!r} was moved out of the memory from which it is exchanged, such as by fuse_optimizer, "
                     ".to(), .half() or an assignment to .data: do that before the module is wrapped"
                 )
             view.copy_(parameter)
-            parameter.data = view
+            parameter.data = with_own_storage(view)
+
+    def _may_leave(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        if parameter.device.type != "cpu" or not parameter.is_shared():
+            return is_exclusive(parameter)
+        warnings.warn(
+            f"parameter {name!r} was moved to shared memory, and is exchanged from this process's own again: other processes "
+            "keep the values of now; send them a copy each time that they need new ones",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+
+    @torch.no_grad()
+    def move_out(self, *, for_ever: bool = False) -> None:
+        """Moves parameters to memory of their own.
+
+        Args:
+            for_ever: False if `check` is to take them back.
+        """
+        for name, parameter, view in self._slots:
+            if parameter.data_ptr() == view.data_ptr():
+                parameter.data = view.clone()
+                # Then it may return, even where others have a reference to this memory.
+                self._outside |= {} if for_ever else {name: parameter.detach()}
+        if for_ever:
+            self._outside.clear()
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Takes back parameters from buckets of another owner, which does not use them any more."""
         for _, parameter, view in self._slots:
             view.copy_(parameter)
-            parameter.data = view
+            parameter.data = with_own_storage(view)
 
     def kept(self, bucket: Bucket, key: str, *, saved: bool = True) -> torch.Tensor:
         """Returns a float32 vector like `bucket.flat`, float64 for parameters of that dtype; zeros at first.

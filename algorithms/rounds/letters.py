@@ -10,8 +10,37 @@ from bagua_kernels.comm import Mailbox
 from bagua_kernels.errors import CollectiveTimeoutError, MismatchError, RankLostError
 
 _LETTER = struct.Struct("<BQQ")  # its kind, a number of steps, a number of rounds; then the name of a call
-_ROUND, _CALL = 0, 1
+_ROUND, _CALL, _WRITTEN = 0, 1, 2
+_MOST = 8192  # checksums in a letter; of a model with more parameters, those of the first
 _SECONDS = 0.25  # between two looks at lost ranks
+
+
+@dataclass(frozen=True)
+class Written:
+    """A write to parameters from outside.
+
+    Attributes:
+        rounds: that the rank had begun.
+        checksums: of its parameters afterwards.
+    """
+
+    rounds: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """Parameters of another rank that had to be equal, or a write that only one of two ranks had.
+
+    Attributes:
+        rank: the other one.
+        own: this rank's write; None if it had none.
+        other: the other rank's.
+    """
+
+    rank: int
+    own: Written | None
+    other: Written
 
 
 @dataclass
@@ -24,6 +53,7 @@ class _Peer:
         calls: at which it has arrived.
         call: the name of the last one.
         later: letters that it has sent after a call at which this rank still is.
+        written: the writes to parameters of which it has told, and which this rank has not compared with its own.
     """
 
     steps: int = 0
@@ -31,13 +61,14 @@ class _Peer:
     calls: int = 0
     call: str = ""
     later: deque[bytes] = field(default_factory=deque)
+    written: deque[Written] = field(default_factory=deque)
 
 
 class Letters:
-    """Tells other ranks of rounds that this one has begun, and hears of theirs; and lets all ranks meet at a call.
+    """Announces rounds that this rank has begun to the others, and takes their letters; lets all ranks meet at a call.
 
-    A letter that came before a rank's arrival at a call belongs to what lies before the call, and one that came after it to
-    what follows.
+    A letter that came before a rank's arrival at a call belongs to what lies before the call. One that came after it belongs
+    to what follows.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -50,9 +81,10 @@ class Letters:
         self._peers = {rank: _Peer() for rank in range(mailbox.size) if rank != mailbox.rank}
         self._calls = 0
         self._at = ""
+        self._written: dict[int, deque[Written]] = {rank: deque() for rank in self._peers}
 
     def tell(self, steps: int, rounds: int) -> None:
-        """Tells all other ranks that this one has begun a round, and forgets no letter that has come meanwhile.
+        """Announces to all other ranks that this one has begun a round, and takes the letters that have come meanwhile.
 
         Args:
             steps: with which the round is over.
@@ -62,8 +94,34 @@ class Letters:
         # Read now, letters do not pile up until the next call.
         self._read(0.0)
 
+    def tell_written(self, written: Written) -> None:
+        """Announces to all other ranks that parameters were written here, which have to be equal everywhere."""
+        sums = written.checksums[:_MOST]
+        for rank, own in self._written.items():
+            own.append(Written(written.rounds, sums))
+            self._mailbox.post(rank, _LETTER.pack(_WRITTEN, 0, written.rounds) + struct.pack(f"<{len(sums)}I", *sums))
+
+    def unequal(self, rounds: int, read: bool = True) -> Unequal | None:
+        """Returns a write of another rank that this one should have had, and had not.
+
+        Args:
+            rounds: that this rank has begun.
+            read: True to take the letters that have come.
+        """
+        if read:
+            self._read(0.0)
+        for rank, peer in self._peers.items():
+            while peer.written and self._written[rank]:
+                other, own = peer.written.popleft(), self._written[rank].popleft()
+                if other != own:
+                    return Unequal(rank, own, other)
+            # A rank that lags behind has yet to come there.
+            if peer.written and rounds > peer.written[0].rounds:
+                return Unequal(rank, None, peer.written[0])
+        return None
+
     def arrive(self, call: str, steps: int, rounds: int) -> None:
-        """Tells all other ranks that this one has come to a call, and that it begins no more rounds by itself.
+        """Announces to all other ranks that this one has come to a call, and begins no more rounds by itself.
 
         Args:
             call: its name, the same on all ranks.
@@ -154,6 +212,10 @@ class Letters:
 
     def _take(self, peer: _Peer, letter: bytes) -> None:
         kind, steps, rounds = _LETTER.unpack_from(letter)
+        if kind == _WRITTEN:
+            rest = letter[_LETTER.size :]
+            peer.written.append(Written(rounds, struct.unpack(f"<{len(rest) // 4}I", rest)))
+            return
         peer.steps, peer.rounds = max(peer.steps, steps), max(peer.rounds, rounds)
         if kind == _CALL:
             peer.calls += 1

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.algorithms.wrapping.replicas import average_by
+from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
+from bagua_kernels.algorithms.wrapping.replicas import Give, average_from_first, give_all
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 
@@ -18,14 +19,15 @@ Mean = Callable[[torch.Tensor], None]  # replaces a vector by its mean over rank
 
 
 @torch.no_grad()
-def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mean: Mean) -> None:
-    """Writes means over ranks into parameters, and into buffers of floating point; collective.
+def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mean: Mean, give: Give) -> None:
+    """Writes means over ranks into parameters and running statistics, and the first rank's other buffers; collective.
 
     Args:
         module: with the buffers, which get no new version for autograd.
         flat: its parameters.
         source: returns the vector of a bucket whose mean is taken, in float32 at least.
         mean: of one vector; collective.
+        give: replaces bytes by those of the first rank; collective.
     """
     flat.check()
     for bucket in flat.buckets:
@@ -33,14 +35,17 @@ def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mea
         wide = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
         mean(wide)
         bucket.flat.copy_(wide)
-    average_by(mean, _floating_buffers(module), write=_write)
+    names = averaged_names(module, RUNNING)
+    give_all([buffer for name, buffer in module.named_buffers() if name not in names], give, _write)
+    average_from_first([buffer for name, buffer in module.named_buffers() if name in names], mean, give, _write)
 
 
 @contextlib.contextmanager
 def restored(module: torch.nn.Module, flat: FlatParameters) -> Iterator[None]:
-    """Puts parameters and buffers of floating point back at the end of the block."""
+    """Puts parameters and buffers back at the end of the block."""
+    flat.check()
     own = [bucket.flat.clone() for bucket in flat.buckets]
-    buffers = _floating_buffers(module)
+    buffers = list(module.buffers())
     values = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -53,9 +58,10 @@ def restored(module: torch.nn.Module, flat: FlatParameters) -> Iterator[None]:
 
 def distance_from_mean(flat: FlatParameters, communicator: Communicator) -> float:
     """Returns sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64; collective."""
+    flat.check()
     squares = []
     for bucket in flat.buckets:
-        mean = bucket.flat.double()
+        mean = bucket.flat.to(torch.float64, copy=True)
         communicator.all_reduce(mean, ReduceOp.AVG).wait()
         # waits: for statistics.
         squares += [float((bucket.flat[span].double() - mean[span]).square().sum()) for span in bucket.spans]
@@ -63,10 +69,6 @@ def distance_from_mean(flat: FlatParameters, communicator: Communicator) -> floa
     communicator.all_reduce(total).wait()
     # waits: for statistics.
     return math.sqrt(float(total) / communicator.size)
-
-
-def _floating_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 def _write(buffer: torch.Tensor, values: torch.Tensor) -> None:

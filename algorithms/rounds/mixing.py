@@ -29,6 +29,7 @@ from bagua_kernels.launchers import elementwise
 from bagua_kernels.quotient import divide_
 from bagua_kernels.rules import mixing
 from bagua_kernels.streams import event_behind
+from bagua_kernels.suggestions import did_you_mean
 
 Peers = str | Topology
 _SAMPLE = 1 << 15  # elements of a bucket whose differences are measured
@@ -58,13 +59,19 @@ def topology_of(peers: Peers, size: int) -> Topology:
         TypeError: it is neither a name nor a topology.
         ValueError: there is no such name.
     """
-    if isinstance(peers, Topology):
-        return peers
-    if not isinstance(peers, str):
+    found = checked_peers(peers)
+    return _NAMED[found](size) if isinstance(found, str) else found
+
+
+def checked_peers(peers: Peers) -> Peers:
+    """Returns what is given; raises as `topology_of` does. One rank alone, which has no topology, thus sees a misspelled name."""
+    if not isinstance(peers, str | Topology):
         raise TypeError(f"expected peers to be a name or a Topology, got {peers!r}")
-    if peers not in _NAMED:
-        raise ValueError(f"expected peers to be one of {', '.join(sorted(_NAMED))}, got {peers!r}")
-    return _NAMED[peers](size)
+    if isinstance(peers, str) and peers not in _NAMED:
+        raise ValueError(
+            f"expected peers to be one of {', '.join(sorted(_NAMED))}, got {peers!r}{did_you_mean(peers, _NAMED)}"
+        )
+    return peers
 
 
 @dataclass(frozen=True)

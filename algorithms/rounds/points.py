@@ -14,13 +14,14 @@ from bagua_kernels.algorithms.rounds.scaled_steps import ScaledSteps, watch
 class Listener(Protocol):
     """What is called at the points."""
 
-    def at_forward(self, training: bool) -> None: ...  # noqa: D102
-    def at_step_begin(self) -> None: ...  # noqa: D102
-    def at_step_end(self) -> None: ...  # noqa: D102
+    def on_forward(self, training: bool) -> None: ...  # noqa: D102
+    def on_step_begin(self) -> None: ...  # noqa: D102
+    def on_step_end(self) -> None: ...  # noqa: D102
+    def on_state_dict(self) -> None: ...  # noqa: D102
 
 
 class Points:
-    """Calls a listener before each forward pass of a module, and before and after each step of an optimizer.
+    """Calls a listener before each forward pass of a module, before its states are made, and around an optimizer's steps.
 
     A forward pass inside a step, as `LBFGS` makes them in its closure, is no point. The hooks hold the listener weakly. Those
     of a copy of the module call nobody.
@@ -51,6 +52,7 @@ class Points:
         self._scaled: ScaledSteps | None = None if scaler is None else watch(scaler, self)
         self._hooks: list[Any] = [
             module.register_forward_pre_hook(self._before_forward),
+            module.register_state_dict_pre_hook(self._before_state),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -72,14 +74,19 @@ class Points:
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         listener = self._listener()
         if listener is not None and not self._stepping:
-            listener.at_forward(module.training and torch.is_grad_enabled())
+            listener.on_forward(module.training and torch.is_grad_enabled())
+
+    def _before_state(self, *_: Any) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.on_state_dict()
 
     def _before_step(self, *_: Any) -> None:
         listener = self._listener()
         if listener is not None:
             # A step that raised has no end.
             self._stepping = False
-            listener.at_step_begin()
+            listener.on_step_begin()
             self._stepping = True
 
     def _after_step(self, *_: Any) -> None:
@@ -87,14 +94,14 @@ class Points:
         self._stepping = False
         self.taken += 1
         if listener is not None:
-            listener.at_step_end()
+            listener.on_step_end()
 
     def left_out(self) -> None:
         """See `StepWatch.left_out`."""
         listener = self._listener()
         if listener is not None:
-            listener.at_step_begin()
-            listener.at_step_end()
+            listener.on_step_begin()
+            listener.on_step_end()
 
 
 def _of_nobody() -> Points:

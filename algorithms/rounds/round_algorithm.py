@@ -14,13 +14,14 @@ import torch
 
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
-from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm, ModelOptions
-from bagua_kernels.algorithms.rounds.letters import Letters
+from bagua_kernels.algorithms.model_algorithm import READS, ModelAlgorithm, ModelOptions
+from bagua_kernels.algorithms.rounds.letters import Letters, Written
 from bagua_kernels.algorithms.rounds.mixing import Mixer
+from bagua_kernels.algorithms.rounds.writes import checksums, first_difference
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
-from bagua_kernels.errors import CollectiveTimeoutError, follow_up
+from bagua_kernels.errors import CollectiveTimeoutError, MismatchError, follow_up
 
 _IN_FLIGHT = 2
 _ANY_STEPS = 1 << 63
@@ -47,14 +48,16 @@ class RoundAlgorithm(ModelAlgorithm):
             they begin after the optimizer's step and end before the next round, beside all that lies between.
         interval: the number of steps for which there is one round.
         delay: with "forward", the number of optimizer's steps that come before results are put in place.
-        cure_of_lateness: what errors say of a rank that did not come to a round.
+        cure_of_lateness: what errors contain about a rank that did not come to a round.
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
         rounds_begun: the number of rounds that have begun since the module was wrapped.
         is_through: True while this rank takes part in others' rounds without steps of its own, at a call to which all come.
     """
 
     due: ClassVar[Literal["forward", "step", "round"]] = "forward"
-    cure_of_lateness = "a rank that leaves out a step gives scaler= or calls skip_step(), and one with fewer batches trains within join()"
+    cure_of_lateness = (
+        "where a rank leaves out a step, pass scaler= or call skip_step(); with fewer batches, train within join()"
+    )
     several = False
     delay = 0
 
@@ -85,6 +88,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
         self._turn = 0
+        self._begun_at = -1  # the number of steps with which a round began before its step
         self.rounds_begun = 0
         self._rounds_known = 0  # the number of the last round that began, plus 1
         self._letters: Letters | None = None
@@ -155,13 +159,13 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_failure()
         if self._is_due():
             self.wait()
-        elif self.due == "step" and training and not self._under_way:
+        elif self.due == "step" and training and not self._has_begun():
             self._begin()
 
     def at_step_begin(self) -> None:
         """See `ModelAlgorithm.at_step_begin`."""
         self._check_failure()
-        if self.due == "step" and not self._under_way:
+        if self.due == "step" and not self._has_begun():
             self._begin()
         if self.due == "step" or self._is_due():
             self.wait()
@@ -174,13 +178,21 @@ class RoundAlgorithm(ModelAlgorithm):
             self._begin()
         self._steps += 1
 
+    def _has_begun(self) -> bool:
+        """Returns True if the round of the next step has begun, and may have been put in place by `wait` already."""
+        return self._under_way or self._begun_at == self._steps
+
     def _is_due(self) -> bool:
         return self.due == "forward" and self._steps >= self._until
 
     def skip_step(self) -> None:
         """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""
-        self.at_step_begin()
-        self.at_step_end()
+        if self.is_through:
+            self.at_step_begin()
+            self.at_step_end()
+        else:
+            self.on_step_begin()
+            self.on_step_end()
 
     def _begin(self) -> None:
         """Starts the round that belongs to the present step, if there is one."""
@@ -189,7 +201,9 @@ class RoundAlgorithm(ModelAlgorithm):
             return
         self.flat.check()
         self._check_untrained()
+        self._check_written()
         self._turn, self._until, self._under_way = turn, self._steps + 1 + self.delay, True
+        self._begun_at = self._steps
         self._rounds_known = turn + 1
         self.rounds_begun += 1
         if self._joining:
@@ -206,6 +220,10 @@ class RoundAlgorithm(ModelAlgorithm):
         if not self._under_way:
             return
         self._check_failure()
+        # What was written meanwhile is not to be lost.
+        outside = self._writes is not None and not self._in_step and not self._at_point
+        written = outside and self._has_written() and not self.is_part_of_step()
+        values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
         tasks, self._tasks = self._tasks, []
         self._under_way = False
         with self._failing(), torch.no_grad():
@@ -218,7 +236,20 @@ class RoundAlgorithm(ModelAlgorithm):
                     raise follow_up(error, f"{error}; {self.cure_of_lateness}") from error
                 # The buckets that follow are on their way meanwhile.
                 self.merge(bucket, self._turn)
+            if written:
+                self._put(values)
+        if not written:
+            self.mark()
         self._exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
+
+    def _end_exchanges(self, call: str) -> None:
+        """See `ModelAlgorithm._end_exchanges`; what only reads changes no parameters between a forward and its backward pass."""
+        reads = call in READS or (self.due == "step" and call == "algorithm_state_dict()")
+        if self._in_step and reads:
+            for _, task in self._tasks:
+                self._wait_for(task)
+        else:
+            self.wait()
 
     def _wait_for(self, task: Task) -> None:
         """Waits for an exchange, which the mailbox's timeout bounds."""
@@ -231,9 +262,39 @@ class RoundAlgorithm(ModelAlgorithm):
         self._wait_seconds += time.perf_counter() - begin
 
     def _tell(self) -> None:
-        """Tells all other ranks of the round under way."""
+        """Announces the round under way to all other ranks."""
         if self._letters is not None and self.follows_letters:
             self._letters.tell(self._steps + 1, self._rounds_known)
+
+    def tell_written(self) -> None:
+        """Announces to all other ranks parameters that were written here, and that are to be equal on all ranks."""
+        if self._letters is not None and self.follows_letters:
+            self._letters.tell_written(Written(self._rounds_known, tuple(checksums(self.flat))))
+
+    def _check_written(self, read: bool = True) -> None:
+        """Raises if parameters that are to be equal were written to other values on another rank, or there alone."""
+        if self._letters is None or not self.follows_letters or not self.compares_writes:
+            return
+        found = self._letters.unequal(self._rounds_known, read)
+        if found is None:
+            return
+        own = checksums(self.flat) if found.own is None else found.own.checksums
+        name = first_difference(self.flat, own, found.other.checksums)
+        here = "not on" if found.own is None else "to other values on"
+        if found.own is not None and found.own.rounds != found.other.rounds:
+            here = f"after {found.own.rounds} rounds, not {found.other.rounds}, on"
+        with self._failing():
+            raise MismatchError(
+                f"parameters were written on rank {found.rank}, and {here} rank {self.mailbox.rank}; {name!r} is the first that "
+                f"differs. {type(self).__name__} needs the same on all ranks: write the same at the same step, or call "
+                "synchronize() on all ranks after it",
+                sorted({found.rank, self.mailbox.rank}),
+            )
+
+    @property
+    def compares_writes(self) -> bool:
+        """True if what is written into parameters has to be the same on all ranks."""
+        return False
 
     @property
     def follows_letters(self) -> bool:
@@ -281,6 +342,7 @@ class RoundAlgorithm(ModelAlgorithm):
             return
         self._check_failure()
         letters, joining = self._letters, self._joining
+        untouched = self._writes is None or self._in_step or not self._has_written()
         with self._failing():
             letters.arrive(call, self._steps, self._rounds_known)
         # Those who are at the call hear of rounds of ranks that train, and of no others.
@@ -290,6 +352,7 @@ class RoundAlgorithm(ModelAlgorithm):
                 with self._failing():
                     known = self._steps if equal_steps else _ANY_STEPS
                     ahead = letters.wait_for_more(known, self._rounds_known)
+                self._check_written(read=False)
                 if ahead is None:
                     break
                 steps, rounds = ahead
@@ -298,6 +361,8 @@ class RoundAlgorithm(ModelAlgorithm):
             letters.leave()
         finally:
             self._joining, self.is_through = joining, False
+            if untouched and self._writes is not None:
+                self._writes.mark()
 
     def _in_place(self, call: str) -> bool:
         """See `ModelAlgorithm._in_place`; takes part in the rounds of ranks that have taken more steps."""
@@ -314,6 +379,7 @@ class RoundAlgorithm(ModelAlgorithm):
     def _take_steps(self, steps: int) -> None:
         """See `Algorithm._take_steps`."""
         super()._take_steps(steps)
+        self._begun_at = -1
         before = (self.turn_at(step) for step in range(steps - 1, -1, -1))
         self._rounds_known = next((turn + 1 for turn in before if turn is not None), 0)
 

@@ -19,7 +19,7 @@ class StepWatch(Protocol):
 
 
 class ScaledSteps:
-    """Takes the place of a scaler's `step`, and tells at once of each step that the scaler leaves out.
+    """Takes the place of a scaler's `step`, and reports at once each step that the scaler leaves out.
 
     A scaler's scale would not do: it belongs to all optimizers of the scaler, and changes when a checkpoint is loaded.
 
@@ -49,12 +49,12 @@ class ScaledSteps:
         return _own_step, (self._scaler,)
 
     def remove(self, watch: StepWatch) -> None:
-        """Tells it nothing more; the last one gives the scaler its own `step` back."""
+        """Reports nothing more to it; the last one gives the scaler its own `step` back."""
         self._watches = [each for each in self._watches if each is not watch]
         # A function that another library has put around this one still needs it.
         if not self._watches and vars(self._scaler).get("step") is self:
             if self._replaced:
-                self._scaler.step = self._inner  # type: ignore[method-assign]
+                self._scaler.step = self._inner
             else:
                 del self._scaler.step
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.engine.vectors import Named, mean_of
+from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.reduction import reduce_in_order
 
@@ -27,10 +28,13 @@ def module_state(module: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 def put_module_state(module: torch.nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
     """Writes what `module_state` returned on one rank, or the mean of several, into a module.
 
+    Of buffers only running statistics are averaged, as by `ModelAlgorithm.synchronize`; the others are those of the first state.
+
     Raises:
         ValueError: the names or a shape differ.
     """
-    named = mean_of([{key: one[key] for key in ("parameters", "buffers")} for one in states])
+    named = mean_of([{"parameters": one["parameters"]} for one in states])
+    named["buffers"] = _mean_buffers([one["buffers"] for one in states], averaged_names(module, RUNNING))
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if differ := sorted(set(named.get("parameters", {})) ^ set(trained)):
         raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
@@ -41,6 +45,19 @@ def put_module_state(module: torch.nn.Module, states: Sequence[Mapping[str, Any]
                 found = tuple(tensors[name].shape) if name in tensors else "none"
                 raise ValueError(f"the state of {name!r} has shape {tuple(values.shape)}, the module's is {found}")
             tensors[name].data.copy_(values)
+
+
+def _mean_buffers(several: Sequence[Named], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Returns the first ones, with the means of those that are named; a mean of equal bits has these bits."""
+    found = dict(several[0])
+    for name in found.keys() & names:
+        first = found[name].contiguous()
+        others = torch.stack([one[name].contiguous() for one in several])
+        mean = reduce_in_order(others.double(), ReduceOp.AVG).to(first.dtype)
+        each = others.view(len(several), first.numel(), 1).view(torch.uint8)
+        same = (each == each[0]).all(2).all(0).view(first.shape)
+        found[name] = torch.where(same, first, mean)
+    return found
 
 
 def averaged_states(state: Mapping[str, Any], communicator: Communicator) -> dict[str, Any]:

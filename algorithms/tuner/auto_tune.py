@@ -34,6 +34,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator
 from bagua_kernels.comm.hierarchical.arguments import given
 from bagua_kernels.compression.codec import parse_spec
+from bagua_kernels.suggestions import did_you_mean
 
 # Of the given size of buckets, for exact means: a smaller and a larger one are candidates, too.
 _SIZES = (1.0, 0.2, 2.5)
@@ -97,7 +98,9 @@ class AutoTune(GradientAlgorithm):
             ValueError: `exactness` is none of these, "any" comes without an optimizer, or as for `GradientAlgorithm`.
         """
         if exactness not in CLASSES:
-            raise ValueError(f"expected exactness to be one of {', '.join(CLASSES)}, got {exactness!r}")
+            raise ValueError(
+                f"expected exactness to be one of {', '.join(CLASSES)}, got {exactness!r}{did_you_mean(exactness, CLASSES)}"
+            )
         if exactness == "any" and optimizer is None:
             raise ValueError('exactness="any" may go on with steps of single ranks: pass the optimizer, too')
         size = options.get("bucket_bytes", BUCKET_BYTES)

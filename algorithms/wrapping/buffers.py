@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
 import torch
 
-from bagua_kernels.algorithms.wrapping.replicas import Write, average, bytes_of, synchronize
-from bagua_kernels.comm import Communicator
+from bagua_kernels.algorithms.wrapping.replicas import Write, average_from_first, bytes_of, synchronize
+from bagua_kernels.comm import Communicator, ReduceOp
+
+# Of what torch's modules keep, only these are means over samples. The mean of two unit vectors is no unit vector.
+RUNNING = ("*running_mean", "*running_var")
+
+
+def patterns_of(average: bool | str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the patterns of the names of buffers that are averaged: none for False, those of batch norm for True.
+
+    Raises:
+        TypeError: it is neither a bool, a str nor a sequence of str.
+    """
+    if isinstance(average, bool):
+        return RUNNING if average else ()
+    found = (average,) if isinstance(average, str) else average
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise TypeError(
+            f"average_buffers must be a bool, a pattern of buffers' names, or a sequence of patterns, got {average!r}: write "
+            "for example ['*running_mean', '*running_var'], which is what True means"
+        )
+    return tuple(found)
+
+
+def averaged_names(module: torch.nn.Module, patterns: Collection[str]) -> set[str]:
+    """Returns the names of a module's buffers of floating point that match a pattern under one of their names."""
+    matching = {
+        buffer
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if buffer.is_floating_point() and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    return {name for name, buffer in module.named_buffers() if buffer in matching}
 
 
 class Buffers:
@@ -40,10 +73,17 @@ class Buffers:
         self._note(named)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def average(self, communicator: Communicator) -> None:
-        """Gives all ranks the means of floating point, and rank 0's others; collective."""
+    def average(self, communicator: Communicator, patterns: Collection[str] = RUNNING) -> None:
+        """Gives all ranks the means of those of floating point whose names match, and rank 0's others; collective."""
         named = dict(self._module.named_buffers())
-        average(list(named.values()), communicator, self._writer(named))
+        names, write = averaged_names(self._module, patterns), self._writer(named)
+        synchronize([buffer for name, buffer in named.items() if name not in names], communicator, 0, write)
+        average_from_first(
+            [buffer for name, buffer in named.items() if name in names],
+            lambda vector: communicator.all_reduce(vector, ReduceOp.AVG).wait(),
+            lambda data: communicator.broadcast(data, 0).wait(),
+            write,
+        )
         self._note(named)
 
     def _note(self, named: dict[str, torch.Tensor]) -> None:

@@ -37,6 +37,10 @@ ARGUMENTS = {
 _EXCHANGING = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "deepspeed.")
 
 
+class ArgumentError(TypeError):
+    """A constructor got an argument that it does not have, or lacks one."""
+
+
 def explain_arguments(kind: type, names: Iterable[str]) -> None:
     """Does nothing, unless a constructor was given an argument of `DistributedDataParallel`.
 
@@ -45,11 +49,11 @@ def explain_arguments(kind: type, names: Iterable[str]) -> None:
         names: of arguments that it does not have.
 
     Raises:
-        TypeError: one of them is an argument of `DistributedDataParallel`.
+        ArgumentError: one of them is an argument of `DistributedDataParallel`.
     """
     answers = [f"{name}: {ARGUMENTS[name]}" for name in sorted(names) if name in ARGUMENTS]
     if answers:
-        raise TypeError(f"{kind.__name__} has not all arguments of DistributedDataParallel; {'; '.join(answers)}")
+        raise ArgumentError(f"{kind.__name__} has not all arguments of DistributedDataParallel; {'; '.join(answers)}")
 
 
 def is_inside_ddp(module: torch.nn.Module) -> bool:

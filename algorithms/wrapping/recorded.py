@@ -6,20 +6,23 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import torch
 
-from bagua_kernels.algorithms.wrapping.ddp import explain_arguments
+from bagua_kernels.algorithms.wrapping.ddp import ArgumentError, explain_arguments
 from bagua_kernels.comm import Communicator
+from bagua_kernels.options import check_options, hints_of
+from bagua_kernels.suggestions import did_you_mean
 
 # A description is made of what JSON has; this key holds the class of an object that was described by its fields.
 _CLASS = ""
 _DEEPEST = 8
+_NO_MODULE = torch.nn.Module()  # where a class calls its first argument otherwise
 
 
 class Recorded:
@@ -55,7 +58,10 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
     """Makes a constructor store its arguments in the attribute `_options` before it runs.
 
     Raises:
-        TypeError: by the constructor, if an argument is one of `DistributedDataParallel`; the message has the counterpart.
+        ArgumentError: by the constructor, if it has no such argument. The message has one that is spelled alike; of those of
+            `DistributedDataParallel` it has the counterpart.
+        TypeError: something else was given for a number.
+        ValueError: by a constructor of this package, if a number is not what its annotation asks for.
     """
     signature = inspect.signature(init)
     owner = init.__qualname__.rpartition(".")[0]
@@ -64,17 +70,78 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             bound = signature.bind(self, *args, **kwargs)
-        except TypeError:
-            explain_arguments(type(self), kwargs.keys() - signature.parameters.keys())
-            raise
+        except TypeError as error:
+            unknown = kwargs.keys() - signature.parameters.keys()
+            explain_arguments(type(self), unknown)
+            raise ArgumentError(_misspelled(type(self), unknown) or f"{type(self).__name__}: {error}") from None
         bound.apply_defaults()
         options = self.__dict__.get("_options")
         if options is None:
             options = self.__dict__["_options"] = Recorded()
+            # At first, for constructors compute with options that they pass on to their bases.
+            kind: Any = type(self)
+            _check_kinds(kind.__name__, bound.arguments)
+            check_options(annotations_of(kind), kind.__name__, dict(_flattened(bound)))
         options.add(owner, dict(_flattened(bound)))
         init(self, *args, **kwargs)
 
     return record
+
+
+def _check_kinds(owner: str, arguments: Mapping[str, Any]) -> None:
+    """Raises if what is to be wrapped is no module, or what carries it no communicator."""
+    module, others = arguments.get("module", _NO_MODULE), {**arguments, **arguments.get("options", {})}
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"{owner} wraps a torch.nn.Module, got {module!r} of {type(module).__name__}: pass the module first"
+        )
+    communicator = others.get("communicator")
+    if communicator is not None and not isinstance(communicator, Communicator):
+        raise TypeError(
+            f"communicator of {owner} must be a Communicator or None, got {communicator!r}: pass what comm.init() returns, or "
+            "comm.TorchCommunicator(group)"
+        )
+
+
+def _misspelled(kind: type[Any], unknown: Iterable[str]) -> str:
+    """Returns what is wrong with arguments that a class's constructors do not have; empty if there are none."""
+    known = arguments_of(kind)
+    found = [f"an unexpected keyword argument {name!r}{did_you_mean(name, known) or ';'}" for name in sorted(unknown)]
+    return f"{kind.__name__} got {' '.join(found)} its arguments are {', '.join(known)}" if found else ""
+
+
+def arguments_of(kind: type[Any]) -> list[str]:
+    """Returns the names of the arguments of a class's constructor, and of its bases' where it passes others on."""
+    found: dict[str, None] = {}
+    for each in kind.__mro__:
+        if (init := vars(each).get("__init__")) is None or each is torch.nn.Module:
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        others = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        found.update(dict.fromkeys(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)))
+        hint = hints_of(inspect.unwrap(init)).get(others[0].name) if others else None
+        if get_origin(hint) is Unpack:
+            found.update(dict.fromkeys(hints_of(get_args(hint)[0])))
+            break
+        if not others:
+            break
+    return list(found)
+
+
+@functools.cache
+def annotations_of(kind: type[Any]) -> dict[str, Any]:
+    """Returns the annotations of the arguments of a class's constructors and of its bases'.
+
+    Those of constructors outside of the package are their authors' business.
+    """
+    found: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        if (init := vars(each).get("__init__")) is not None:
+            own = each.__module__.startswith(f"{__name__.partition('.')[0]}.")
+            for name in inspect.signature(init).parameters:
+                found.pop(name, None)
+            found.update(hints_of(inspect.unwrap(init)) if own else {})
+    return found
 
 
 def _flattened(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:

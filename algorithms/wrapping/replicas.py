@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from bagua_kernels.algorithms.wrapping.recorded import Recorded, differences
 from bagua_kernels.bucket import dense_strides
 from bagua_kernels.comm import Communicator, ReduceOp
 
-_TOGETHER = 64 << 20  # bytes in one message
+_TOGETHER = 64 << 20  # bytes that are put together
+_AT_ONCE = 16 << 20  # bytes in one message
 
 
 def check_replicas(
@@ -119,6 +121,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
 
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]
+Give = Callable[[torch.Tensor], None]  # replaces bytes by those of one rank; collective
 
 
 def synchronize(
@@ -134,48 +137,87 @@ def synchronize(
         src: the rank whose values become everyone's.
         write: puts values, its second argument, into a tensor.
     """
+    give_all(tensors, partial(_broadcast, communicator, src), None if communicator.rank == src else write)
+
+
+def give_all(tensors: Sequence[torch.Tensor], give: Give, write: Write | None = torch.Tensor.copy_) -> None:
+    """As `synchronize`, with a function that replaces bytes by those of one rank.
+
+    Args:
+        tensors: equal shapes and dtypes on all ranks.
+        give: takes the bytes of many tensors; collective.
+        write: puts values, its second argument, into a tensor; None where the tensors stay as they are.
+    """
     pending: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
         pending.append(tensor)
         size += tensor.numel() * tensor.element_size()
         if size >= _TOGETHER:
-            _broadcast_together(pending, communicator, src, write)
+            _give_together(pending, give, write)
             pending, size = [], 0
     if size:
-        _broadcast_together(pending, communicator, src, write)
+        _give_together(pending, give, write)
+
+
+def _broadcast(communicator: Communicator, src: int, data: torch.Tensor) -> None:
+    # A timeout counts for each piece, where it is not known how far a message is.
+    for piece in data.split(_AT_ONCE):
+        communicator.broadcast(piece, src).wait()
 
 
 @torch.no_grad()
-def average(tensors: Sequence[torch.Tensor], communicator: Communicator, write: Write = torch.Tensor.copy_) -> None:
+def average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
     """Replaces tensors of floating point by their means over all ranks, and others by rank 0's; many in one message."""
-    synchronize([t for t in tensors if not t.is_floating_point()], communicator, write=write)
-    average_by(
-        lambda vector: communicator.all_reduce(vector, ReduceOp.AVG).wait(),
-        [t for t in tensors if t.is_floating_point()],
-        write=write,
-    )
+    synchronize([t for t in tensors if not t.is_floating_point()], communicator)
+    floating = [t for t in tensors if t.is_floating_point()]
+    for dtype in sorted({t.dtype for t in floating}, key=str):
+        parts = [t for t in floating if t.dtype == dtype]
+        together = torch.cat([t.detach().reshape(-1) for t in parts])
+        communicator.all_reduce(together, ReduceOp.AVG).wait()
+        for tensor, part in zip(parts, together.split([t.numel() for t in parts]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()
-def average_by(
-    mean: Callable[[torch.Tensor], None], tensors: Sequence[torch.Tensor], write: Write = torch.Tensor.copy_
+def average_from_first(
+    tensors: Sequence[torch.Tensor],
+    mean: Callable[[torch.Tensor], None],
+    give: Give,
+    write: Write = torch.Tensor.copy_,
 ) -> None:
-    """Replaces tensors of floating point by what a function makes of one vector of all those of a dtype."""
-    for dtype in sorted({t.dtype for t in tensors}, key=str):
-        parts = [t for t in tensors if t.dtype == dtype]
-        together = torch.cat([t.detach().reshape(-1) for t in parts])
-        mean(together)
+    """Replaces tensors of floating point by their means over all ranks, the same bits on all; many in one message.
+
+    Where all ranks have the same bits, these stay: a sum of equal numbers, divided by their number, may be rounded to another
+    one. So the mean is taken of what lies between a rank and the first one, in float64. Where the first one's number is not
+    finite, it is the result.
+
+    Args:
+        tensors: equal shapes and dtypes on all ranks.
+        mean: replaces a vector by its mean over ranks.
+        give: replaces bytes by those of the first of these ranks.
+        write: puts values, its second argument, into a tensor.
+    """
+    for dtype in sorted({t.dtype for t in tensors if t.numel()}, key=str):
+        parts = [t for t in tensors if t.dtype == dtype and t.numel()]
+        own = torch.cat([t.detach().reshape(-1) for t in parts])
+        first = own.clone()
+        give(bytes_of(first))
+        wide, base = own.double(), first.double()
+        same = (bytes_of(own) == bytes_of(first)).view(-1, own.element_size()).all(1)
+        away = torch.where(same, 0.0, wide - base)
+        mean(away)
+        together = torch.where((away == 0) | ~base.isfinite(), first, (base + away).to(dtype))
         for tensor, part in zip(parts, together.split([t.numel() for t in parts]), strict=True):
             write(tensor, part.view(tensor.shape))
 
 
 @torch.no_grad()
-def _broadcast_together(tensors: Sequence[torch.Tensor], communicator: Communicator, src: int, write: Write) -> None:
+def _give_together(tensors: Sequence[torch.Tensor], give: Give, write: Write | None) -> None:
     parts = [bytes_of(tensor) for tensor in tensors]
     together = torch.cat(parts)
-    communicator.broadcast(together, src).wait()
-    if communicator.rank == src:
+    give(together)
+    if write is None:
         return
     for tensor, part in zip(tensors, together.split([p.numel() for p in parts]), strict=True):
         # An odd number of bytes before it may leave the part unaligned for the tensor's dtype; a clone is aligned.

@@ -20,11 +20,13 @@ class WrappedModule(torch.nn.Module):
 
     Attributes:
         module: the wrapped module.
+        optimizer: that which it was given or made; None without one.
         weighable: True if ranks may have weights, which `join` uses.
     """
 
     weighable = True
     module: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None = None
     _syncs = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +118,21 @@ class WrappedModule(torch.nn.Module):
             raise ValueError(
                 f"{type(self).__name__} as it was made knows no weights, and so neither weigh() nor join()"
             )
+
+    def synchronize(self) -> None:
+        """Makes parameters equal on all ranks; collective. Algorithms that average gradients keep them equal: nothing happens."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module has the mean parameters of all ranks within the block; where all have the same, nothing happens."""
+        yield
+
+    def wait(self) -> None:
+        """Puts in place what is exchanged beside training. Where backward waits for its exchanges, nothing happens."""
+
+    def consensus(self) -> float:
+        """Returns the root mean square distance of the ranks' parameters from their mean; 0 where they are equal."""
+        return 0.0
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the averaged gradients so that their norm over all parameters is at most `max_norm`; call it after backward.

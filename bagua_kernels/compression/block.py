@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.compression.codec import Contractive, Unbiased, check_switches
+from bagua_kernels.compression.codec import Contractive, Unbiased, check_codec
 from bagua_kernels.launchers import arguments, blockwise
 from bagua_kernels.launchers.blockwise import fusion
 from bagua_kernels.launchers.blockwise.form import checked_block, form_of
@@ -32,7 +32,7 @@ class BlockCodec(ABC):
 
     def __post_init__(self) -> None:
         checked_block(self.block)
-        check_switches(self)
+        check_codec(self)
 
     @property
     @abstractmethod

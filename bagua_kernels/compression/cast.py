@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.compression.codec import Contractive, register
 from bagua_kernels.launchers import arguments
+from bagua_kernels.suggestions import did_you_mean
 
 
 class Elements:
@@ -115,7 +116,9 @@ class Cast(Elements):
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"the dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise ValueError(
+                f"the dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}{did_you_mean(self.dtype, DTYPES)}"
+            )
 
     @property
     def stored(self) -> torch.dtype:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from bagua_kernels.options import check_fields
+from bagua_kernels.suggestions import did_you_mean
 
 MASK = (1 << 64) - 1
 
@@ -134,7 +138,17 @@ def from_spec(spec: str) -> Codec:
     """
     name, options = parse_spec(spec)
     if name not in _codecs:
-        raise ValueError(f"there is no codec {name!r} in {spec!r}; known are {', '.join(sorted(_codecs))}")
+        known = ", ".join(sorted(_codecs))
+        raise ValueError(
+            f"there is no codec {name!r} in {spec!r}{did_you_mean(name, _codecs) or ';'} known are {known}"
+        )
+    parameters = inspect.signature(_codecs[name]).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for option in () if takes_any else options.keys() - parameters.keys():
+        raise ValueError(
+            f"the options of {spec!r} do not fit: the codec {name!r} got an unexpected keyword argument {option!r}"
+            f"{did_you_mean(option, parameters) or ';'} its options are {', '.join(parameters) or 'none'}"
+        )
     try:
         return _codecs[name](**options)
     except TypeError as error:
@@ -162,14 +176,17 @@ def parse_spec(spec: str) -> tuple[str, dict[str, bool | int | float | str]]:
     """Splits "name:key=value,key=value" into the name and its options, with numbers and truth values as such.
 
     Raises:
+        TypeError: it is no text.
         ValueError: the text has another form.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"expected a text such as 'name:key=value,key=value', got {spec!r} of {type(spec).__name__}")
     name, _, rest = spec.partition(":")
     options: dict[str, bool | int | float | str] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
         if not key or not equals:
-            raise ValueError(f"expected key=value in {spec!r}, got {item!r}")
+            raise ValueError(f"expected key=value in {spec!r}, got {item!r}: write 'name:key=value,key=value'")
         if key.strip() in options:
             raise ValueError(f"{key.strip()} is given twice in {spec!r}")
         options[key.strip()] = _parse_value(value.strip())
@@ -189,12 +206,14 @@ def _parse_value(text: str) -> bool | int | float | str:
     return text
 
 
-def check_switches(codec: Any) -> None:
-    """Raises unless each field of a codec that is a switch by its annotation is True or False, not some text.
+def check_codec(codec: Any) -> None:
+    """Raises unless each field of a codec that is a switch by its annotation is True or False, and each number is one.
 
     Raises:
-        ValueError: it is something else, on which ranks could disagree.
+        TypeError: something else was given for a number.
+        ValueError: a field is something else, on which ranks could disagree.
     """
+    check_fields(codec)
     for field in fields(codec):
         value = getattr(codec, field.name)
         if field.type in (bool, "bool") and not isinstance(value, bool):

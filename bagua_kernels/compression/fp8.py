@@ -9,6 +9,7 @@ from bagua_kernels.compression.block import BlockCodec
 from bagua_kernels.compression.codec import Contractive, Unbiased, register
 from bagua_kernels.rules.floats import fp8
 from bagua_kernels.rules.quantizers import BlockQuantizer
+from bagua_kernels.suggestions import did_you_mean
 
 # (mantissa bits, greatest finite value, spacing of the subnormal numbers)
 FORMATS = {"e4m3": (3, 448.0, 2.0**-9), "e5m2": (2, 57344.0, 2.0**-16)}
@@ -37,7 +38,9 @@ class FP8(BlockCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format not in FORMATS:
-            raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {self.format!r}")
+            raise ValueError(
+                f"the format must be one of {', '.join(FORMATS)}, got {self.format!r}{did_you_mean(self.format, FORMATS)}"
+            )
 
     @property
     def rule(self) -> BlockQuantizer:

@@ -12,6 +12,7 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.options import FloatOrInf
 from bagua_kernels.rules.optimizers import ASGD as RULE
 
 
@@ -24,7 +25,7 @@ class ASGD(Fused, torch.optim.ASGD):
         lr: float | Tensor = 1e-2,
         lambd: float = 1e-4,
         alpha: float = 0.75,
-        t0: float = 1e6,
+        t0: FloatOrInf = 1e6,
         weight_decay: float = 0,
         foreach: bool | None = None,
         maximize: bool = False,

@@ -12,6 +12,7 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
+from bagua_kernels.options import FloatOrInf
 from bagua_kernels.rules.optimizers import RPROP
 
 
@@ -23,7 +24,7 @@ class Rprop(Fused, torch.optim.Rprop):
         params: ParamsT,
         lr: float | Tensor = 1e-2,
         etas: tuple[float, float] = (0.5, 1.2),
-        step_sizes: tuple[float, float] = (1e-6, 50),
+        step_sizes: tuple[float, FloatOrInf] = (1e-6, 50),
         *,
         capturable: bool = False,
         foreach: bool | None = None,

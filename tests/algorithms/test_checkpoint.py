@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms import Algorithm, from_spec
 from bagua_kernels.algorithms.checkpoint import load, save
+from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from tests import limits
 from tests.algorithms.ranks import Odd, batch
@@ -39,6 +47,8 @@ def steps(algorithm: Algorithm, first: int, last: int) -> None:
 
 def resumes(path: str, most: int = 9) -> None:
     """Trains four steps, and two that are saved and two more by others; with so many algorithms of both kinds."""
+    # Torch's own pickles are signed by nobody.
+    c10d.__dict__["_unpickler"] = refused
     comm.init(timeout=limits.seconds(20))
     for number, spec in enumerate(SPECS[:most]):
         whole = make(spec)
@@ -55,6 +65,10 @@ def resumes(path: str, most: int = 9) -> None:
             assert torch.equal(a, b), spec
     resumes_on_parameters(path, most)
     comm.shutdown()
+
+
+def refused(*_: object) -> None:
+    raise AssertionError("a pickle that nobody has signed was read")
 
 
 def resumes_on_parameters(path: str, most: int) -> None:
@@ -98,6 +112,136 @@ def loads(path: str, more: int) -> None:
     steps(algorithm, 2, 2 + more)
     print(json.dumps({"mean": total.tolist(), "steps": algorithm.stats().steps}))
     comm.shutdown()
+
+
+def on_threads(communicator: Communicator, spec: str = SPECS[0]) -> Algorithm:
+    module = Odd(seed=0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01) if spec in ON_PARAMETERS else None
+    return from_spec(spec, module, optimizer, communicator=communicator)
+
+
+def stepped(algorithm: Algorithm, steps: int = 1) -> Algorithm:
+    rank = algorithm._communicator.rank
+    for step in range(steps):
+        algorithm(batch(rank, step)).square().mean().backward()
+    return algorithm
+
+
+class Evil:
+    """Its pickle makes a folder when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def torchs(content: Any) -> bytes:
+    torch.save(content, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [pickle.dumps, torchs, functools.partial(torch.save, _use_new_zipfile_serialization=False)],
+    ids=["pickle", "zip", "legacy"],
+)
+def test_nothing_of_a_folder_is_executed(tmp_path: Path, wrap: Callable[..., bytes | None]) -> None:
+    """Whatever file it is in, also one that other programs write into such folders."""
+    folder, mark = tmp_path / "saved", tmp_path / "mark"
+
+    def rank(communicator: Communicator) -> None:
+        algorithm = stepped(on_threads(communicator))
+        save(algorithm, folder)
+        load(algorithm, folder)
+
+    run_ranks(1, rank)
+    good = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert len(good) == 2
+    file = io.BytesIO()
+    content = wrap(Evil(mark), file) if isinstance(wrap, functools.partial) else wrap(Evil(mark))
+    for name in [*good, ".metadata", "__0_0.distcp"]:
+        (folder / name).write_bytes(content or file.getvalue())
+        outcome: list[str] = []
+
+        def again(communicator: Communicator, outcome: list[str] = outcome) -> None:
+            try:
+                load(on_threads(communicator), folder)
+            except ValueError as error:
+                outcome.append(str(error))
+
+        run_ranks(1, again)
+        assert not mark.exists(), name
+        assert bool(outcome) == (name in good), (name, outcome)
+        if name in good:
+            assert "is not what `save` has written" in outcome[0]
+            (folder / name).write_bytes(good[name])
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], "decentralized"])
+def test_ranks_agree_on_what_failed(tmp_path: Path, spec: str) -> None:
+    """Nobody waits for a rank that could not write or read; and the earlier checkpoint still counts."""
+    kinds: list[list[str]] = [[], []]
+
+    def rank(communicator: Communicator) -> None:
+        def raises(call: Callable[[Algorithm, Path], None], path: Path) -> None:
+            try:
+                call(algorithm, path)
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
+                kinds[communicator.rank].append(type(error).__name__)
+
+        algorithm = on_threads(communicator, spec)
+        save(algorithm, tmp_path)
+        communicator.barrier().wait()
+        algorithm._take_steps(7)
+        plain = algorithm.algorithm_state_dict
+        if communicator.rank == 1:
+            algorithm.algorithm_state_dict = lambda: {**plain(), "steps": object()}  # type: ignore[method-assign]
+        raises(save, tmp_path)
+        load(algorithm, tmp_path)
+        assert algorithm.stats().steps == 0
+        communicator.barrier().wait()
+        if communicator.rank == 1:
+            next(tmp_path.glob("rank1-*")).unlink()
+        communicator.barrier().wait()
+        raises(load, tmp_path)
+        raises(load, tmp_path / "nowhere")
+        algorithm.close()
+
+    run_ranks(2, rank)
+    assert kinds == [["RuntimeError", "RuntimeError", "ValueError"], ["TypeError", "FileNotFoundError", "ValueError"]]
+
+
+def test_earlier_parts_are_removed(tmp_path: Path) -> None:
+    """Also those of more ranks; other files stay."""
+    (tmp_path / "mine.txt").write_text("x")
+    for size in (3, 2):
+
+        def rank(communicator: Communicator) -> None:
+            algorithm = on_threads(communicator)
+            for _ in range(2):
+                save(algorithm, tmp_path)
+            algorithm.close()
+
+        run_ranks(size, rank)
+        assert len(list(tmp_path.glob("rank*.pt"))) == size
+        assert json.loads((tmp_path / "checkpoint.json").read_text())["ranks"] == size
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_ranks_with_different_folders(tmp_path: Path) -> None:
+    """Two hosts without a common disk would go on from different steps."""
+
+    def rank(communicator: Communicator) -> None:
+        algorithm = on_threads(communicator)
+        for folder in ("0", "1"):
+            save(algorithm, tmp_path / folder)
+        with pytest.raises(ValueError, match="the same directory"):
+            load(algorithm, tmp_path / str(communicator.rank))
+        algorithm.close()
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Ranks that have left out steps, with equal numbers of batches: calls to which all come take part in the rounds of the others."""
+"""Ranks that have left out steps, with as many batches: calls of all ranks take part in the rounds of the others."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 
 from bagua_kernels.compression.codec import MASK
 from bagua_kernels.compression.powersgd.low_rank import AlternatingLowRank, LowRank
+from bagua_kernels.options import check_fields
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PowerSGD:
     alternate: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}; 1 compresses most")
         if not 0 <= self.seed <= MASK:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.compression.cast import Identity
-from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, from_spec
+from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_codec, from_spec
 from bagua_kernels.compression.sparse.form import SparseForm, checked_fraction
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector
 
@@ -20,6 +20,7 @@ class SparseCodec(ABC):
     values: Any
 
     def __post_init__(self) -> None:
+        check_codec(self)
         object.__setattr__(self, "ratio", checked_fraction("ratio", self.ratio))
         object.__setattr__(self, "values", value_codec(self.values))
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bagua_kernels.compression.cast import Elements
-from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_switches, register
+from bagua_kernels.compression.codec import Codec, Contractive, Unbiased, check_codec, register
 from bagua_kernels.compression.sparse.codec import SparseCodec, check_beside, delta_of, value_codec
 from bagua_kernels.compression.sparse.form import SparseForm, kept
 from bagua_kernels.launchers.arguments import FLOAT_DTYPES, check_bytes, check_vector, checked_seed
@@ -45,7 +45,7 @@ class RandomK(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switches(self)
+        check_codec(self)
         if self.unbiased and delta_of(self._codec) < 1:
             raise ValueError(f"unbiased=True needs values that are kept exactly, got values={self.values!r}")
 

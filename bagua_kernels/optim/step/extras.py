@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from bagua_kernels.options import check_fields
+from bagua_kernels.suggestions import did_you_mean
+
 Precision = Literal["nearest", "stochastic", "master", "kahan"]
 
 
@@ -29,7 +32,11 @@ class Extras:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
+            raise ValueError(
+                f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}"
+                f"{did_you_mean(self.precision, get_args(Precision))}"
+            )
         if self.average is not None and not 0.0 <= self.average < 1.0:
             raise ValueError(f"average must be None or a decay in [0, 1), got {self.average}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from bagua_kernels.optim.step.starts import Starts
 from bagua_kernels.optim.step.states import States
 from bagua_kernels.optim.step.update import CannotFuseError
 from bagua_kernels.optim.step.watched import is_watched
+from bagua_kernels.options import check_options, hints_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,12 @@ class Fused(States):
     _encoded: Encoded | None = None
     _starts: Starts | None = None
     _reported: str | None = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        init = cls.__dict__.get("__init__")
+        if init is not None and init.__module__.startswith(f"{__name__.partition('.')[0]}.optim."):
+            cls.__init__ = _checked(init)  # type: ignore[method-assign]
 
     def __init__(self, *arguments: Any, extras: Extras | None = None, **options: Any) -> None:
         self._extras = extras or Extras()
@@ -307,3 +315,15 @@ def capture_check(optimizer: Optimizer) -> Callable[[], None]:
     name = "_accelerator_graph_capture_health_check"
     check = getattr(optimizer, name, None) or optimizer._cuda_graph_capture_health_check
     return cast(Callable[[], None], check)
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """Makes a constructor check the numbers among its options, behind PyTorch's checks, whose messages stay."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        check_options(hints_of(init), type(self).__name__, signature.bind(self, *args, **kwargs).arguments)
+
+    return call

@@ -38,12 +38,14 @@ def test_gradients_are_those_of_a_copy(kind: Any, options: dict[str, Any], recom
                 return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().mean()
             return model(x).square().mean()
 
-        for _ in range(STEPS):
+        for number in range(STEPS):
             real, fake = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
             first = run(real)
             plain = copy.deepcopy(net)
             plain._forward_pre_hooks.clear()
-            owed = [torch.full_like(bucket.flat, 0.5) for bucket in model.flat.buckets]
+            # Averages with the other rank must not happen to take it back.
+            amount = 0.5 + 0.171 * communicator.rank + 0.0137 * number**2
+            owed = [torch.full_like(bucket.flat, amount) for bucket in model.flat.buckets]
             before = [bucket.flat.clone() for bucket in model.flat.buckets]
             model.model.owe(owed)
             second = run(fake)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_kernels.algorithms import from_spec
+from bagua_kernels.algorithms import Choco, GradientAllReduce, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 
 SPECS = ["decentralized", "d2", "sgp", "lowprec", "choco:eta=0.5"]
@@ -117,3 +117,28 @@ def test_another_librarys_step_stays() -> None:
 
     assert run_ranks(2, rank, timeout=20) == [1, 1]
     assert sorted(calls) == [0, 1]
+
+
+def test_scales_that_differ_between_ranks() -> None:
+    """An overflow concerns one rank: wrapping accepts its scale, and a switch to gradients gives all ranks the same."""
+
+    def rank(communicator: Communicator) -> tuple[float, torch.Tensor]:
+        loop = Loop(
+            communicator, "decentralized", torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + communicator.rank))
+        )
+        for number in range(2):
+            loop.step(number)
+            loop.scaler.update()
+        loop.model = loop.model.switch_to(Choco, optimizer=loop.optimizer, scaler=loop.scaler, eta=0.5)
+        loop.step(2)
+        loop.scaler.update()
+        loop.model = loop.model.switch_to(GradientAllReduce, optimizer=loop.optimizer)
+        for number in range(3, 6):
+            loop.step(number)
+            loop.scaler.update()
+        loop.model.close()
+        return loop.scaler.get_scale(), loop.net.weight.detach().clone()
+
+    (scale, first), (other, second) = run_ranks(2, rank, timeout=20)
+    assert scale == other
+    assert torch.equal(first, second)

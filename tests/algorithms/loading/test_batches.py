@@ -202,3 +202,36 @@ def test_weights_make_the_mean_over_samples() -> None:
     expected = (2 * x[together].sum(1, keepdim=True) * x[together]).mean(0, keepdim=True)
     for _, found in told:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@grid(cover=1, samples=[17, 40, 41, 43], ranks=[2, 3, 4], drop_last=[True, False])
+def test_resumed_after_any_step(samples: int, ranks: int, drop_last: bool) -> None:
+    """What is left of the epoch comes, and after its last step nothing."""
+    data = Lengths([5] * samples)
+    whole = [list(one) for one in batch_samplers(data, ranks, 20.0, drop_last=drop_last)]
+    for steps in range(len(whole[0]) + 1):
+        states = []
+        for one in batch_samplers(data, ranks, 20.0, drop_last=drop_last):
+            iterator = iter(one)
+            for _ in range(steps):
+                next(iterator)
+            states.append(one.state_dict())
+        for one, state, expected in zip(
+            batch_samplers(data, ranks, 20.0, drop_last=drop_last), states, whole, strict=True
+        ):
+            one.load_state_dict(state)
+            assert len(one) == len(expected) - steps
+            assert list(one) == expected[steps:]
+        assert all(state == states[0] for state in states)
+
+
+def test_resumed_at_the_end_on_other_ranks() -> None:
+    """What was to be left out stays so, on fewer ranks and on more."""
+    data = Lengths([5] * 40)
+    states = []
+    for one in batch_samplers(data, 4, 20.0, drop_last=True):
+        assert len(list(one)) == 2
+        states.append(one.state_dict())
+    for one in batch_samplers(data, 7, 20.0, drop_last=True):
+        one.load_state_dict(states[0])
+        assert list(one) == []

@@ -84,7 +84,8 @@ class Replicas:
             for name, p in net.named_parameters():
                 p.data.copy_(mean([dict(each.named_parameters())[name].data for each in before.nets]))
             for name, buffer in net.named_buffers():
-                buffer.copy_(mean([dict(each.named_buffers())[name] for each in before.nets]))
+                found = [dict(each.named_buffers())[name] for each in before.nets]
+                buffer.copy_(mean(found) if "running" in name else found[0])
         states = [optimizer.state_dict() for optimizer in before.optimizers]
         merged = copy.deepcopy(states[0])
         for number, entries in merged["state"].items():
@@ -117,15 +118,15 @@ class Replicas:
         self.phi = {name: theta.to(self.exact, copy=True) for name, theta in self.theta(0).items()}
 
     def synchronize(self) -> None:
-        """All ranks get the mean of parameters and of buffers of floating point."""
+        """All ranks get the mean of parameters and of running statistics, and rank 0's other buffers."""
         self.wait()
         for tensors in (self.theta, lambda rank: dict(self.nets[rank].named_buffers())):
             everyone = [tensors(rank) for rank in range(len(self.nets))]
             for name, first in everyone[0].items():
-                if first.is_floating_point():
-                    value = mean([each[name] for each in everyone])
-                    for each in everyone:
-                        each[name].copy_(value)
+                averaged = tensors == self.theta or "running" in name
+                value = mean([each[name] for each in everyone]) if averaged else first.clone()
+                for each in everyone:
+                    each[name].copy_(value)
         self._restart()
 
     def run(self, segment: Segment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from bagua_kernels.algorithms.local_steps.penalty import Norms, clip_factor, wei
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.gossip.common import flat
 from tests.grids import grid
+
+# It tells of what it does.
+pytestmark = pytest.mark.filterwarnings("ignore:the penalty:RuntimeWarning")
 
 N = 50
 
@@ -194,3 +198,67 @@ def test_resumed_bit_for_bit() -> None:
 
     whole, resumed = (run_ranks(2, rank, stops) for stops in ((12,), (7, 12)))
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+@grid(cover=1, warmup=[0, 1, 10], size=[2, 3])
+def test_norms_that_have_risen_for_good_are_usual_again(warmup: int, size: int) -> None:
+    """After the rounds that `Penalty` names, whatever there was before; told once, and counted."""
+
+    def rank(communicator: Communicator) -> Any:
+        module = Moved()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        model = LocalSGD(module, optimizer, interval=1, communicator=communicator, penalty=Penalty(warmup=warmup))
+        still, before = [], flat(module)
+        for step in range(45):
+            model()
+            length = (3.0 if step >= 20 else 1.0) * (1 + 0.02 * ((7 * step) % 5))
+            module.x.grad = -torch.from_numpy(moves(communicator.rank, step, lambda *_, length=length: length)).float()
+            optimizer.step()
+            model.wait()
+            still.append(torch.equal(before, flat(module)))
+            before = flat(module)
+        guards = model.stats().guards
+        model.close()
+        return still, guards
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        everyone = run_ranks(size, rank)
+    for still, guards in everyone:
+        assert guards["void"] == sum(still)
+        assert guards["left out"] >= sum(still)
+        assert guards["restarted"] >= 1
+        assert all(still[20:23])
+        assert sum(still[23:]) <= 3
+        assert sum(still[:20]) <= (0 if warmup == 10 else 6)
+    texts = [str(each.message) for each in told if "penalty" in str(each.message)]
+    # Two kinds on each rank, and one on the first only.
+    assert len(texts) == 2 * size + 1
+    assert len([text for text in texts if "all ranks" in text]) == 1
+
+
+def test_the_first_norms_are_not_judged() -> None:
+    """Even without a warm-up one norm has no deviation, and what is not finite never takes part."""
+    norms = Norms(Penalty(warmup=0, patience=2))
+    assert [norms.judged(x) for x in (1.0, 1.5, math.nan, math.inf, 1.4)] == [1.0, 1.5, math.inf, math.inf, 1.4]
+    assert [norms.judged(x) for x in (9.0, math.nan, 9.5, 9.2)] == [math.inf, math.inf, math.inf, 9.2]
+    assert (norms.left_out, norms.restarts) == (5, 1)
+    assert norms.numbers()["count"] == 3
+    assert norms.numbers()["mean"] == pytest.approx((9.0 + 9.5 + 9.2) / 3)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_norms_resume_while_they_are_left_out(after: int) -> None:
+    """A checkpoint has those that may become usual."""
+    given = [1.0, 1.1, 9.0, 9.5, 9.2, 9.1, 30.0, 9.1]
+    whole, first, second = (Norms(Penalty(warmup=0, patience=2)) for _ in range(3))
+    expected = [whole.judged(x) for x in given]
+    found = [first.judged(x) for x in given[:after]]
+    second.load(first.numbers())
+    assert found + [second.judged(x) for x in given[after:]] == expected
+    assert second.numbers() == whole.numbers()
+
+
+def test_patience_is_at_least_one_round() -> None:
+    with pytest.raises(ValueError, match="patience"):
+        Penalty(patience=0)

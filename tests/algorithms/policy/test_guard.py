@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 
+from bagua_kernels.algorithms import SignSGD
 from bagua_kernels.algorithms.policy.guard import ACTIONS, Guard, answer, wider
 from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Sign
+from tests.algorithms.ranks import Odd, batch
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -22,3 +26,20 @@ def test_only_an_error_above_the_bound_counts(action: str) -> None:
     with pytest.warns(RuntimeWarning, match="above the guard's bound of 1.5"):
         then = answer(guard, codec, bucket, 1.6, 64)
     assert then == {"warn": codec, "widen": wider(codec, 64), "exact": None}[action]
+
+
+def test_an_error_is_told_once_and_counted() -> None:
+    """On each rank, at many looks, of which each has another number."""
+
+    def rank(communicator: Communicator) -> dict[str, int]:
+        guard = Guard(every=1, bound=1e-6)
+        model = SignSGD(Odd(), communicator=communicator, guard=guard, exact=(), min_numel=0)
+        for step in range(5):
+            model(batch(communicator.rank, step)).square().mean().backward()
+        return model.stats().guards
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        everyone = run_ranks(2, rank)
+    assert len([each for each in told if "guard's bound" in str(each.message)]) == 2
+    assert all(guards["exceeded"] >= 5 for guards in everyone)

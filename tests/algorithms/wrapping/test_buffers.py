@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,10 +72,10 @@ def real_and_generated(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     cover=1,
     make=[Normalized, Replacing],
     loss=[contrastive, real_and_generated],
-    average={"broadcast": False, "average": True},
+    average={"broadcast": False, "average": True, "patterns": ["*size", "scale", "*running_var"]},
     size=[2, 3],
 )
-def test_two_forward_passes_before_one_backward(make: type[nn.Module], loss: Loss, average: bool, size: int) -> None:
+def test_two_forward_passes_before_one_backward(make: type[nn.Module], loss: Loss, average: Any, size: int) -> None:
     """Gradients are the mean of what each rank has by itself, with the buffers that its forward passes had."""
 
     def rank(communicator: Communicator) -> None:
@@ -95,21 +96,22 @@ def test_two_forward_passes_before_one_backward(make: type[nn.Module], loss: Los
 class Simulated(nn.Module):
     """A module whose buffers become all ranks' before each forward pass, as new tensors each time."""
 
-    def __init__(self, module: nn.Module, communicator: Communicator, average: bool) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator, average: Any) -> None:
         super().__init__()
-        self.module, self.communicator, self.mean = module, communicator, average
+        endings = ["running_mean", "running_var"] if average is True else [each.strip("*") for each in average or []]
+        self.module, self.communicator, self.endings = module, communicator, tuple(endings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 everyone = torch.stack(self.communicator.all_gather_object(buffer))
-                mean = self.mean and buffer.is_floating_point()
+                mean = name.endswith(self.endings) and buffer.is_floating_point()
                 setattr(part, name, everyone.double().mean(0).to(buffer.dtype) if mean else everyone[0].clone())
         return self.module(x)
 
 
 def simulated(
-    module: nn.Module, loss: Loss, communicator: Communicator, average: bool, step: int
+    module: nn.Module, loss: Loss, communicator: Communicator, average: Any, step: int
 ) -> list[torch.Tensor | None]:
     loss(Simulated(module, communicator, average), communicator.rank, step).backward()
     everyone = communicator.all_gather_object([g.double() for g in gradients(module)])

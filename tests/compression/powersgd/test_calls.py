@@ -134,7 +134,7 @@ def test_factors_may_come_back_elsewhere() -> None:
         ({"seed": -1}, "seed must be from 0"),
         ({"seed": 2**64}, "seed must be from 0"),
         ({"min_compression": -1.0}, "min_compression must be"),
-        ({"min_compression": math.nan}, "min_compression must be"),
+        ({"min_compression": math.nan}, "min_compression of PowerSGD must be a finite number"),
     ],
 )
 def test_wrong_configuration(options: dict, message: str) -> None:

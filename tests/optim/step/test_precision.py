@@ -138,7 +138,7 @@ class TestPrecision:
             ({"precision": "exact"}, "precision must be one of nearest, stochastic, master, kahan, got 'exact'"),
             ({"average": 1.0}, r"average must be None or a decay in \[0, 1\), got 1.0"),
             ({"average": -0.1}, "average must be None"),
-            ({"average": float("nan")}, "average must be None"),
+            ({"average": float("nan")}, "average of .* must be a finite number"),
         ],
     )
     def test_options_out_of_range(self, options: dict[str, Any], message: str) -> None:

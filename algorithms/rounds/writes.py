@@ -1,0 +1,153 @@
+"""Writes to flat parameters by others than the optimizer and the exchanges, such as `load_state_dict`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.bucket import Bucket
+
+_ELEMENTS = 16  # of a parameter, spread over it, whose values are compared
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Sample:
+    """Some elements of a bucket: their places, and their values.
+
+    Attributes:
+        seen: the values when they were looked at last.
+        before: those when they were looked at last before the last step.
+        after: those that the last step or exchange has left.
+    """
+
+    flat: torch.Tensor
+    places: torch.Tensor
+    seen: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+    def now(self) -> torch.Tensor:
+        return self.flat.index_select(0, self.places)
+
+
+class Writes:
+    """Finds out whether parameters have other values than the last step, or the last exchange, has left.
+
+    A few elements of each parameter are compared bit by bit. Autograd's counters of writes would not do. What is written and
+    put back, as a running mean is for an evaluation, is no write here, and a write to `.data` is one.
+
+    On a GPU the counters come first, so that nothing waits for the device where there was no write. There writes to `.data`
+    alone are not seen.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        """Begins with the present values.
+
+        Args:
+            flat: the parameters.
+        """
+        self._flat = flat
+        self._parameters = list(flat.parameters.values())
+        self._samples = [_sample(bucket) for bucket in flat.buckets]
+        self._on_gpu = any(sample.flat.is_cuda for sample in self._samples)
+        self._versions = self._seen = self._count()
+        self._squares = [0.0, 0.0]  # of what was written after the last step, and after the one before
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Remembers the values before a step."""
+        self._squares = [0.0, self._squares[0]]
+        for sample in self._samples:
+            sample.before = sample.seen
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """Remembers the values that a step or an exchange has left."""
+        for sample in self._samples:
+            sample.after = sample.seen = sample.now()
+        self._versions = self._seen = self._count()
+
+    @torch.no_grad()
+    def found(self, *, beside_training: bool = False) -> bool:
+        """Returns True if parameters have other values than at the last `mark`.
+
+        Args:
+            beside_training: True on another thread than the one that trains.
+        """
+        if not beside_training:
+            self._seen = self._count()
+        if self._on_gpu and self._versions == self._count():
+            return False
+        equal = True
+        for sample in self._samples:
+            now = sample.now()
+            # waits: on a GPU where autograd has counted a write, of which there are few.
+            equal = torch.equal(_bits(now), _bits(sample.after)) and equal
+            if not beside_training:
+                sample.seen = now
+        return not equal
+
+    @torch.no_grad()
+    def changed(self) -> bool:
+        """Returns True if parameters have other values than when they were looked at last; on the training thread."""
+        if self._on_gpu and self._seen == self._count():
+            return False
+        equal = True
+        for sample in self._samples:
+            before, sample.seen = sample.seen, sample.now()
+            # waits: on a GPU where autograd has counted a write between two passes of a step.
+            equal = torch.equal(_bits(before), _bits(sample.seen)) and equal
+        self._seen = self._count()
+        return not equal
+
+    @torch.no_grad()
+    def belongs_to_step(self) -> bool:
+        """Returns True if what was written is part of a step, as `clamp_` after each step is.
+
+        It moves parameters no further than the last step did, or than what was written after the step before, times 4.
+        """
+        written = step = 0.0
+        for sample in self._samples:
+            # waits: where something was written.
+            written += float((sample.now().double() - sample.after.double()).square().sum())
+            # waits: as above.
+            step += float((sample.after.double() - sample.before.double()).square().sum())
+        self._squares[0] = written
+        return written <= max(step, 16 * self._squares[1])
+
+    def _count(self) -> int:
+        return sum(parameter._version for parameter in self._parameters) if self._on_gpu else 0
+
+
+def checksums(flat: FlatParameters) -> list[int]:
+    """Returns a checksum of the bytes of each parameter, in the order of the buckets."""
+    # waits: where parameters were written.
+    found = [view.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for b in flat.buckets for view in b.views]
+    return [zlib.crc32(each.numpy().tobytes()) for each in found]
+
+
+def first_difference(flat: FlatParameters, own: Sequence[int], other: Sequence[int]) -> str:
+    """Returns the name of the first parameter whose checksums differ; empty if there is none."""
+    names = [name for bucket in flat.buckets for name in bucket.names]
+    return next((name for name, a, b in zip(names, own, other, strict=False) if a != b), "")
+
+
+def _sample(bucket: Bucket) -> _Sample:
+    spans = [
+        torch.linspace(span.start, span.stop - 1, min(_ELEMENTS, span.stop - span.start), dtype=torch.float64).long()
+        for span in bucket.own
+        if span.stop > span.start
+    ]
+    # waits: at start.
+    places = (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(bucket.flat.device)
+    values = bucket.flat.detach().index_select(0, places)
+    return _Sample(bucket.flat, places, values, values, values)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_WORDS[values.element_size()])

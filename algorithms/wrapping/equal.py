@@ -1,0 +1,167 @@
+"""Makes what ranks hold equal, and sends only what differs: digests of the bytes are compared first."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
+from bagua_kernels.algorithms.wrapping.replicas import bytes_of, synchronize
+from bagua_kernels.algorithms.wrapping.sending import Sending
+from bagua_kernels.comm import Communicator, ReduceOp
+
+_BRIEF = 64 << 10  # bytes that are sent at once: to compare them would take as long
+_PIECE = 1 << 20  # words of 32 bits that a GPU takes at a time
+_FACTOR = 6364136223846793005  # odd, so that no word's share of the digest is lost
+
+
+def make_equal(
+    tensors: Sequence[torch.Tensor], communicator: Communicator, src: int = 0, what: str = "a model"
+) -> None:
+    """As `synchronize`, but sends only the tensors whose bytes differ on some rank; collective.
+
+    Args:
+        tensors: equal shapes and dtypes on all ranks, on the communicator's device; those of rank `src` are not written.
+        communicator: of all ranks.
+        src: the rank whose values become everyone's.
+        what: they are, for the line about long sending.
+    """
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if communicator.size == 1 or not tensors:
+        return
+    if sum(tensor.nbytes for tensor in tensors) > _BRIEF:
+        own = digests(tensors, communicator.device)
+        if _same(own, communicator):
+            return
+        theirs = own.clone()
+        communicator.broadcast(theirs, src).wait()
+        differs = (theirs != own).any(1).to(torch.uint8)
+        communicator.all_reduce(differs, ReduceOp.MAX).wait()
+        # waits: at start.
+        tensors = [tensor for tensor, wrong in zip(tensors, differs.tolist(), strict=True) if wrong]
+    with Sending(what, sum(tensor.nbytes for tensor in tensors), communicator):
+        synchronize(tensors, communicator, src)
+
+
+def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, src: int = 0) -> None:
+    """Gives an optimizer the state of rank `src`'s, unless all ranks have the same one already; collective."""
+    if communicator.size == 1:
+        return
+    state = optimizer.state_dict()
+    texts, tensors = list[str](), list[torch.Tensor]()
+    for part in _parts(state):
+        if isinstance(part, torch.Tensor):
+            texts.append(f"{part.dtype} {tuple(part.shape)} {part.device.type}")
+            tensors.append(part)
+        else:
+            texts.append(part)
+    text = _of_bytes("\n".join(texts).encode(), communicator.device)
+    if _same(torch.cat([text, digests(tensors, communicator.device)]), communicator):
+        return
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    with Sending("an optimizer's state", nbytes, communicator):
+        state = communicator.broadcast_object(state, src)
+    put_state(optimizer, state)
+
+
+def digests(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns 128 bits for the bytes of each tensor, shape (tensors, 2), int64; NaN and the sign of zero count.
+
+    Args:
+        tensors: dense ones.
+        device: of the result.
+    """
+    longest = max((tensor.nbytes for tensor in tensors), default=0)
+    weights = {each.device: _weights(longest, each.device) for each in tensors if each.device.type != "cpu"}
+    found = []
+    for tensor in tensors:
+        data = bytes_of(tensor)
+        if tensor.device.type == "cpu":
+            found.append(_of_bytes(data.numpy().data, device))
+        else:
+            # waits: at start.
+            found.append(sum_of_words(data, weights[tensor.device]).to(device).view(1, 2))
+    return torch.cat(found) if found else torch.empty(0, 2, dtype=torch.int64, device=device)
+
+
+def _same(own: torch.Tensor, communicator: Communicator) -> bool:
+    """Returns True if all ranks pass the same digests; collective."""
+    # waits: at start.
+    mine = _of_bytes(own.cpu().numpy().tobytes(), communicator.device).view(-1)
+    everyone = mine.new_empty(2 * communicator.size)
+    communicator.all_gather(everyone, mine).wait()
+    rows = everyone.view(-1, 2)
+    # waits: at start.
+    return bool((rows == rows[0]).all())
+
+
+def _of_bytes(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
+    found = np.frombuffer(hashlib.sha256(data).digest()[:16], dtype=np.int64)
+    # waits: at start.
+    return torch.from_numpy(found.copy()).to(device).view(1, 2)
+
+
+def _weights(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Returns odd random numbers for the words of so many bytes, the same on all ranks."""
+    length = max(1, min(_PIECE, -(-nbytes // 4)))
+    random = np.random.Generator(np.random.PCG64(0)).integers(-(1 << 63), 1 << 63, (length, 2), dtype=np.int64) | 1
+    # waits: at start.
+    return torch.from_numpy(np.ascontiguousarray(random.T)).to(device)
+
+
+@torch.no_grad()
+def sum_of_words(data: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns two sums, modulo 2^64, of the words of 32 bits in some bytes, each times an odd random number.
+
+    A GPU computes it about as fast as it reads. Where one word differs, so do both sums. Where more do, sums are equal by chance
+    once in 2^64 at least.
+
+    Args:
+        data: the bytes, flat.
+        weights: the random numbers; made where they are not given.
+    """
+    if weights is None:
+        weights = _weights(data.numel(), data.device)
+    rest = data.numel() % 4
+    if rest or data.storage_offset() % 4:
+        # Ones that cannot be viewed as words.
+        data = torch.cat([data, data.new_zeros((4 - rest) % 4)])
+    total = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for piece in data.view(torch.int32).split(_PIECE):
+        wide = piece.to(torch.int64)
+        total = total * _FACTOR + torch.stack([(row[: len(wide)] * wide).sum() for row in weights])
+    return total
+
+
+def _parts(value: Any) -> Iterator[str | torch.Tensor]:
+    """Yields the tensors of a state, and texts that differ where anything else does."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            yield value.detach()
+        else:
+            yield os.urandom(16).hex()  # equal to none: it is sent
+    elif isinstance(value, Mapping):
+        yield f"{len(value)} entries"
+        for key, each in value.items():
+            yield from _parts(key)
+            yield from _parts(each)
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__} of {len(value)}"
+        for each in value:
+            yield from _parts(each)
+    elif isinstance(value, float):
+        yield "nan" if math.isnan(value) else value.hex()
+    elif value is None or isinstance(value, bool | int | str):
+        yield f"{type(value).__name__} {value!r}"
+    else:
+        try:
+            yield hashlib.sha256(pickle.dumps(value)).hexdigest()
+        except Exception:  # whatever cannot be pickled is not sent either: the error comes there
+            yield os.urandom(16).hex()
