@@ -81,8 +81,8 @@ class ModelAlgorithm(Algorithm):
             communicator: as for `Algorithm`.
             bucket_bytes: parameters are exchanged in buckets of about this size.
             average_states: True if `synchronize` averages the optimizer's states, too.
-            scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. The round of that step is then
-                counted at the next forward pass. Optimizers of this package need no scaler here.
+            scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. Its `step` then counts that step.
+                Its states may differ between ranks. Optimizers of this package need no scaler here.
 
         Raises:
             TypeError: there is no optimizer, or as for `Algorithm`.
@@ -122,7 +122,7 @@ class ModelAlgorithm(Algorithm):
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         kinds = {name: self.kind(name, parameter) for name, parameter in trained.items()}
         self.flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment_of, kinds=kinds)
-        self._mailbox = open_mailbox(self._communicator)
+        self._mailbox = open_mailbox(self._communicator, lasting=False)
         self.open(self._mailbox)
         self.restart()
         self._writes = Writes(self.flat)
@@ -164,8 +164,7 @@ class ModelAlgorithm(Algorithm):
         """Called before each forward pass of the module; calls `at_forward` where parameters may be exchanged."""
         writes = self._writes
         if writes is None or not training:
-            # An evaluation of parameters that were written for it: nothing may change them.
-            if writes is None or self._in_step or not self._has_written():
+            if writes is None or not self._is_for_evaluation():
                 self.at_forward(training)
             return
         if not self._in_step:
@@ -174,12 +173,19 @@ class ModelAlgorithm(Algorithm):
                 writes.mark()
                 written = False
             self._in_step, self._written, self._strays = True, written, 0
-        elif writes.changed():
-            self._look_for_strays()
+        else:
+            self.flat.check(quickly=True)
+            if writes.changed():
+                self._look_for_strays()
         # Parameters that were written may be put back before the step. Nothing changes them until then.
         if not self._written:
             with self._called():
                 self.at_forward(training)
+
+    def _is_for_evaluation(self) -> bool:
+        """Returns True if parameters were written, or moved, and may be put back after an evaluation: nothing may change them."""
+        assert self._writes is not None
+        return self._written if self._in_step else self.flat.is_moved or self._writes.found()
 
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
@@ -215,6 +221,8 @@ class ModelAlgorithm(Algorithm):
 
     def on_step_end(self) -> None:
         """Called after the optimizer's step; calls `at_step_end`."""
+        # Where a parameter has new memory, the step has changed that.
+        self.flat.check(quickly=True)
         with self._called():
             self.at_step_end()
         self._in_step = self._written = False
@@ -225,7 +233,7 @@ class ModelAlgorithm(Algorithm):
     def _has_written(self) -> bool:
         """Returns True if others have written parameters since the last step or exchange."""
         assert self._writes is not None
-        self.flat.check()
+        self.flat.check(quickly=True)
         return self._writes.found()
 
     def _accept_written(self) -> None:
@@ -337,9 +345,9 @@ class ModelAlgorithm(Algorithm):
         if self._communicator.size > 1 and self.has_own and not self._warned_of_own:
             self._warned_of_own = True
             warnings.warn(
-                f"this state_dict() has rank {self._communicator.rank}'s own parameters, which differ between ranks since the last "
-                f"exchange of {type(self).__name__}: call synchronize() on all ranks before, or make it within averaged(). To "
-                "resume, each rank saves its own, and its algorithm_state_dict()",
+                f"this state_dict() has rank {self._communicator.rank}'s own parameters, which differ between ranks since the "
+                f"last exchange of {type(self).__name__}: call synchronize() on all ranks before, or make it within averaged(). "
+                "To resume, each rank saves its own, and its algorithm_state_dict()",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -212,6 +212,7 @@ class CourierAlgorithm(ModelAlgorithm):
             self._resume()
             written = not self._in_step and self._has_written()
             values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
+            marks = [] if self._writes is None else self._writes.marks()
             if self._writes is not None:
                 # Others may need this rank's model to come to their rests. What they make of it is dropped here.
                 self._writes.mark()
@@ -219,6 +220,8 @@ class CourierAlgorithm(ModelAlgorithm):
             self._waiting.clear()
             if changes:
                 self.model.bring_in()
+            elif self._writes is not None:
+                self._writes.restore(marks)
             if written:
                 self._put(values)
 

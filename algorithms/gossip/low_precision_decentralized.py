@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Unpack
 
 import torch
@@ -83,7 +83,16 @@ class LowPrecisionDecentralized(Differences):
             self._rest(bucket).zero_()
 
     def _rest(self, bucket: Bucket) -> torch.Tensor:
-        return self.flat.kept(bucket, "rest", saved=False)
+        return self.flat.kept(bucket, "rest")
+
+    def numbers(self) -> dict[str, float]:
+        """See `ModelAlgorithm.numbers`."""
+        return super().numbers() | ({"carries": float(self._carries)} if self._carries else {})
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `ModelAlgorithm.load_numbers`."""
+        super().load_numbers(numbers)
+        self._carries = int(numbers.get("carries", 0))
 
     def _target(self, bucket: Bucket) -> torch.Tensor:
         """Adds to the parameters what they lack, and returns what they would become without a codec, in float32."""
@@ -102,7 +111,8 @@ class LowPrecisionDecentralized(Differences):
 
     def replicas(self) -> dict[int, dict[int, torch.Tensor]]:
         """Returns copies of the replicas, by number of the bucket and by rank; padding between parameters is left out."""
-        self.wait()
+        # Replicas are changed beside training.
+        self.await_exchanges()
         return {
             bucket.index: {
                 rank: torch.cat([row[span] for span in bucket.own])
@@ -113,7 +123,8 @@ class LowPrecisionDecentralized(Differences):
 
     def disagreement(self) -> float:
         """See `ModelAlgorithm.disagreement`; between the first two of `ranks`."""
-        self.wait()
+        # Replicas are changed beside training.
+        self.await_exchanges()
         rows = [self._rows(bucket) for bucket in self.flat.buckets if len(self.ranks) > 1]
         spans = [(row, span) for row, bucket in zip(rows, self.flat.buckets, strict=False) for span in bucket.own]
         return root_mean_square(row[0, span] - row[1, span] for row, span in spans)

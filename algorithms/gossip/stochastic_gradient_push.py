@@ -93,16 +93,22 @@ class StochasticGradientPush(RoundAlgorithm):
 
     def mean_source(self, bucket: Bucket) -> torch.Tensor:
         """See `ModelAlgorithm.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""
-        return self.flat.kept(bucket, "numerator") if self._weighs else bucket.flat
+        if not self._weighs:
+            return bucket.flat
+        numerator = self.flat.kept(bucket, "numerator")
+        return numerator + self._learned(bucket, numerator)
+
+    def _learned(self, bucket: Bucket, numerator: torch.Tensor) -> torch.Tensor:
+        """Returns what steps have added to the parameters since they were set to n / w, whatever their dtype."""
+        before = (numerator / self._divisor).to(bucket.flat.dtype)
+        return bucket.flat.to(numerator.dtype) - before.to(numerator.dtype)
 
     def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
         """See `RoundAlgorithm.exchange`."""
         assert self.mixer is not None
         vector, weight = self._pushed(bucket), None
         if self._weighs:
-            # What the parameters were set to, whatever their dtype.
-            before = (vector / self._divisor).to(bucket.flat.dtype)
-            vector.add_(bucket.flat.to(vector.dtype) - before.to(vector.dtype))
+            vector.add_(self._learned(bucket, vector))
             # The last bucket brings the weight: those before have read the old one by then.
             weight = self._weight if bucket.index == len(self.flat.buckets) - 1 else None
         else:

@@ -52,6 +52,7 @@ class FlatParameters:
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
         self._matrices: dict[tuple[int, str], torch.Tensor] = {}
         self._saved: dict[str, None] = {}
+        self._places: list[tuple[torch.nn.Parameter, int]] = []  # their addresses
         self._outside: dict[str, torch.Tensor] = {}  # memory to which `move_out` moved parameters
         of = [None if kinds is None else kinds[name] for name in names]
         for index, positions in enumerate(partition(tensors, bucket_bytes, of) if tensors else []):
@@ -67,18 +68,29 @@ class FlatParameters:
                 bucket.fill(slot, self.parameters[name])
                 self.parameters[name].data = with_own_storage(bucket.views[slot])
                 self._slots.append((name, self.parameters[name], bucket.views[slot]))
+                self._places.append((self.parameters[name], bucket.views[slot].data_ptr()))
+
+    @property
+    def is_moved(self) -> bool:
+        """True if a parameter lies elsewhere now."""
+        return any(parameter.data_ptr() != place for parameter, place in self._places)
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, *, quickly: bool = False) -> None:
         """Takes back parameters that were moved to memory of their own, with the values that they have there.
 
         `move_out` does that. `module.to("cpu:0")` copies parameters of the CPU, as Accelerate has it done before evaluation.
         A module that is sent to another process is moved to shared memory; that process keeps the values of then.
 
+        Args:
+            quickly: True to look at nothing but the addresses of parameters where none has changed.
+
         Raises:
             RuntimeError: a parameter has another dtype, shape or device now, or its memory belongs to another owner as well, such
                 as that of `fuse_optimizer`.
         """
+        if quickly and not self.is_moved:
+            return
         for name, parameter, view in self._slots:
             alike = parameter.dtype == view.dtype and parameter.shape == view.shape
             if alike and parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():

@@ -246,10 +246,18 @@ class RoundAlgorithm(ModelAlgorithm):
         """See `ModelAlgorithm._end_exchanges`; what only reads changes no parameters between a forward and its backward pass."""
         reads = call in READS or (self.due == "step" and call == "algorithm_state_dict()")
         if self._in_step and reads:
-            for _, task in self._tasks:
-                self._wait_for(task)
+            self.await_exchanges()
         else:
             self.wait()
+
+    def await_exchanges(self) -> None:
+        """Waits for the exchanges under way, and leaves it to `wait` to put their results in place."""
+        self._check_failure()
+        with self._failing():
+            for _, task in self._tasks:
+                self._wait_for(task)
+                if task.error is not None:
+                    raise task.error
 
     def _wait_for(self, task: Task) -> None:
         """Waits for an exchange, which the mailbox's timeout bounds."""
@@ -342,7 +350,7 @@ class RoundAlgorithm(ModelAlgorithm):
             return
         self._check_failure()
         letters, joining = self._letters, self._joining
-        untouched = self._writes is None or self._in_step or not self._has_written()
+        untouched = self._writes is not None and not self._in_step and not self._has_written()
         with self._failing():
             letters.arrive(call, self._steps, self._rounds_known)
         # Those who are at the call hear of rounds of ranks that train, and of no others.

@@ -65,6 +65,17 @@ class Writes:
         for sample in self._samples:
             sample.before = sample.seen
 
+    def marks(self) -> list[torch.Tensor]:
+        """Returns what `mark` remembered last, for `restore`."""
+        return [sample.after for sample in self._samples]
+
+    def restore(self, marks: list[torch.Tensor]) -> None:
+        """Goes on as if `mark` had not been called since."""
+        for sample, after in zip(self._samples, marks, strict=True):
+            sample.after = after
+        # Of any other number of writes: the values are looked at.
+        self._versions = -1
+
     @torch.no_grad()
     def mark(self) -> None:
         """Remembers the values that a step or an exchange has left."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, from_spec
+from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, StochasticGradientPush, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm.topology import GivenMatrix
 from bagua_kernels.errors import CommunicationError, MismatchError
 from tests.algorithms.ranks import Odd, fill, loss_of
 from tests.grids import grid
@@ -312,3 +313,86 @@ def test_asynchronous_calls_that_read_between_forward_and_backward(spec: str, ca
         loop.model.close()
 
     run_ranks(2, rank, timeout=30)
+
+
+@pytest.mark.parametrize("spec", ["local_sgd:interval=3", "slow_mo:interval=3", "diloco:interval=3", "decentralized"])
+def test_new_memory_after_a_batch_that_is_left_out(spec: str) -> None:
+    def rank(communicator: Communicator, moves: bool) -> torch.Tensor:
+        loop = Loop(communicator, spec, lr=0.1)
+        loop.steps(3)
+        loss_of(loop.model, loop.rank, 3)
+        if moves and communicator.rank == 0:
+            for parameter in loop.net.parameters():
+                parameter.data = parameter.data.clone()
+        loop.steps(3)
+        loop.model.synchronize()
+        loop.model.close()
+        return loop.values()
+
+    plain, moved = (run_ranks(2, rank, moves, timeout=20) for moves in (False, True))
+    assert all(map(torch.equal, plain, moved))
+
+
+@pytest.mark.parametrize("spec", ["d2", "choco:eta=0.5", "lowprec", "decentralized"])
+@pytest.mark.parametrize("event", ["consensus", "stats", "evaluation", "resume"])
+def test_what_happens_in_the_step_after_a_load(spec: str, event: str) -> None:
+    """The load stays noticed, and a checkpoint contains what is still to be taken over."""
+
+    def rank(communicator: Communicator, happens: bool) -> torch.Tensor:
+        loop = Loop(communicator, spec, lr=0.05)
+        loop.steps(2)
+        by_load(loop.net)
+        if event == "resume":
+            loop.steps(1)
+            if happens:
+                state = loop.model.algorithm_state_dict()
+                loop.model.close()
+                loop.net = Odd()
+                loop.optimizer = torch.optim.SGD(loop.net.parameters(), lr=0.05)
+                loop.model = from_spec(spec, loop.net, loop.optimizer, communicator=communicator)
+                loop.model.load_algorithm_state_dict(state)
+        else:
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.model, loop.rank, 2)
+            if happens and event == "evaluation":
+                loop.model.eval()
+                with torch.no_grad():
+                    loss_of(loop.model, loop.rank, 77)
+                loop.model.train()
+            elif happens:
+                getattr(loop.model, event)()
+            loss.backward()
+            loop.optimizer.step()
+            loop.number += 1
+        loop.steps(3)
+        loop.wait()
+        values = torch.cat([p.detach().reshape(-1) for p in loop.net.parameters() if p.requires_grad])
+        loop.model.close()
+        return values
+
+    plain, found = (run_ranks(3, rank, happens, timeout=20) for happens in (False, True))
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_the_mean_of_pushed_parameters_between_rounds(steps: int) -> None:
+    def rank(communicator: Communicator) -> torch.Tensor:
+        net = nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            net.weight.zero_()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        columns = GivenMatrix(3, [[0.5, 0.0, 0.25], [0.5, 0.5, 0.25], [0.0, 0.5, 0.5]])
+        model = StochasticGradientPush(net, optimizer, communicator=communicator, peers=columns, interval=2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((1, 1), 1.0 + communicator.rank, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        with model.averaged():
+            mean = net.weight.detach().clone()
+        model.synchronize()
+        assert torch.allclose(net.weight, mean, rtol=1e-12)
+        model.close()
+        return mean
+
+    # The gradient is 1, 2, 3.
+    assert all(abs(float(mean) + 0.2 * steps) < 1e-12 for mean in run_ranks(3, rank, timeout=20))
