@@ -54,13 +54,13 @@ from bagua_kernels.algorithms.quantized.one_bit_sgd import OneBitSGD as OneBitSG
 from bagua_kernels.algorithms.quantized.qsgd import QSGD as QSGD
 from bagua_kernels.algorithms.quantized.signsgd import SignSGD as SignSGD
 from bagua_kernels.algorithms.quantized.terngrad import TernGrad as TernGrad
-from bagua_kernels.algorithms.registry import from_spec as from_spec
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register
 from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK
+from bagua_kernels.algorithms.specs import from_spec as from_spec
 from bagua_kernels.algorithms.stats import Stats as Stats
 from bagua_kernels.algorithms.tuner.auto_tune import AutoTune as AutoTune
 

@@ -250,6 +250,15 @@ class ModelAlgorithm(Algorithm):
         assert self._writes is not None
         return self._writes.belongs_to_step()
 
+    def has_to_keep(self) -> bool:
+        """Returns True if parameters have values from outside that no step has taken yet."""
+        if self._writes is None:
+            return False
+        # A pass whose step was left out may have begun meanwhile.
+        if self._in_step:
+            return self._written and self._has_written()
+        return self._has_written() and not self.is_part_of_step()
+
     def take_written(self, values: list[torch.Tensor]) -> None:
         """Goes on from parameters that were written; called between a backward pass and the optimizer's step.
 
@@ -528,4 +537,6 @@ class ModelAlgorithm(Algorithm):
             if len(states) == 1:
                 self.load_numbers(states[0]["numbers"])
             self._written = False
+            # The means of several states are the same on all ranks.
+            self._own = len(states) == 1
             self.mark()

@@ -123,14 +123,12 @@ def measure(lab: netlab.Lab, part: str, parameters: int, limit: float) -> dict[s
     row: dict[str, Any] = {"name": part}
     for result in lab.run(command, timeout=limit):
         if result.ended or result.returncode:
-            text = result.stderr.strip().splitlines()
-            row.setdefault(
-                "error", f"rank {result.rank}: {text[-1] if text else 'it was ended'}" + " (ended)" * result.ended
-            )
+            how = "was ended at the limit" if result.ended else f"gave {result.returncode}"
+            told = ": ".join([f"rank {result.rank} {how}", *result.stderr.strip().splitlines()[-1:]])
+            row["error"] = f"{row['error']}; {told}" if "error" in row else told
         elif result.rank == 0:
             row["seconds"] = json.loads(result.stdout.splitlines()[-1])
-            told = [line for line in result.stderr.splitlines() if "is being sent" in line]
-            row["told"] = told[:1]
+            row["told"] = [line for line in result.stderr.splitlines() if "is being sent" in line][:1]
     return row
 
 

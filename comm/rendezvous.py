@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from bagua_kernels import knobs
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.mailboxes import leave_mailboxes
 from bagua_kernels.comm.backends.selection import over_torch
+from bagua_kernels.comm.backends.torch_distributed.gloo_end import await_freed, cut_group, free, keep
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.address import address_of
 from bagua_kernels.comm.joining.bounded import bounded
@@ -29,6 +29,8 @@ from bagua_kernels.comm.joining.launch import Launch, Refusal, gloo_on, loopback
 from bagua_kernels.comm.joining.start import Start, open_store, tell_refusal
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
+_FREEING = 2.0  # seconds that `shutdown` waits for connections to be closed after a failure
+_ON_GLOO = frozenset(("cpu", "cuda", "gloo"))  # in the configuration of a group that has no other backend
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
 _log = logging.getLogger(__name__)
@@ -246,9 +248,15 @@ def _give_up_group() -> None:
     """Makes torch.distributed forget its groups, whose operations may never finish."""
     if not dist.is_initialized():
         return
-    # The destructor would wait for those operations.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    # The destructors would wait for those operations. No other name may hold a group, or they would run here.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    if all(set(dist.get_backend_config(group).replace(":", ",").split(",")) <= _ON_GLOO for group in groups):
+        for at in range(len(groups)):
+            cut_group(groups[at])
+    else:
+        keep(groups)
     dist.destroy_process_group()
+    free(groups)
 
 
 def _indexed(place: torch.device) -> torch.device:
@@ -283,6 +291,8 @@ def _shutdown(limit: float | None, failure: str) -> None:
         dist.destroy_process_group()
     else:
         _give_up_group()
+        if not await_freed(_FREEING):
+            _log.warning("connections of before the failure are still being closed after %g s", _FREEING)
 
 
 def _forget() -> None:
@@ -290,8 +300,7 @@ def _forget() -> None:
     global _current
     if dist.is_available() and dist.is_initialized():
         # The destructors of groups, and of the store that they hold, would wait for threads that the child lacks.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        keep(dist.distributed_c10d._world.pg_map)
     if _current is not None:
         _current = None
         atexit.unregister(_shutdown_at_exit)

@@ -135,9 +135,8 @@ class CourierAlgorithm(ModelAlgorithm):
 
     def wait(self) -> None:
         """See `ModelAlgorithm.wait`."""
-        outside = self._writes is not None and self._points is not None and not self._in_step and not self._at_point
         # What was written stays until the next step begins, and what is owed stays owed.
-        if not (outside and self._has_written()):
+        if self._at_point or self._points is None or not self.has_to_keep():
             self._bring_in(BRING)
             if self._in_step and not self._at_point:
                 self.mark()
@@ -147,7 +146,8 @@ class CourierAlgorithm(ModelAlgorithm):
         for peer in range(self._communicator.size):
             if peer != self._communicator.rank:
                 self.courier.post(peer, _WRITTEN, b"")
-        self._rest()
+        self._rest_once(changes=True)
+        self._waiting.clear()
         self._put(values)
         self._refer()
         self.model.end_write()
@@ -207,17 +207,24 @@ class CourierAlgorithm(ModelAlgorithm):
             self.resumed()
 
     def _rest(self, *, changes: bool = True) -> None:
+        self._rest_once(changes=changes)
+        while self._waiting:
+            # That was for parameters that others have written. They go on, and come to this call later.
+            self._waiting.clear()
+            self._refer()
+            self._rest_once(changes=changes)
+
+    def _rest_once(self, *, changes: bool) -> None:
         with self._failing():
             # Others may have trained since the last rest, and need this rank until they have come here.
             self._resume()
-            written = not self._in_step and self._has_written()
+            written = self.has_to_keep()
             values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
             marks = [] if self._writes is None else self._writes.marks()
             if self._writes is not None:
                 # Others may need this rank's model to come to their rests. What they make of it is dropped here.
                 self._writes.mark()
             self.average.rest()
-            self._waiting.clear()
             if changes:
                 self.model.bring_in()
             elif self._writes is not None:

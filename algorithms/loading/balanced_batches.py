@@ -10,6 +10,7 @@ import numpy as np
 from bagua_kernels.algorithms.loading.balanced_sampler import LoadBalancingDistributedSampler
 from bagua_kernels.algorithms.loading.order import Costs, Indices, run_of, shuffle_runs
 from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.algorithms.wrapping.agreement import agreed
 from bagua_kernels.options import FloatOrInf, checked
 
 Batches: TypeAlias = "list[Indices]"
@@ -51,24 +52,26 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
 
         Raises:
             ValueError: a sample alone costs more than `max_cost`, `max_samples` is below 1, or there are fewer samples than
-                ranks.
+                ranks. Or options differ between ranks, which are compared as the sampler's.
         """
         self.sampler, epoch = sampler, sampler.epoch
         super().__init__(sampler.num_replicas, sampler.rank, sampler.seed)
         self.set_epoch(epoch)
-        costs = sampler.costs
-        largest = int(costs.argmax())
-        if not costs[largest] <= max_cost:
-            raise ValueError(
-                f"sample {largest} alone costs {costs[largest]}, more than max_cost={max_cost}: raise max_cost, or leave such "
-                f"samples out (there are {int((costs > max_cost).sum())})"
-            )
-        if max_samples is not None and max_samples < 1:
-            raise ValueError(f"max_samples has to be at least 1, got {max_samples}")
-        if len(costs) < self.num_replicas:
-            raise ValueError(f"expected a sample for each of {self.num_replicas} ranks, got {len(costs)}")
-        self.max_cost, self.padded, self.drop_last = max_cost, padded, drop_last
-        self.max_samples = len(costs) if max_samples is None else max_samples
+        with agreed(type(self).__name__, sampler.communicator) as own:
+            costs = sampler.costs
+            largest = int(costs.argmax())
+            if not costs[largest] <= max_cost:
+                raise ValueError(
+                    f"sample {largest} alone costs {costs[largest]}, more than max_cost={max_cost}: raise max_cost, or leave "
+                    f"such samples out (there are {int((costs > max_cost).sum())})"
+                )
+            if max_samples is not None and max_samples < 1:
+                raise ValueError(f"max_samples has to be at least 1, got {max_samples}")
+            if len(costs) < self.num_replicas:
+                raise ValueError(f"expected a sample for each of {self.num_replicas} ranks, got {len(costs)}")
+            self.max_cost, self.padded, self.drop_last = max_cost, padded, drop_last
+            self.max_samples = len(costs) if max_samples is None else max_samples
+            own.update(max_cost=max_cost, padded=padded, max_samples=max_samples, drop_last=drop_last)
 
     @property
     def epoch(self) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from bagua_kernels.algorithms.loading.costs import Complexity, Dataset, costs_of
 from bagua_kernels.algorithms.loading.order import CostOrder, Indices, run_of, shuffle_runs
 from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.algorithms.wrapping.agreement import agreed, ranks_of
+from bagua_kernels.comm import Communicator
 from bagua_kernels.options import checked
 
 
@@ -33,8 +36,10 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
         drop_last: bool = False,
         random_level: float = 0.0,
         run: int | None = None,
+        *,
+        communicator: Communicator | None = None,
     ) -> None:
-        """Learns all costs.
+        """Learns all costs; collective where there is a communicator.
 
         Args:
             dataset: with a length, equal on all ranks.
@@ -47,26 +52,32 @@ class LoadBalancingDistributedSampler(SharedEpoch[int, Indices]):
             drop_last: leave the last samples out where the number of ranks does not divide them.
             random_level: from 0, best balance, to 1, random order.
             run: samples of similar cost that stay together. By default the largest of 24 to 960 that leaves a hundred runs.
+            communicator: of the ranks, which compare costs and options. That of `comm.init()` if None, provided it was called,
+                and neither `num_replicas` nor `rank` is given.
 
         Raises:
             TypeError: the dataset has no length.
             ValueError: there are not as many costs as samples, or one is not positive and finite. Or there are too few samples
-                for `drop_last`, or a number is out of its range.
+                for `drop_last`, or a number is out of its range. Or costs or options differ between ranks.
         """
         super().__init__(num_replicas, rank, seed)
-        self.costs = costs_of(dataset, complexity)
-        samples = len(self.costs)
-        if not samples or (drop_last and samples < self.num_replicas):
-            raise ValueError(
-                f"expected a sample for each of {self.num_replicas} ranks, got {samples}: set drop_last=False"
-            )
-        if not 0 <= random_level <= 1:
-            raise ValueError(f"random_level has to be from 0 to 1, got {random_level}")
-        self.run = run_of(samples) if run is None else run
-        if self.run < 1:
-            raise ValueError(f"run has to be at least 1, got {run}")
-        self.shuffle, self.drop_last, self.random_level = shuffle, drop_last, random_level
-        self._by_cost = CostOrder(self.costs, random_level if shuffle else 0.0)
+        self.communicator = ranks_of(num_replicas, rank) if communicator is None else communicator
+        with agreed(type(self).__name__, self.communicator) as own:
+            self.costs = costs_of(dataset, complexity)
+            samples = len(self.costs)
+            if not samples or (drop_last and samples < self.num_replicas):
+                raise ValueError(
+                    f"expected a sample for each of {self.num_replicas} ranks, got {samples}: set drop_last=False"
+                )
+            if not 0 <= random_level <= 1:
+                raise ValueError(f"random_level has to be from 0 to 1, got {random_level}")
+            self.run = run_of(samples) if run is None else run
+            if self.run < 1:
+                raise ValueError(f"run has to be at least 1, got {run}")
+            self.shuffle, self.drop_last, self.random_level = shuffle, drop_last, random_level
+            self._by_cost = CostOrder(self.costs, random_level if shuffle else 0.0)
+            own.update(samples=samples, costs=torch.from_numpy(self.costs), seed=seed, num_replicas=self.num_replicas)
+            own.update(shuffle=shuffle, drop_last=drop_last, random_level=random_level, run=self.run)
 
     def by_cost(self, epoch: int) -> tuple[Indices, np.random.Generator]:
         """Returns an epoch's samples in ascending order of cost, about, and a generator for what is drawn next."""

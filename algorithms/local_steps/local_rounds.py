@@ -89,6 +89,11 @@ class LocalRounds(RoundAlgorithm):
         return self._rounds
 
     @property
+    def ranks(self) -> Communicator:
+        """The communicator of all ranks, for calls to which all come."""
+        return self._communicator
+
+    @property
     def rank(self) -> int:
         """This rank's number."""
         return self._communicator.rank

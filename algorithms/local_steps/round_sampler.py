@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
+from bagua_kernels.algorithms.wrapping.agreement import agreed
 from bagua_kernels.options import checked
 
 
@@ -21,7 +22,7 @@ class RoundSampler(Sampler[list[int]]):
 
     @checked
     def __init__(self, samples: int, batch_size: int, model: LocalRounds, *, seed: int = 0) -> None:
-        """Begins with the first round of a model.
+        """Begins with the first round of a model; collective.
 
         Args:
             samples: in the dataset, equal on all ranks.
@@ -30,10 +31,12 @@ class RoundSampler(Sampler[list[int]]):
             seed: of the order, equal on all ranks.
 
         Raises:
-            ValueError: a number is below 1.
+            ValueError: a number is below 1, or numbers differ between ranks.
         """
-        if samples < 1 or batch_size < 1:
-            raise ValueError(f"samples and batch_size must be at least 1, got {samples=} and {batch_size=}")
+        with agreed(type(self).__name__, model.ranks) as own:
+            if samples < 1 or batch_size < 1:
+                raise ValueError(f"samples and batch_size must be at least 1, got {samples=} and {batch_size=}")
+            own.update(samples=samples, batch_size=batch_size, seed=seed)
         self._samples, self._batch_size, self._model, self._seed = samples, batch_size, model, seed
         self._place = 0  # in the endless sequence of all epochs' samples, where the round under way begins
         self._drawn = 0  # this rank's batches of the round

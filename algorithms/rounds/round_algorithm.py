@@ -221,8 +221,7 @@ class RoundAlgorithm(ModelAlgorithm):
             return
         self._check_failure()
         # What was written meanwhile is not to be lost.
-        outside = self._writes is not None and not self._in_step and not self._at_point
-        written = outside and self._has_written() and not self.is_part_of_step()
+        written = not self._at_point and self.has_to_keep()
         values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
         tasks, self._tasks = self._tasks, []
         self._under_way = False

@@ -15,11 +15,15 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.mailbox import Mailbox
 
 
-def open_mailbox(communicator: Communicator) -> Mailbox:
+def open_mailbox(communicator: Communicator, *, lasting: bool = True) -> Mailbox:
     """Opens a mailbox of the same ranks, with the communicator's device and timeout; every rank calls it.
 
     The communicator is needed for the start only. Its failure or its end do not concern the mailbox. Ranks on GPUs exchange
     tensors by a duplicate of it, and letters by sockets.
+
+    Args:
+        communicator: of the ranks.
+        lasting: False if `comm.shutdown` leaves it, True if it goes on afterwards.
 
     Raises:
         CommunicationError: if the ranks cannot connect.
@@ -28,24 +32,22 @@ def open_mailbox(communicator: Communicator) -> Mailbox:
     if isinstance(communicator, LocalCommunicator):
         return LocalMailbox(communicator)
     mailbox = _opened(communicator)
-    _open[mailbox] = _job(communicator)
+    if not lasting:
+        _passing[mailbox] = _job(communicator)
     return mailbox
 
 
 def leave_mailboxes(communicator: Communicator, reason: str) -> None:
-    """Leaves what is open of mailboxes of a communicator and of its relatives, for the end of a job.
-
-    A mailbox outlives the communicator that it was opened from, and the thread of a courier waits for letters.
-    """
+    """Leaves what is open of the mailboxes of a communicator and of its relatives that were opened with `lasting=False`."""
     if isinstance(communicator, LocalCommunicator):
         return
-    for mailbox, job in list(_open.items()):
+    for mailbox, job in list(_passing.items()):
         if job is _job(communicator):
             mailbox.leave(reason)
 
 
 # With what the communicators of a job have in common.
-_open: weakref.WeakKeyDictionary[Mailbox, Any] = weakref.WeakKeyDictionary()
+_passing: weakref.WeakKeyDictionary[Mailbox, Any] = weakref.WeakKeyDictionary()
 
 
 def _job(communicator: Communicator) -> Any:

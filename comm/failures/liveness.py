@@ -402,9 +402,12 @@ class Liveness:
         deadline = self.clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
         while self.rank == HOST and self.clock() < deadline:
             lost = {rank for report in self._board.reports if report.kind == "lost" for rank in report.ranks}
-            if left >= self.size - len((lost | self.blamed) - {self.rank}):
+            # One that was named because it left has been counted.
+            gone = {rank for rank, seen in self._board.seen.items() if seen.heartbeat.left}
+            if left >= self.size - len((lost | self.blamed) - gone - {self.rank}):
                 break
             time.sleep(self.heartbeat / 20)
+            self._board.read(heartbeats=True)
             left = self._board.count_left(0)
 
     def forget(self) -> None:

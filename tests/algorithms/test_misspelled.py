@@ -92,7 +92,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "True or False.*'ture'",
     ),
     "a number of a spec": (lambda: from_spec("bytegrad:block=many", net()), ValueError, "whole number.*'many'"),
-    "a spec": (lambda: from_spec(ByteGrad, net()), TypeError, "text.*ByteGrad"),  # type: ignore[arg-type]
+    "a spec": (lambda: from_spec(ByteGrad, net()), TypeError, "text.*ByteGrad"),  # type: ignore[call-overload]
     "a hook's spec": (lambda: ddp.hook(3), TypeError, "text.*3"),  # type: ignore[arg-type]
     "a codec": (lambda: CompressedAllReduce(net(), codec=3), TypeError, "codec.*3"),  # type: ignore[arg-type]
 }

@@ -396,3 +396,37 @@ def test_the_mean_of_pushed_parameters_between_rounds(steps: int) -> None:
 
     # The gradient is 1, 2, 3.
     assert all(abs(float(mean) + 0.2 * steps) < 1e-12 for mean in run_ranks(3, rank, timeout=20))
+
+
+@grid(spec=[*OUTER, "d2", "choco:eta=0.5", "async_decentralized"], cover=1)
+def test_a_load_before_a_batch_that_is_left_out(spec: str) -> None:
+    def rank(communicator: Communicator) -> torch.Tensor:
+        loop = Loop(communicator, spec, lr=0.0)
+        loop.steps(3)
+        by_load(loop.net)
+        if communicator.rank == 0:
+            loop.steps(1)
+        else:
+            loss_of(loop.model, loop.rank, 3)
+        loop.model.synchronize()
+        loop.model.close()
+        return loop.values()
+
+    expected = torch.cat([p.detach().reshape(-1) for p in Odd(7).parameters()])
+    for found in run_ranks(2, rank, timeout=20):
+        assert float((found - expected).abs().max()) <= 2e-5
+
+
+@grid(spec=[*GOSSIP, *OUTER, *ASYNCHRONOUS], cover=1)
+def test_statistics_between_forward_and_backward(spec: str) -> None:
+    def rank(communicator: Communicator) -> None:
+        loop = Loop(communicator, spec, lr=0.1)
+        for number in range(4):
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.model, loop.rank, number)
+            loop.model.stats()
+            loss.backward()
+            loop.optimizer.step()
+        loop.model.close()
+
+    run_ranks(2, rank, timeout=20)

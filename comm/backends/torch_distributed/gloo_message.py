@@ -8,20 +8,20 @@ that thread, with any timeout and any number of times.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from bagua_kernels.comm.backends.torch_distributed.gloo_end import cut
+
 _FOR_EVER = timedelta(days=3650)
 _IDLE = 1.0  # seconds that a thread stays without a message
-_SCRAP_TAG = (1 << 31) - 1
 _PATIENCE = 10.0  # seconds for the threads to see that their connections are gone
 
 
@@ -30,12 +30,12 @@ class GlooMessages:
 
     Args:
         backend: torch's; kept while messages are under way.
-        peer: any other rank.
+        peers: the other ranks.
     """
 
-    def __init__(self, backend: Any, peer: int) -> None:
+    def __init__(self, backend: Any, peers: Sequence[int]) -> None:
         self._backend = backend
-        self._peer = peer
+        self._peers = peers
         self._under_way: set[GlooMessage] = set()
 
     def start(self, handle: Any, data: torch.Tensor) -> GlooMessage:
@@ -61,13 +61,13 @@ class GlooMessages:
 
     def sever(self) -> None:
         """Closes the connections if messages are under way, which ends them, and waits for their threads."""
+        if self._under_way:
+            self.cut()
+
+    def cut(self) -> None:
+        """Closes the connections, which ends all operations, and waits for the messages' threads."""
         under_way = list(self._under_way)
-        if not under_way:
-            return
-        scrap = torch.empty(1, dtype=torch.uint8, device="cpu")
-        # The purpose is the error: a receive that runs out of time closes everything.
-        with contextlib.suppress(RuntimeError):
-            self._backend.recv([scrap], self._peer, _SCRAP_TAG).wait(timedelta(milliseconds=1))
+        cut(self._backend, self._peers)
         deadline = time.monotonic() + _PATIENCE
         for message in under_way:
             message.join(max(0.0, deadline - time.monotonic()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Mapping
@@ -12,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.nccl.binding import await_ranks
+from bagua_kernels.comm.backends.torch_distributed.gloo_end import free, keep
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.failures.forked import Sockets, forget_after_fork
 from bagua_kernels.comm.joining.bounded import PatientStore
@@ -64,7 +64,7 @@ class TorchGroup:
 
     def _listen(self) -> None:
         if self.kind == "gloo" and self.size > 1 and self.backend is not None:
-            self.messages = GlooMessages(self.backend, (self.rank + 1) % self.size)
+            self.messages = GlooMessages(self.backend, [rank for rank in range(self.size) if rank != self.rank])
 
     def child(self, key: str, ranks: tuple[int, ...], given_up: threading.Event) -> TorchGroup:
         """Connects some of the ranks; may wait for ever, see `connect` in `bagua_kernels.comm.failures.opening`.
@@ -141,7 +141,7 @@ class TorchGroup:
         """Changes the time that operations may take from now on, and that new groups have to connect."""
         self.timeout = seconds
         # One rank has no connections of its own, and waits for nobody.
-        if self.kind in ("gloo", "nccl") and self.size > 1 and self.backend is not None:
+        if self.kind in ("gloo", "nccl") and self.size > 1 and not isinstance(self.backend, _GivenUp | None):
             patience = _SLOWEST if self.kind == "gloo" else 1
             self.backend._set_default_timeout(timedelta(seconds=patience * seconds))
 
@@ -155,18 +155,25 @@ class TorchGroup:
     def abandon(self) -> None:
         """Gives the connections up while operations may be under way, without waiting for those.
 
-        Gloo's destructor waits for its operations, even when the process exits, so it must never run.
+        Gloo's destructor waits for its operations, so they are ended first, and it runs on another thread.
         """
-        self._sever()
-        if self._owns_nccl():
+        if self.messages is not None:
+            # No other name may hold the backend, or its destructor would run here.
+            held: list[Any] = [self.store, self._rendezvous, self.messages, self.backend]
+            self.messages, self.backend = None, _GivenUp()
+            # Errors and graphs of autograd may keep this object, which would keep rank 0's server.
+            self.store = self._rendezvous = HashStore()
+            held[2].cut()
+            free(held)
+        elif self._owns_nccl():
             self.backend.abort()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+            keep([self.backend])
 
     def forget(self) -> None:
         """Closes the sockets of a forked child, and keeps Gloo's destructor from waiting for threads that it lacks."""
         self.sockets.drop()
         if self.backend is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+            keep([self.backend])
 
     def _owns_nccl(self) -> bool:
         # One rank uses the group of the user.
@@ -196,6 +203,13 @@ class TorchGroup:
     def _sever(self) -> None:
         if self.messages is not None:
             self.messages.sever()
+
+
+class _GivenUp:
+    """Stands for a backend that is being freed; no operation can start."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the connections were given up after a failure")
 
 
 @dataclass(frozen=True)

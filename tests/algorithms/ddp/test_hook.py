@@ -93,6 +93,19 @@ def feedback_survives_other_buckets() -> None:
         torch.testing.assert_close(a.flatten() + workers + owners[0], b.flatten(), rtol=1e-4, atol=1e-5)
 
 
+def profiled() -> None:
+    """A profiler sees the wait of the hook; its numbers are those that it counts."""
+    model, made = hooked("sign", find_unused_parameters=True)
+    assert made.stats().as_dict()["steps"] == 0
+    backward(model, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        backward(model, 1)
+    assert "SignSGD.wait" in {event.key for event in profile.key_averages()}
+    found = made.stats()
+    assert (found.steps, found.bytes_sent) == (2, made.bytes_sent)
+    assert (found.exchange_seconds > 0) == (found.residual_norm > 0) == (dist.get_world_size() > 1)
+
+
 def accumulated() -> None:
     """In `no_sync` the hook is not called; the next pass has the sum."""
     model, made = hooked("allreduce", find_unused_parameters=True)
@@ -395,6 +408,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "unused keeps": unused_keeps_residuals,
     "loaded": loaded_in_use,
     "refused": refused,
+    "profiled": profiled,
 }
 SLOW: dict[str, Callable[[], None]] = {"compiled": compiled, "many": many_runs}
 QUICK = [
@@ -408,6 +422,7 @@ QUICK = [
     "unused",
     "scaled",
     "resumed",
+    "profiled",
 ]
 
 

@@ -379,7 +379,7 @@ def test_truncated_payloads_and_arguments() -> None:
         with pytest.raises(ValueError, match="payload must have shape"):
             TopK().decode(payload[:size], torch.empty(1000))
     for ratio in (0, -1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="ratio (of TopK )?must be (above 0|a finite number)"):
+        with pytest.raises(ValueError, match=r"ratio (of TopK )?must be (above 0|a finite number)"):
             TopK(ratio)
     with pytest.raises(ValueError, match="contractive codec"):
         TopK(values="minmax_uint8:stochastic=true")
