@@ -86,10 +86,20 @@ class StochasticGradientPush(RoundAlgorithm):
     def take_written(self, values: list[torch.Tensor]) -> None:
         """See `ModelAlgorithm.take_written`; the numerator follows, and the weight stays."""
         super().take_written(values)
+        self._take_numerators()
+
+    def _take_numerators(self) -> None:
         if self._weighs:
             for bucket in self.flat.buckets:
-                numerator = self.flat.kept(bucket, "numerator")
-                numerator.copy_(bucket.flat).mul_(self._divisor)
+                self.flat.kept(bucket, "numerator").copy_(bucket.flat).mul_(self._divisor)
+
+    @torch.no_grad()
+    def _in_place(self, call: str) -> bool:
+        """See `ModelAlgorithm._in_place`; what was written is what means are taken of."""
+        several = super()._in_place(call)
+        if several and call in ("synchronize()", "averaged()") and self.has_to_keep():
+            self._take_numerators()
+        return several
 
     def mean_source(self, bucket: Bucket) -> torch.Tensor:
         """See `ModelAlgorithm.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""

@@ -430,3 +430,26 @@ def test_statistics_between_forward_and_backward(spec: str) -> None:
         loop.model.close()
 
     run_ranks(2, rank, timeout=20)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_synchronize_after_a_load_with_pushed_weights(steps: int) -> None:
+    """The mean is that of what was loaded, though weights are not 1 and a round is under way."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        net = Odd()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        columns = GivenMatrix(3, [[0.5, 0.0, 0.25], [0.5, 0.5, 0.25], [0.0, 0.5, 0.5]])
+        model = StochasticGradientPush(net, optimizer, communicator=communicator, peers=columns)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, communicator.rank, step).backward()
+            optimizer.step()
+        by_load(net)
+        model.synchronize()
+        model.close()
+        return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+    expected = torch.cat([p.detach().reshape(-1) for p in Odd(7).parameters()])
+    for found in run_ranks(3, rank, timeout=20):
+        assert float((found - expected).abs().max()) < 1e-6
