@@ -25,7 +25,7 @@ from bagua_kernels.errors import CollectiveTimeoutError, MismatchError, follow_u
 
 _IN_FLIGHT = 2
 _ANY_STEPS = 1 << 63
-_PATIENCE = 0.25  # seconds of waiting for a round after which others are told of it
+_PATIENCE = 1.0  # seconds of waiting for a round after which others are told of it
 
 
 class RoundOptions(ModelOptions, total=False):

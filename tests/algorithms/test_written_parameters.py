@@ -150,8 +150,7 @@ def test_what_is_evaluated_is_not_published(spec: str) -> None:
     assert max(run_ranks(2, rank, timeout=60)) < 2
 
 
-@pytest.mark.parametrize("spec", [spec for spec in OUTER if spec != "local_sgd:interval=3"])
-@pytest.mark.parametrize("who", ["one", "different"])
+@grid(spec=[spec for spec in OUTER if spec != "local_sgd:interval=3"], who=["one", "different"])
 def test_outer_parameters_must_be_equal(spec: str, who: str) -> None:
     def rank(communicator: Communicator) -> str:
         loop = Loop(communicator, spec, lr=0.01)
@@ -333,8 +332,7 @@ def test_new_memory_after_a_batch_that_is_left_out(spec: str) -> None:
     assert all(map(torch.equal, plain, moved))
 
 
-@pytest.mark.parametrize("spec", ["d2", "choco:eta=0.5", "lowprec", "decentralized"])
-@pytest.mark.parametrize("event", ["consensus", "stats", "evaluation", "resume"])
+@grid(spec=["d2", "choco:eta=0.5", "lowprec", "decentralized"], event=["consensus", "stats", "evaluation", "resume"])
 def test_what_happens_in_the_step_after_a_load(spec: str, event: str) -> None:
     """The load stays noticed, and a checkpoint contains what is still to be taken over."""
 

@@ -149,7 +149,7 @@ def test_index_says_when_exchanges_run(name: str) -> None:
 
 
 def test_threads_are_as_many_as_the_index_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_algorithm, "open_mailbox", over_sockets)
+    monkeypatch.setattr(model_algorithm, "open_mailbox", lambda communicator, **_: over_sockets(communicator))
     before = set(threading.enumerate())
 
     def rank(communicator: Communicator) -> list[str]:
