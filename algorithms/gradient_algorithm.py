@@ -177,11 +177,7 @@ class GradientAlgorithm(Algorithm):
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
         if self._engine is not None:
-            if self._engine.interruption.happened:
-                # Exchanges that are under way may wait for ranks that will not answer.
-                for each in self._communicators():
-                    each.abort("it was closed after a backward pass that was interrupted")
-            self._engine.close()
+            self._engine.shut_down(self._communicators())
             self._engine = None
         if self._alone is not None:
             self._alone.close()

@@ -242,7 +242,7 @@ class ModelAlgorithm(Algorithm):
         self._written = False
         if self._has_written():
             with self._failing(), torch.no_grad():
-                self.take_written([bucket.flat.clone() for bucket in self.flat.buckets])
+                self.take_written(self.flat.copies())
         self._writes.mark()
 
     def is_part_of_step(self) -> bool:

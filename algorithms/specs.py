@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 import torch
 from torch.optim import Optimizer
 
-from bagua_kernels.algorithms import registry
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm
@@ -213,4 +212,4 @@ def from_spec(spec: str, module: torch.nn.Module, optimizer: Optimizer | None = 
         TypeError: the spec is no text, or an argument is of another type.
         ValueError: the name or an option is unknown, or a value does not fit.
     """
-    return registry.from_spec(spec, module, optimizer, **arguments)
+    return Algorithm.from_spec(spec, module, optimizer, **arguments)

@@ -165,10 +165,7 @@ class AsyncModelAverage(CourierAlgorithm):
         """See `Algorithm._stop`."""
         super()._stop()
         if self._engine is not None:
-            if self._engine.interruption.happened:
-                for each in self._communicators():
-                    each.abort("it was closed after a backward pass that was interrupted")
-            self._engine.close()
+            self._engine.shut_down(self._communicators())
             self._engine = None
 
     def pause(self) -> None:

@@ -219,7 +219,7 @@ class CourierAlgorithm(ModelAlgorithm):
             # Others may have trained since the last rest, and need this rank until they have come here.
             self._resume()
             written = self.has_to_keep()
-            values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
+            values = self.flat.copies() if written else []
             marks = [] if self._writes is None else self._writes.marks()
             if self._writes is not None:
                 # Others may need this rank's model to come to their rests. What they make of it is dropped here.
@@ -263,7 +263,7 @@ class CourierAlgorithm(ModelAlgorithm):
         """Sets the references to rank 0's parameters; collective. Ranks have other ones each, and any will do that all have."""
         if not self.has_references:
             return
-        vectors = [bucket.flat.clone() for bucket in self.flat.buckets]
+        vectors = self.flat.copies()
         for vector in vectors:
             self._communicator.broadcast(vector, 0).wait()
         self.set_references(vectors)

@@ -176,6 +176,17 @@ class Engine:
         self._runtime.close()
         self.interruption.remove()
 
+    def shut_down(self, communicators: Sequence[Communicator]) -> None:
+        """Closes; after a backward pass that broke off, exchanges under way may wait for ranks that will not answer.
+
+        Args:
+            communicators: of the algorithm, which are aborted then.
+        """
+        if self.interruption.happened:
+            for each in communicators:
+                each.abort("it was closed after a backward pass that was interrupted")
+        self.close()
+
     def gradient_ready(self, position: int | None) -> None:
         """Takes one parameter's gradient, which backward has just completed; None stands for a sparse one, taken later."""
         if not self.enabled:

@@ -131,6 +131,10 @@ class FlatParameters:
         if for_ever:
             self._outside.clear()
 
+    def copies(self) -> list[torch.Tensor]:
+        """Returns a copy of each bucket's vector."""
+        return [bucket.flat.clone() for bucket in self.buckets]
+
     @torch.no_grad()
     def take_back(self) -> None:
         """Takes back parameters from buckets of another owner, which does not use them any more."""

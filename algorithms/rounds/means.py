@@ -44,7 +44,7 @@ def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mea
 def restored(module: torch.nn.Module, flat: FlatParameters) -> Iterator[None]:
     """Puts parameters and buffers back at the end of the block."""
     flat.check()
-    own = [bucket.flat.clone() for bucket in flat.buckets]
+    own = flat.copies()
     buffers = list(module.buffers())
     values = [buffer.clone() for buffer in buffers]
     try:

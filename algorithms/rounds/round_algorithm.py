@@ -222,7 +222,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._check_failure()
         # What was written meanwhile is not to be lost.
         written = not self._at_point and self.has_to_keep()
-        values = [bucket.flat.clone() for bucket in self.flat.buckets] if written else []
+        values = self.flat.copies() if written else []
         tasks, self._tasks = self._tasks, []
         self._under_way = False
         with self._failing(), torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua_kernels.algorithms import Algorithm, Exchange, GradientAlgorithm, registry
+from bagua_kernels.algorithms import Algorithm, Exchange, GradientAlgorithm, from_spec
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch
@@ -45,7 +45,7 @@ def train(algorithm: GradientAlgorithm, rank: int, first: int, last: int) -> lis
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_trains_and_resumes(own: dict[str, Any], size: int) -> None:
     def rank(communicator: Communicator) -> list[torch.Tensor]:
-        whole = registry.from_spec("half", Odd(), communicator=communicator, bucket_bytes=600)
+        whole = from_spec("half", Odd(), communicator=communicator, bucket_bytes=600)
         train(whole, communicator.rank, 0, 3)
         again = own["HalfAllReduce"](Odd(), communicator=communicator, bucket_bytes=600)
         again.module.load_state_dict(whole.module.state_dict())

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam
-from bagua_kernels.algorithms.registry import from_spec
+from bagua_kernels.algorithms.specs import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.adam.simulation import CORRECTIONS, Given, draw
 from tests.algorithms.ranks import Odd, batch
