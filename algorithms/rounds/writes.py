@@ -20,6 +20,7 @@ class _Sample:
     """Some elements of a bucket: their places, and their values.
 
     Attributes:
+        owners: the number of the parameter within the bucket to which each element belongs.
         seen: the values when they were looked at last.
         before: those when they were looked at last before the last step.
         after: those that the last step or exchange has left.
@@ -27,12 +28,24 @@ class _Sample:
 
     flat: torch.Tensor
     places: torch.Tensor
+    owners: torch.Tensor
     seen: torch.Tensor
     before: torch.Tensor
     after: torch.Tensor
 
     def now(self) -> torch.Tensor:
         return self.flat.index_select(0, self.places)
+
+    def kept(self) -> tuple[int, int]:
+        """Returns how many elements keep the values of the last step, and of how many.
+
+        Elements count that the last step has moved, in parameters of which any element was written since.
+        """
+        written = self.now() != self.after
+        hit = torch.zeros_like(self.after, dtype=torch.float32).index_add_(0, self.owners, written.float())
+        counted = (self.after != self.before) & (hit[self.owners] > 0)
+        # waits: where something was written.
+        return int((counted & ~written).sum()), int(counted.sum())
 
 
 class Writes:
@@ -118,18 +131,22 @@ class Writes:
 
     @torch.no_grad()
     def belongs_to_step(self) -> bool:
-        """Returns True if what was written is part of a step, as `clamp_` after each step is.
+        """Returns True if what was written is part of a step, as `clamp_` and masks after each step are.
 
-        It moves parameters no further than the last step did, or than what was written after the step before, times 4.
+        It moves parameters no further than the last step did, or than what was written after the step before, times 4. Or it
+        keeps the step's values in a quarter of the elements, which other weights would not do.
         """
         written = step = 0.0
+        kept = counted = 0
         for sample in self._samples:
             # waits: where something was written.
             written += float((sample.now().double() - sample.after.double()).square().sum())
             # waits: as above.
             step += float((sample.after.double() - sample.before.double()).square().sum())
+            of_sample = sample.kept()
+            kept, counted = kept + of_sample[0], counted + of_sample[1]
         self._squares[0] = written
-        return written <= max(step, 16 * self._squares[1])
+        return written <= max(step, 16 * self._squares[1]) or 0 < counted <= 4 * kept
 
     def _count(self) -> int:
         return sum(parameter._version for parameter in self._parameters) if self._on_gpu else 0
@@ -154,10 +171,14 @@ def _sample(bucket: Bucket) -> _Sample:
         for span in bucket.own
         if span.stop > span.start
     ]
+    owners = [torch.full_like(span, number) for number, span in enumerate(spans)]
+    empty = torch.empty(0, dtype=torch.int64)
     # waits: at start.
-    places = (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(bucket.flat.device)
+    places = (torch.cat(spans) if spans else empty).to(bucket.flat.device)
+    # waits: at start.
+    numbers = (torch.cat(owners) if owners else empty).to(bucket.flat.device)
     values = bucket.flat.detach().index_select(0, places)
-    return _Sample(bucket.flat, places, values, values, values)
+    return _Sample(bucket.flat, places, numbers, values, values, values)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
