@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 # Operations that an awaited rank may begin elsewhere while its bytes there still put the end off. A wait goes on
@@ -42,7 +43,7 @@ class Stillness:
     def __init__(self, started: float) -> None:
         self._started = self._at = started
         self._own = 0
-        self._awaited: dict[int, _Awaited] = {}
+        self._awaited: dict[Hashable, _Awaited] = {}
 
     def own(self, moved: int, now: float) -> None:
         """Takes how many bytes of the operation have moved here so far."""
@@ -54,11 +55,11 @@ class Stillness:
             for each in self._awaited.values():
                 each.first = each.last
 
-    def other(self, rank: int, stir: Stir, now: float) -> None:
-        """Takes what a rank has told; the first time it is only noted."""
-        awaited = self._awaited.get(rank)
+    def other(self, source: Hashable, stir: Stir, now: float) -> None:
+        """Takes what a source, such as a rank, has told; the first time it is only noted."""
+        awaited = self._awaited.get(source)
         if awaited is None:
-            self._awaited[rank] = _Awaited(stir)
+            self._awaited[source] = _Awaited(stir)
             return
         if stir.moved != awaited.last.moved:
             awaited.at = now

@@ -170,6 +170,9 @@ class Start:
         try:
             yield
         except (CommunicationError, BackendUnavailableError) as error:
+            if isinstance(error, CollectiveTimeoutError) and not error.ranks:
+                # Some did not come, and the call could not see which.
+                raise self._failure(error) from error
             self._tell(list(getattr(error, "ranks", ())), str(error))
             raise
         except RuntimeError as error:

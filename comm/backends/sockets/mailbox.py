@@ -84,7 +84,7 @@ class SocketMailbox(Mailbox):
 
     def stir(self, rank: int) -> Stir | None:
         """See `Mailbox.stir`."""
-        return self._loop.stir(rank)
+        return self._loop.stir(rank)[0]
 
     def lost(self) -> dict[int, str]:
         """See `Mailbox.lost`; dropped ranks are in it although the loop may not have come to them yet."""
@@ -178,7 +178,9 @@ class SocketMailboxWork(Pending):
             now = self._now()
             still.own(self._operation.moved, now)
             for peer in behind:
-                still.other(peer, mailbox._loop.stir(peer), now)
+                stir, answered = mailbox._loop.stir(peer, self._asked.get(peer, math.inf))
+                # Its first answer is no progress: what it had told before is of an earlier wait.
+                still.other((peer, answered), stir, now)
             late = now - still.since() - timeout
             if late >= 0 and (late >= min(timeout / 4, _LONGEST_PAUSE) or not self._unanswered(behind)):
                 self._give_up(missing, behind)
@@ -236,7 +238,8 @@ class SocketMailboxWork(Pending):
         for peer, reason in self._silent().items():
             loop.lose(peer, reason)
         lost, error = self._lost(), CommunicationError()
-        if culprits := [peer for peer in behind if peer in lost]:
+        # Partners that have given up just now wait for nobody any more.
+        if culprits := [peer for peer in {**dict.fromkeys(behind), **self._asked} if peer in lost]:
             error = lost_error(name, culprits, lost)
         else:
             error = late_error(name, mailbox.timeout, missing, lost, self._still.told(self._now()))

@@ -101,7 +101,7 @@ class MailboxLoop(Loop):
         self.dropped: frozenset[int] = frozenset()
         self.waiting: dict[Operation, None] = {}
         self.awaited: dict[int, tuple[float, tuple[int, ...]]] = {}
-        self._told = dict.fromkeys(links, (0, 0))
+        self._told = dict.fromkeys(links, (0, 0, 0.0))
         self._box = box
         self._leaving: dict[int, str] = {}
         self._ending: set[int] = set()
@@ -129,10 +129,16 @@ class MailboxLoop(Loop):
         """Returns why a rank is lost, or about to leave; else an empty text."""
         return self.reasons.get(peer) or self._leaving.get(peer, "")
 
-    def stir(self, peer: int) -> Stir:
-        """Returns what has moved between this rank and another one, and what that one has told in its last answer."""
-        moved, begun = self._told[peer]
-        return Stir((moved, sum(channel.moved for channel in list(self._links.get(peer, ())))), begun)
+    def stir(self, peer: int, asked: float = 0.0) -> tuple[Stir, bool]:
+        """Returns what has moved between this rank and another one, what that one told last, and if that is an answer.
+
+        Args:
+            peer: the other rank.
+            asked: when it was asked, by `time.monotonic`.
+        """
+        moved, begun, at = self._told[peer]
+        links = sum(channel.moved for channel in list(self._links.get(peer, ())))
+        return Stir((moved, links), begun), at >= asked
 
     def post(self, peers: Iterable[int], kind: Kind, contents: bytes = b"") -> None:
         """Sends a frame to some ranks; from any thread."""
@@ -180,7 +186,7 @@ class MailboxLoop(Loop):
         elif kind == Kind.LEAVE:
             self._leaving[peer] = contents.decode(errors="replace")
         elif kind == Kind.TOLD:
-            self._told[peer] = _TOLD.unpack(contents)
+            self._told[peer] = (*_TOLD.unpack(contents), time.monotonic())
         elif kind in (Kind.PING, Kind.ASK):
             # Not from here, in the middle of what has arrived: sending may find that the connection has ended.
             self._called.append(partial(self._answer if kind == Kind.PING else self._tell, peer))
