@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.address import address_of
 from bagua_kernels.comm.joining.bounded import bounded
 from bagua_kernels.comm.joining.launch import Launch, Refusal, gloo_on, loopback_of
-from bagua_kernels.comm.joining.start import Start, open_store, tell_refusal
+from bagua_kernels.comm.joining.start import Start, begin, tell_refusal
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _FREEING = 2.0  # seconds that `shutdown` waits for connections to be closed after a failure
@@ -197,11 +196,7 @@ def _place(launch: Launch, wanted: torch.device | None) -> tuple[torch.device, s
 
 
 def _join(launch: Launch, timeout: float, place: torch.device, host: str) -> Communicator:
-    since = time.monotonic()
-    store = open_store(launch.master_addr, launch.master_port, launch.rank, timeout, launch.agent_store)
-    store.set_timeout(timedelta(seconds=timeout))
-    # A launcher that restarts dead ranks hands out the same store again, with the dead ranks' addresses still in it.
-    start = Start(store, launch.rank, launch.world_size, timeout, since, launch.agent_store)
+    store, start = begin(launch, timeout)
     with start.told():
         try:
             store.set_timeout(timedelta(seconds=start.left()))

@@ -159,6 +159,11 @@ class _Reasoning:
             for rank in self._others
             if self._is_late(rank, case.number)
         }
+        if pair := self._at_a_stand(late):
+            a, b = pair
+            text = f"nothing came through the connection between ranks {a} and {b}, which wait for one another: rank {a} is "
+            text += describe(self._doing(a))
+            return Diagnosis("stalled", pair, text, case.communicator, view.rank)
         return self._told("late", late) if late else self._unknown("every rank still answers and has entered it")
 
     def _without_store(self, trouble: Trouble) -> Diagnosis | None:
@@ -247,6 +252,11 @@ class _Reasoning:
     def _is_late(self, rank: int, number: int) -> bool:
         doing = self._doing(rank)
         return doing is None or doing[0] < number
+
+    def _at_a_stand(self, late: Iterable[int]) -> tuple[int, int] | None:
+        """Returns two of the late ranks that wait for one another; None if there are none."""
+        waits = {rank: self._view.seen[rank].heartbeat.waits.get(self._case.communicator) for rank in late}
+        return next(((a, b) for a, b in waits.items() if b is not None and a < b and waits.get(b) == a), None)
 
     def _other_call(self, rank: int) -> str:
         """Returns what a rank called instead of this operation; empty if it has not called anything else."""

@@ -399,12 +399,15 @@ class Liveness:
 
     def _leave(self) -> None:
         left = self._board.count_left(1)
-        deadline = self.clock() + max(_LAST_WORD, _LINGER * self.heartbeat)
-        while self.rank == HOST and self.clock() < deadline:
+        began, moment = self.clock(), _LINGER * self.heartbeat
+        while self.rank == HOST and self.clock() < began + max(_LAST_WORD, moment):
             lost = {rank for report in self._board.reports if report.kind == "lost" for rank in report.ranks}
             # One that was named because it left has been counted.
-            gone = {rank for rank, seen in self._board.seen.items() if seen.heartbeat.left}
-            if left >= self.size - len((lost | self.blamed) - gone - {self.rank}):
+            counted = {rank for rank, seen in self._board.seen.items() if seen.heartbeat.left}
+            if (now := self.clock()) < began + moment:
+                # One that was named and goes on reads within a moment why.
+                counted |= {rank for rank, seen in self._board.seen.items() if now - seen.changed < moment}
+            if left >= self.size - len((lost | self.blamed) - counted - {self.rank}):
                 break
             time.sleep(self.heartbeat / 20)
             self._board.read(heartbeats=True)

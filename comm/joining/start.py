@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.evidence import Evidence
 from bagua_kernels.comm.joining.incarnation import REFUSED, agree
-from bagua_kernels.comm.joining.launch import Refusal
+from bagua_kernels.comm.joining.launch import Launch, Refusal
 from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError, CommunicationError, RankLostError
 
 HOST = 0  # the rank whose process holds the store, unless a launcher does
@@ -104,6 +104,37 @@ def tell_refusal(refusal: Refusal, error: Exception) -> None:
         _log.debug("rank %s could not tell the others why it does not come: %s", rank, trouble)
 
 
+class _ClosedError(RuntimeError):
+    """The store of rank 0 was closed before all ranks had come."""
+
+
+def begin(launch: Launch, timeout: float) -> tuple[Store, Start]:
+    """Opens the store at MASTER_ADDR, and waits until all ranks have come.
+
+    The store may be that of an earlier start, which rank 0 closes before it opens the next. Ranks that have met it try again.
+
+    Args:
+        launch: where the ranks are.
+        timeout: seconds for the whole start.
+
+    Raises:
+        CollectiveTimeoutError: if ranks are missing; it names them.
+        RankLostError: if the store does not answer any more.
+        CommunicationError: if the store cannot be opened.
+    """
+    since = time.monotonic()
+    while True:
+        left = max(_RETRY, since + timeout - time.monotonic())
+        store = open_store(launch.master_addr, launch.master_port, launch.rank, left, launch.agent_store)
+        store.set_timeout(timedelta(seconds=left))
+        try:
+            # A launcher that restarts dead ranks hands out the same store again, with the dead ranks' addresses still in it.
+            return store, Start(store, launch.rank, launch.world_size, timeout, since, launch.agent_store)
+        except _ClosedError as error:
+            _log.debug("rank %d tries again to reach rank %d: %s", launch.rank, HOST, error)
+        time.sleep(_RETRY)
+
+
 class Start:
     """Messages between ranks that start together, through the store at MASTER_ADDR.
 
@@ -120,7 +151,7 @@ class Start:
 
     Raises:
         CollectiveTimeoutError: if ranks are missing; it names them.
-        RankLostError: if the store has gone with rank 0.
+        RankLostError: if the store does not answer any more.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, since: float, launcher: bool) -> None:
@@ -136,6 +167,8 @@ class Start:
             self._store.close()
             if isinstance(error, CommunicationError):
                 raise
+            if isinstance(error, RuntimeError) and rank != HOST and not launcher:
+                raise _ClosedError(str(error)) from error
             raise self._without_store(error) from error
         self.name = agreed.name
         for peer, process in enumerate(agreed.processes):

@@ -87,6 +87,21 @@ def test_rank_that_has_not_entered_is_late() -> None:
     assert "after all_gather #6" in diagnosis.text
 
 
+def test_ranks_that_wait_for_one_another_are_a_connection_at_a_stand() -> None:
+    """A rank that is ahead of them by then names the two, rather than two that are late."""
+    ranks = Ranks(3)
+    ranks.enter(6, "all_reduce", 0, 1)
+    ranks.enter(7, "all_reduce", 2)
+    ranks.ranks[0].waits("world", 1)
+    ranks.beat(3)
+    assert ranks.diagnosis(2, 7, ranks.now, timed_out=True).kind == "late"
+    ranks.ranks[1].waits("world", 0)
+    ranks.beat(3)
+    diagnosis = ranks.diagnosis(2, 7, ranks.now, timed_out=True)
+    assert (diagnosis.kind, diagnosis.ranks) == ("stalled", (0, 1))
+    assert "the connection between ranks 0 and 1" in diagnosis.text
+
+
 def test_another_operation_of_the_same_number_is_a_mismatch() -> None:
     """Neither rank is late, and both calls are named."""
     ranks = Ranks(3)

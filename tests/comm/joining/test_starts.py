@@ -21,6 +21,7 @@ from torch.distributed import HashStore
 from bagua_kernels import comm
 from bagua_kernels.comm.joining import bounded, incarnation, start
 from bagua_kernels.comm.joining.bounded import BoundedStore
+from bagua_kernels.comm.joining.launch import Launch
 from bagua_kernels.comm.testing import Processes, free_port, run_processes
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, RankLostError
 from tests import limits
@@ -90,6 +91,28 @@ def test_a_host_that_never_comes_is_given_up_within_the_timeout(answers: bool, m
         start.open_store("127.0.0.1", 1, 1, 8.0, launcher=False)
     assert caught.value.ranks == (0,)
     assert 7.5 < clock.now <= 8.0
+
+
+def test_a_store_of_an_earlier_start_that_closes_is_left_for_the_next() -> None:
+    """Rank 1 has come already; it meets rank 0 at the store that opens at the same port."""
+    port, names, stores = free_port(), list[str](), list[object]()
+    launches = [Launch(rank, 2, rank, "127.0.0.1", port) for rank in range(2)]
+    earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+    def come(launch: Launch) -> None:
+        store, begun = start.begin(launch, limits.seconds(20))
+        stores.append(store)
+        with begun.told():
+            names.append(begun.name)
+
+    other = threading.Thread(target=come, args=[launches[1]], daemon=True)
+    other.start()
+    limits.until(lambda: earlier.check(["bagua_kernels/attempt/1"]), "rank 1 has come")
+    del earlier
+    come(launches[0])
+    other.join(limits.seconds(30))
+    assert len(names) == 2
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("timed out"), CollectiveTimeoutError("not all came in time")])
