@@ -213,11 +213,15 @@ class ModelAlgorithm(Algorithm):
                 if not self._in_step:
                     # A loop that calls parts of the module, or skips a step.
                     self._in_step, self._written = True, self._has_written() and not self.is_part_of_step()
+                    self.at_uncalled_step()
                 if self._written:
                     self._accept_written()
             self.at_step_begin()
         if writes is not None:
             writes.begin_step()
+
+    def at_uncalled_step(self) -> None:  # noqa: B027
+        """Called at the begin of a step before which there was no forward pass of the module."""
 
     def on_step_end(self) -> None:
         """Called after the optimizer's step; calls `at_step_end`."""

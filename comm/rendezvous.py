@@ -23,7 +23,7 @@ from bagua_kernels.comm.backends.selection import over_torch
 from bagua_kernels.comm.backends.torch_distributed.gloo_end import await_freed, cut_group, free, keep
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.address import address_of
-from bagua_kernels.comm.joining.bounded import bounded
+from bagua_kernels.comm.joining.bounded import KeptStore, PatientStore, bounded
 from bagua_kernels.comm.joining.launch import Launch, Refusal, gloo_on, loopback_of
 from bagua_kernels.comm.joining.start import Start, begin, tell_refusal
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
@@ -222,16 +222,23 @@ def _init_group(launch: Launch, place: torch.device, store: PrefixStore, start: 
     """
     seconds = start.left()
 
-    def call(_: threading.Event) -> None:
+    def call(given_up: threading.Event) -> None:
         if place.type == "cuda":
             torch.cuda.set_device(place)
+        # A thread that comes back from a wait in C++ while the interpreter ends would abort the process. So no wait may outlast
+        # this start. NCCL asks its store from threads of its own, where no Python must run.
+        patient = None if place.type == "cuda" else PatientStore(store, given_up)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-            store=store,
+            store=store if patient is None else patient,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=seconds),
         )
+        if patient is not None:
+            # From here on waits have the limits that torch gives them.
+            group, groups = dist.distributed_c10d._get_default_group(), dist.distributed_c10d._world.pg_map
+            groups[group] = groups[group][0], KeptStore(f"{group.group_name}/", store, patient)
 
     try:
         bounded(call, seconds, start.look, lambda _: _give_up_group())

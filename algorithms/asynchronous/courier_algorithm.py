@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.model_algorithm import READS, ModelAlgorithm
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
+from bagua_kernels.comm.mailbox import lost_error
 from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.errors import MismatchError
 
@@ -95,6 +96,7 @@ class CourierAlgorithm(ModelAlgorithm):
         self._order = self.order()
         self.model = PublishedModel(self.flat, mailbox, self.stale_rule, self._order)
         self.courier = Courier(mailbox, f"{self.name} courier")
+        self.model.check = self.courier.check_serving
         self.average = self.make_average(self.courier, self.model)
         self._waiting: dict[int, float] = {}
         self.courier.on(_WRITTEN, weakly(self._hear_written))
@@ -160,7 +162,11 @@ class CourierAlgorithm(ModelAlgorithm):
         self._waiting[sender] = self.mailbox.clock.now()
 
     def _check_waiting(self) -> None:
-        """Raises if a rank whose parameters were written has waited for this one for the timeout."""
+        """Raises if a rank whose parameters were written is lost, or has waited for this one for the timeout."""
+        lost = self.courier.lost
+        if gone := [rank for rank in list(self._waiting) if rank in lost]:
+            with self._failing():
+                raise lost_error("its wait for other ranks to take what was written to its parameters", gone, lost)
         now, timeout = self.mailbox.clock.now(), self.mailbox.timeout
         late = [rank for rank, since in list(self._waiting.items()) if now - since > timeout]
         if late:

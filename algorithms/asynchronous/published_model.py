@@ -34,6 +34,7 @@ class PublishedModel:
         version: of the parameters; the training thread sets it at the end of a step.
         writes: by which it is known whether others have written parameters. Such parameters are not published: they may be there
             for an evaluation only.
+        check: called while a thread waits for the other one; what it raises ends the wait.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PublishedModel:
         self._copied: torch.cuda.Event | None = None
         self.version = -1
         self.writes: Writes | None = None
+        self.check: Callable[[], object] | None = None
         self._last: list[torch.Tensor] = []  # what was read last, with its version
         self._last_version = -1
 
@@ -95,6 +97,8 @@ class PublishedModel:
     def _wait_until(self, predicate: Callable[[], bool], text: str) -> None:
         deadline = self._clock.now() + self._timeout
         while not predicate():
+            if self.check is not None:
+                self.check()
             left = deadline - self._clock.now()
             if left <= 0:
                 raise CollectiveTimeoutError(text.format(self._timeout))

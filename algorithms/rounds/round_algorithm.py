@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -88,6 +89,7 @@ class RoundAlgorithm(ModelAlgorithm):
         self._tasks: list[tuple[Bucket, Task]] = []
         self._under_way = False
         self._turn = 0
+        self._warned = False
         self._begun_at = -1  # the number of steps with which a round began before its step
         self.rounds_begun = 0
         self._rounds_known = 0  # the number of the last round that began, plus 1
@@ -182,11 +184,25 @@ class RoundAlgorithm(ModelAlgorithm):
         """Returns True if the round of the next step has begun, and may have been put in place by `wait` already."""
         return self._under_way or self._begun_at == self._steps
 
+    def at_uncalled_step(self) -> None:
+        """Warns once that a step's gradients are of parameters before the mean that was due at its forward pass."""
+        if self._under_way and self._is_due() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__} puts means in place when the wrapped module is called, and it was not called since the "
+                "last step, so that gradients are of the parameters before: call the module itself rather than its parts, or "
+                "wait() after each step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _is_due(self) -> bool:
         return self.due == "forward" and self._steps >= self._until
 
     def skip_step(self) -> None:
         """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""
+        if self._is_due():
+            self.wait()
         if self.is_through:
             self.at_step_begin()
             self.at_step_end()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 T = TypeVar("T")
 
@@ -133,9 +133,33 @@ class PatientStore(Store):
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
 
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number of a key; returns it."""
+        self._check()
+        return self._store.add(key, amount)
+
+    def clone(self) -> Store:
+        """Returns another connection, whose waits are torch's."""
+        cloned: Store = self._store.clone()  # type: ignore[attr-defined]
+        return cloned
+
     def _check(self) -> None:
         if self._given_up.is_set():
             raise GivenUpError("nobody waits for this any more")
+
+
+class KeptStore(PrefixStore):
+    """A store for everyone, beside which another one lives on that only C++ holds.
+
+    Args:
+        prefix: of the keys.
+        store: where they are.
+        other: which C++ may ask: it would find none of its methods if no variable of Python held it.
+    """
+
+    def __init__(self, prefix: str, store: Store, other: PatientStore) -> None:
+        super().__init__(prefix, store)
+        self._other = other
 
 
 class _Call(Generic[T]):

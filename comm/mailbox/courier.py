@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -169,6 +170,16 @@ class Courier:
                 self._failure, f"the courier of rank {self.mailbox.rank} ended: {self._failure}"
             ) from self._failure
 
+    def check_serving(self) -> None:
+        """As `check`, and raises too if the courier is about to end; for waits.
+
+        Raises:
+            CommunicationError: or one of its kinds, which names the rank at fault.
+        """
+        self.check()
+        if self._ending:
+            raise CommunicationError("the courier was ended while this rank waited: close it after all waits")
+
     def wait_for(self, predicate: Callable[[], bool], needed: Callable[[], Collection[int]] | None = None) -> None:
         """Waits until something is so; the caller does not hold `changed`.
 
@@ -186,9 +197,7 @@ class Courier:
         began = asked = clock.now()
         with self.changed:
             while not predicate():
-                self.check()
-                if self._ending:
-                    raise CommunicationError("the courier was ended while this rank waited: close it after all waits")
+                self.check_serving()
                 if needed is not None and (gone := [rank for rank in needed() if rank in self._lost]):
                     raise lost_error("a wait for other ranks", gone, self._lost)
                 now = clock.now()
@@ -239,18 +248,8 @@ class Courier:
     def _serve(self) -> None:
         try:
             while not self._ending:
-                letter = self.mailbox.take(self._until_timer())
-                if letter is None and (lost := self.mailbox.lost()) != self._lost:
-                    letter = self.mailbox.take(0.0)
-                    if letter is None:
-                        # All that these had sent is handled.
-                        self._lost = lost
-                while letter is not None:
-                    sender, contents = letter
-                    self._heard[sender] = self.mailbox.clock.now()
-                    self._handlers[contents[0]](sender, contents[1:])
-                    # All of them, before anything is said to be late.
-                    letter = self.mailbox.take(0.0)
+                # A loss brings no letter, and may be what ends a wait.
+                self._handle(self.mailbox.take(self._until_timer(), self._lost))
                 self._call_timers()
                 for function in self._works:
                     while not self._ending and function():
@@ -258,10 +257,25 @@ class Courier:
                 self._notify()
         except BaseException as error:
             if not self._ending:
+                _clear(error)
                 self._failure = error
                 with contextlib.suppress(CommunicationError):
                     self.mailbox.leave(f"its courier ended: {error}", culprits_of(error))
         self._notify()
+
+    def _handle(self, letter: tuple[int, bytes] | None) -> None:
+        """Handles a letter and all that are there, before anything is said to be late; then looks who is lost."""
+        while True:
+            while letter is not None:
+                sender, contents = letter
+                self._heard[sender] = self.mailbox.clock.now()
+                self._handlers[contents[0]](sender, contents[1:])
+                letter = self.mailbox.take(0.0)
+            lost = self.mailbox.lost()
+            # What these had sent has arrived, but perhaps after the last look.
+            if lost == self._lost or (letter := self.mailbox.take(0.0)) is None:
+                self._lost = lost
+                return
 
     def _until_timer(self) -> float:
         now = self.mailbox.clock.now()
@@ -279,6 +293,14 @@ class Courier:
     def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
+
+
+def _clear(error: BaseException) -> None:
+    """Frees what the functions that an error has ended held: it would keep an object that `weakly` must not hold."""
+    links: BaseException | None = error
+    while links is not None:
+        traceback.clear_frames(links.__traceback__)
+        links = links.__cause__ or links.__context__
 
 
 def _ignore(sender: int, contents: bytes) -> None:

@@ -96,14 +96,15 @@ class Mailbox(abc.ABC):
             )
         self._post(dst, letter)
 
-    def take(self, timeout: float | None = None) -> tuple[int, bytes] | None:
+    def take(self, timeout: float | None = None, known: Mapping[int, str] | None = None) -> tuple[int, bytes] | None:
         """Returns the sender and the bytes of the next letter, or None if none has come in time.
 
         Args:
             timeout: seconds to wait; by default the mailbox's timeout.
+            known: what `lost` has returned: the wait ends, too, when it returns something else. None to wait for letters alone.
         """
         self._check_usable()
-        return self._take(self.timeout if timeout is None else timeout)
+        return self._take(self.timeout if timeout is None else timeout, known)
 
     @abc.abstractmethod
     def wake(self) -> None:
@@ -182,7 +183,7 @@ class Mailbox(abc.ABC):
     def _post(self, dst: int, letter: bytes) -> None: ...
 
     @abc.abstractmethod
-    def _take(self, timeout: float) -> tuple[int, bytes] | None: ...
+    def _take(self, timeout: float, known: Mapping[int, str] | None) -> tuple[int, bytes] | None: ...
 
     @abc.abstractmethod
     def _drop(self, ranks: frozenset[int], below: int) -> None: ...

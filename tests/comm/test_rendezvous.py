@@ -158,7 +158,7 @@ def test_a_setting_that_others_wait_for_is_read_first(
     """The rank that has it says so before it opens the store, whichever it is."""
     for key, value in {**ENVIRONMENT, "RANK": rank, name: text}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(rendezvous, "open_store", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(rendezvous, "begin", lambda *_: pytest.fail("it went on"))
     with pytest.raises(ValueError, match=name):
         comm.init(timeout=5.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -146,14 +146,14 @@ class LocalMailbox(Mailbox):
             self._sent += len(letter)
             self._world.changed.notify_all()
 
-    def _take(self, timeout: float) -> tuple[int, bytes] | None:
+    def _take(self, timeout: float, known: Mapping[int, str] | None) -> tuple[int, bytes] | None:
         clock, letters = self._world.clock, self._office.letters[self.rank]
         with self._world.changed:
             deadline = clock.now() + timeout
             while not letters or letters[0][0] > clock.now():
                 self._check_usable()
                 left = deadline - clock.now()
-                if self._woken or left <= 0:
+                if self._woken or left <= 0 or (known is not None and self.lost() != known):
                     self._woken = False
                     return None
                 self._world.changed.wait(min(left, letters[0][0] - clock.now()) if letters else left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -83,8 +83,8 @@ class DeviceMailbox(Mailbox):
     def _post(self, dst: int, letter: bytes) -> None:
         self._letters._post(dst, letter)
 
-    def _take(self, timeout: float) -> tuple[int, bytes] | None:
-        return self._letters._take(timeout)
+    def _take(self, timeout: float, known: Mapping[int, str] | None) -> tuple[int, bytes] | None:
+        return self._letters._take(timeout, known)
 
     def _drop(self, ranks: frozenset[int], below: int) -> None:
         # Nothing is kept of tensors: a send waits for its receive.

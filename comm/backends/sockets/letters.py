@@ -112,15 +112,25 @@ class LetterBox:
             self._woken = True
             self._changed.notify_all()
 
-    def take(self, timeout: float) -> tuple[int, bytes] | None:
-        """Returns the next letter and its sender; None if none comes in time, or after the end."""
+    def look(self) -> None:
+        """Lets threads that wait look whether what they wait for makes sense."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(self, timeout: float, vain: Callable[[], bool] | None = None) -> tuple[int, bytes] | None:
+        """Returns the next letter and its sender; None if none comes in time, or after the end.
+
+        Args:
+            timeout: seconds to wait.
+            vain: called at first and after each `look`; the wait ends when it returns True.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._ended:
                 if self._letters:
                     return self._letters.popleft()
                 left = deadline - time.monotonic()
-                if self._woken or left <= 0:
+                if self._woken or left <= 0 or (vain is not None and vain()):
                     self._woken = False
                     break
                 self._changed.wait(left)

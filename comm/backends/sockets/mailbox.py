@@ -6,7 +6,7 @@ import math
 import select
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -117,8 +117,8 @@ class SocketMailbox(Mailbox):
     def _post(self, dst: int, letter: bytes) -> None:
         self._loop.post([dst], Kind.LETTER, letter)
 
-    def _take(self, timeout: float) -> tuple[int, bytes] | None:
-        letter = self._box.take(timeout)
+    def _take(self, timeout: float, known: Mapping[int, str] | None) -> tuple[int, bytes] | None:
+        letter = self._box.take(timeout, None if known is None else lambda: self.lost() != known)
         if letter is None:
             self._check_usable()
         return letter

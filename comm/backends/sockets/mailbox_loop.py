@@ -247,6 +247,7 @@ class MailboxLoop(Loop):
         for each in self._links[peer]:
             each.sock.close()
             each.discard()
+        self._box.look()
 
     def _give_up(self, peer: int, reason: str, farewell: str = "") -> None:
         if farewell:

@@ -12,7 +12,8 @@ import pytest
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms import AsyncDecentralized, AsyncModelAverage, DiLoCo, Wagma
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
+from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.comm.testing import run_processes
 from tests import limits
 from tests.algorithms.asynchronous.common import made, train
@@ -49,6 +50,30 @@ def test_a_deleted_wrapper_ends(make: Any) -> None:
         make(module, optimizer, communicator=communicator).close()
 
     run_ranks(2, rank, timeout=limits.seconds(20))
+
+
+def test_one_whose_courier_has_failed_is_deleted() -> None:
+    """What ended it was raised within a method of the wrapper."""
+
+    class Owner:
+        def __init__(self, courier: Courier) -> None:
+            self.courier = courier
+            courier.work(weakly(self.fail))
+            courier.end_with(self)
+            courier.start()
+
+        def fail(self) -> bool:
+            raise ZeroDivisionError("of the wrapper")
+
+    def rank(communicator: Communicator) -> None:
+        owner = Owner(Courier(open_mailbox(communicator)))
+        found, thread = weakref.ref(owner), owner.courier._thread
+        owner.courier.wake()
+        thread.join(limits.seconds(20))
+        del owner
+        limits.until(lambda: gc.collect() >= 0 and found() is None, "the owner is deleted")
+
+    run_ranks(1, rank)
 
 
 def shut_down() -> None:

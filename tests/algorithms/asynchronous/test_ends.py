@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
+from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
+from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.errors import RankLostError
 from tests import limits
 from tests.algorithms.asynchronous.common import ALL, Make, flat, made, train
@@ -69,6 +75,39 @@ def test_an_exception_within_a_step_is_no_deadlock(make: Make) -> None:
 
     everyone = run_ranks(3, rank, timeout=limits.seconds(10))
     assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+@pytest.mark.parametrize("ends", ["closed", "a rank is lost"])
+def test_two_threads_do_not_wait_for_each_other_after_the_end(ends: str) -> None:
+    """A courier for a step that has raised; training for a record that goes on with what the courier would do."""
+
+    def rank(communicator: Communicator) -> None:
+        mailbox, entered = open_mailbox(communicator), threading.Event()
+        courier = Courier(mailbox)
+        order: Any = None if ends == "closed" else SimpleNamespace(is_next=lambda event: False)
+        model = PublishedModel(FlatParameters(dict(nn.Linear(2, 3).named_parameters())), mailbox, order=order)
+        model.check = courier.check_serving
+
+        def work() -> bool:
+            entered.set()
+            if ends != "closed":
+                raise RankLostError("rank 1 was lost", [1])
+            model.read(model.buffers())
+            return False
+
+        courier.work(work)
+        if ends == "closed":
+            model.begin_write()
+        courier.start()
+        courier.wake()
+        assert entered.wait(limits.seconds(20))
+        if ends != "closed":
+            with pytest.raises(RankLostError, match="rank 1 was lost"):
+                model.begin_write()
+        courier.end()
+        assert not courier._thread.is_alive()
+
+    run_ranks(1, rank, timeout=limits.NEVER)
 
 
 @pytest.mark.slow

@@ -23,10 +23,13 @@ STEPS = 400
 
 def train_on(folder: str) -> None:
     """One rank: trains until it has taken some steps after the loss, takes the mean, and prints what it has."""
-    comm.init(timeout=limits.seconds(60)).set_timeout(TIMEOUT)  # a start may take longer, with other tests beside it
+    communicator = comm.init(timeout=limits.seconds(60))  # a start may take longer, with other tests beside it
     torch.manual_seed(0)
     module = Odd()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    # Imports come before it.
+    communicator.barrier().wait()
+    communicator.set_timeout(TIMEOUT)
     model = DiLoCo(module, optimizer, interval=2, quorum=RANKS - 1)
     step = left = 0
     while not left or step < left:

@@ -69,7 +69,8 @@ def meeting(row: str, scaler: str, style: str, event: str) -> Training:
         "move": (Event(1, "apply"), Event(2, "data"), Event(3, "unflatten", rank=1), Event(3, "data", rank=0)),
         "resume": (Event(3, "resume"),),
         "join": (),
-        "switch": (Event(3, "switch", row=target_of(row)),),
+        # Before several steps, whose rounds show by which count they come.
+        "switch": (Event(1, "switch", row=target_of(row)),),
     }
     training = replace(training, events=happens[event])
     if event == "join":

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from bagua_kernels import comm
+from bagua_kernels.comm import rendezvous
 from bagua_kernels.comm.joining import bounded, incarnation, start
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.launch import Launch
@@ -97,7 +99,7 @@ def test_a_store_of_an_earlier_start_that_closes_is_left_for_the_next() -> None:
     """Rank 1 has come already; it meets rank 0 at the store that opens at the same port."""
     port, names, stores = free_port(), list[str](), list[object]()
     launches = [Launch(rank, 2, rank, "127.0.0.1", port) for rank in range(2)]
-    earlier = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    earlier = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
 
     def come(launch: Launch) -> None:
         store, begun = start.begin(launch, limits.seconds(20))
@@ -107,8 +109,8 @@ def test_a_store_of_an_earlier_start_that_closes_is_left_for_the_next() -> None:
 
     other = threading.Thread(target=come, args=[launches[1]], daemon=True)
     other.start()
-    limits.until(lambda: earlier.check(["bagua_kernels/attempt/1"]), "rank 1 has come")
-    del earlier
+    limits.until(lambda: earlier[0].check(["bagua_kernels/attempt/1"]), "rank 1 has come")
+    earlier.clear()
     come(launches[0])
     other.join(limits.seconds(30))
     assert len(names) == 2
@@ -161,6 +163,49 @@ def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
     assert store._thread is not None
     store._thread.join(limits.seconds(10))
     assert not store._thread.is_alive()
+
+
+def test_a_start_that_fails_leaves_no_thread_in_torch() -> None:
+    """Where it waits for a rank that has ended: it would come back at any time, also while the interpreter ends."""
+    before = threading.enumerate()
+
+    def look() -> None:
+        raise RuntimeError("the process of rank 1 has ended")
+
+    waiting = SimpleNamespace(left=lambda: limits.NEVER, look=look)
+    store = PrefixStore("start", HashStore())
+    store.set_timeout(timedelta(seconds=limits.NEVER))
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        rendezvous._init_group(
+            SimpleNamespace(rank=0, world_size=2),  # type: ignore[arg-type]
+            torch.device("cpu"),
+            store,
+            waiting,  # type: ignore[arg-type]
+        )
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(limits.seconds(20))
+            assert not thread.is_alive()
+    assert not dist.is_initialized()
+
+
+def waits() -> None:
+    """Asks the store of torch's default group for what never comes."""
+    comm.init(timeout=limits.seconds(60))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {comm.rank()}", "1")
+    store.wait([f"here {1 - comm.rank()}"], timedelta(seconds=limits.seconds(30)))
+    with pytest.raises(RuntimeError):
+        store.wait(["never"], timedelta(seconds=0.1))
+    assert store.add("count", 1) in (1, 2)
+    assert isinstance(store.underlying_store, PrefixStore)
+    comm.shutdown()
+    print("FINE", flush=True)
+
+
+def test_waits_of_torchs_default_store_have_their_limits() -> None:
+    for result in run_processes(waits, 2, timeout=LIMIT):
+        assert (result.returncode, result.stdout) == (0, "FINE\n"), result.stderr
 
 
 def dying(stage: str, victim: int, how: str, folder: str) -> None:
