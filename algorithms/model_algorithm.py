@@ -220,7 +220,7 @@ class ModelAlgorithm(Algorithm):
         if writes is not None:
             writes.begin_step()
 
-    def at_uncalled_step(self) -> None:  # noqa: B027
+    def at_uncalled_step(self) -> None:
         """Called at the begin of a step before which there was no forward pass of the module."""
 
     def on_step_end(self) -> None:
