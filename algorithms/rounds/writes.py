@@ -42,8 +42,7 @@ class _Sample:
         Elements count that the last step has moved, in parameters of which any element was written since.
         """
         written = self.now() != self.after
-        hit = torch.zeros_like(self.after, dtype=torch.float32).index_add_(0, self.owners, written.float())
-        counted = (self.after != self.before) & (hit[self.owners] > 0)
+        counted = (self.after != self.before) & torch.isin(self.owners, self.owners[written])
         # waits: where something was written.
         return int((counted & ~written).sum()), int(counted.sum())
 

@@ -27,10 +27,14 @@ from bench.training.measure import rates_of, run
 _ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
 # Four ranks' copies of more would not fit into the caches, nor into the memory.
-_GROUPS = [
-    ["ddp", "allreduce", "allreduce in backward", "bytegrad", "bytegrad in backward", "int8"],
-    ["ddp", "sign", "topk", "powersgd 2", "powersgd 2 in backward", "powersgd 4 in turn in backward"],
-]
+_GROUPS = {
+    "gradients": [
+        ["ddp", "allreduce", "allreduce in backward", "bytegrad", "bytegrad in backward", "int8"],
+        ["ddp", "sign", "topk", "powersgd 2", "powersgd 2 in backward", "powersgd 4 in turn in backward"],
+    ],
+    # Of local steps most blocks have no round: the median is that of a step alone.
+    "parameters": [["ddp", "decentralized", "d2", "sgp"], ["ddp", "local_sgd", "diloco int4", "sparse_loco"]],
+}
 _COUNTED = 4  # steps of a block
 # Of Student's distribution, by degrees of freedom: what 95 % lie within.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -38,10 +42,12 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 Key = tuple[str, float | None]
 
 
-def job(root: Path, model: str, rates: list[float | None], rounds: int, tunings: dict[str, str]) -> dict[Key, float]:
+def job(
+    root: Path, model: str, methods: str, rates: list[float | None], rounds: int, tunings: dict[str, str]
+) -> dict[Key, float]:
     """Median seconds per step of each algorithm at each rate, in one job of a checkout; fills `tunings` if they are empty."""
     plan = [(rate, rounds, _COUNTED) for rate in rates]
-    settings = {"model": model, "groups": [(group, plan) for group in _GROUPS], "tunings": tunings}
+    settings = {"model": model, "groups": [(group, plan) for group in _GROUPS[methods]], "tunings": tunings}
     told = run(_HOSTS, "steps", settings, root)
     if not tunings:
         tunings.update(told["tunings"])
@@ -90,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.training.commits", description=__doc__)
     parser.add_argument("revision", help="the commit to compare with")
     parser.add_argument("--model", default="fc", help="fc or tr")
+    parser.add_argument("--methods", default="gradients", choices=sorted(_GROUPS), help="what the algorithms exchange")
     parser.add_argument("--rates", type=rates_of, default="500,none", help="Mbit/s, or none")
     parser.add_argument("--pairs", type=int, default=4, help="jobs of each side, 2 to 10")
     parser.add_argument("--rounds", type=int, default=2, help=f"blocks of {_COUNTED} steps in a job")
@@ -114,7 +121,7 @@ def main() -> int:
                     taken = {}
                     for root in (_ROOT, old) if number % 2 else (old, _ROOT):
                         rounds = options.rounds if number else 1
-                        taken[root] = job(root, options.model, options.rates, rounds, tunings)
+                        taken[root] = job(root, options.model, options.methods, options.rates, rounds, tunings)
                         progress.advance(task)
                     if number:
                         pairs.append((taken[old], taken[_ROOT]))
