@@ -155,7 +155,7 @@ HEARTBEAT: Knob[float] = Knob(
     "BAGUA_KERNELS_HEARTBEAT",
     0.5,
     _heartbeat,
-    "Seconds between two signs of life of a rank; a rank silent for six of them counts as lost once a collective fails.",
+    "Seconds between two heartbeats of a rank; a rank silent for six of them counts as lost once a collective fails.",
 )
 LAUNCHER: Knob[str] = Knob(
     "BAGUA_KERNELS_LAUNCHER",
@@ -224,7 +224,7 @@ XDG_CACHE_HOME: Knob[str] = Knob(
     "XDG_CACHE_HOME", "", str, "The folder of the user's caches, which keeps compiled kernels; ~/.cache by default."
 )
 MASTER_ADDR: Knob[str] = Knob(
-    "MASTER_ADDR", "", str, "torchrun's variable: the host of rank 0, which is also where its signs of life are kept."
+    "MASTER_ADDR", "", str, "torchrun's variable: the host of rank 0, which is also where the heartbeat store is."
 )
 GLOO_SOCKET_IFNAME: Knob[str] = Knob(
     "GLOO_SOCKET_IFNAME",
@@ -236,7 +236,7 @@ NODE: Knob[str] = Knob(
     "BAGUA_KERNELS_NODE",
     "",
     str,
-    "Any name of the node on which a process runs, above what torchrun and the host say; set it on all ranks or on none.",
+    "Any name of the node on which a process runs, which replaces what torchrun and the host have; set it on all ranks or on none.",
 )
 RANK: Knob[int | None] = Knob(
     "RANK", None, _count, "torchrun's variable: the number of a process; of all only rank 0 announces that it compiles."

@@ -102,7 +102,7 @@ class Communicator(Collectives):
             if objs is None or len(objs) != self.size:
                 got = "None" if objs is None else f"{len(objs)} objects"
                 raise ValueError(
-                    f"scatter_object on the source rank {src} expects {self.size} objects, one a rank, got {got}"
+                    f"scatter_object on the source rank {src} expects {self.size} objects, one per rank, got {got}"
                 )
             packed = [pack(obj) for obj in objs]
         sealing = self._sealing("scatter_object")

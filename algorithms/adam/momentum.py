@@ -118,7 +118,7 @@ class MomentumAllReduce(CompressedAllReduce):
                 "so on, and call step() on the attribute `optimizer`"
             )
         if "warmup_steps" in options:
-            raise TypeError(f"{kind} has no warmup_steps: freeze_step says when compression begins")
+            raise TypeError(f"{kind} has no warmup_steps: freeze_step is the step with which compression begins")
         if options.get("apply_in_backward"):
             raise TypeError(
                 f"{kind} needs all of its optimizer's step to be after backward: leave out apply_in_backward"

@@ -111,7 +111,7 @@ def table(found: Sequence[Prediction], title: str) -> Table:
 def notes(found: Sequence[Prediction]) -> list[str]:
     """What the order does not say: it knows nothing of the loss."""
     lines = [
-        "The order is that of time alone: a faster step may need more of them. docs/trade-off.md says how losses were measured."
+        "The order is that of time alone: a faster step may need more of them. docs/trade-off.md shows how losses were measured."
     ]
     for exactness in CLASSES:
         best = next((one for one in found if one.method.exactness == exactness), None)

@@ -115,9 +115,9 @@ class QuorumMerges:
             self._used[part] += len(found)
         return found
 
-    def rest(self, look: Callable[[], None]) -> list[int]:
+    def rest(self, look: Callable[[], None], *, last: bool = False) -> list[int]:
         """See `Quorum.rest`."""
-        return self._quorum.rest(look)
+        return self._quorum.rest(look, last=last)
 
     def numbers(self) -> dict[str, float]:
         """Returns what a checkpoint contains of it: the number of posts, and of merges of each part that were used."""

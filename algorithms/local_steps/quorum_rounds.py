@@ -144,7 +144,7 @@ class QuorumRounds(LocalRounds):
         several = super()._in_place(call)
         if several and self._merges is not None:
             with self._failing():
-                self._left = self._merges.rest(self._catch_up)
+                self._left = self._merges.rest(self._catch_up, last=call == "close()")
             self.mark()
             gone = sorted({*range(self._communicator.size)} - {*self._left})
             if gone and (call == "consensus()" or (call == "synchronize()" and self.average_states)):

@@ -173,7 +173,7 @@ def _line(error: BaseException) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "bagua_kernels.comm.doctor", description="Says what is wrong with the ranks of a job."
+        "bagua_kernels.comm.doctor", description="Finds out what is wrong with the ranks of a job."
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too, on rank 0")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and smaller messages")

@@ -253,7 +253,7 @@ def _liveness(_: Sequence[RankFacts], measured: Measurements) -> Iterator[Findin
     if not measured.watched:
         why = "when a rank dies, the error on the others will not name it"
         fix = "let all hosts connect to rank 0's host on any port; set MASTER_ADDR to an address of it that all reach"
-        yield Finding("warning", (0,), "not all ranks could connect to rank 0's store of signs of life", why, fix)
+        yield Finding("warning", (0,), "not all ranks could connect to rank 0's heartbeat store", why, fix)
 
 
 # Causes come before the failures that they may have led to.

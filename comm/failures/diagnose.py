@@ -107,9 +107,7 @@ class View:
 
 def ended_text(rank: int, pid: int, doing: str) -> str:
     """Returns how the end of a rank's process is told."""
-    return (
-        f"the process of rank {rank} (pid {pid}) has ended without a farewell; at its last sign of life it was {doing}"
-    )
+    return f"the process of rank {rank} (pid {pid}) has ended without a farewell; at its last heartbeat it was {doing}"
 
 
 def diagnose(case: FailedOperation, view: View) -> Diagnosis | None:
@@ -169,7 +167,7 @@ class _Reasoning:
     def _without_store(self, trouble: Trouble) -> Diagnosis | None:
         case, view = self._case, self._view
         if trouble.own:
-            return self._unknown(f"the signs of life of this rank have ended: {trouble.text}")
+            return self._unknown(f"the heartbeats of this rank have ended: {trouble.text}")
         concerned = [*self._others, *case.beyond]
         told = f"rank {HOST} holds the liveness store, which cannot be reached: {trouble.text}"
         if HOST in concerned and view.state(HOST) == "gone":
@@ -202,7 +200,7 @@ class _Reasoning:
         return trouble.since is None or abs(moment - trouble.since) <= SILENT * self._view.period
 
     def _mute(self, rank: int) -> bool:
-        """Returns True if a rank went on sending after its last sign of life: it is the way to the store that broke."""
+        """Returns True if a rank went on sending after its last heartbeat: it is the way to the store that broke."""
         return self._case.heard.get(rank, float("-inf")) - self._view.seen[rank].changed > SILENT * self._view.period
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -233,7 +231,7 @@ class _Reasoning:
         process = {"stopped": f" (its process {pid} is stopped)", "there": f" (its process {pid} is there)"}.get(
             state, ""
         )
-        text = f"rank {rank} gave no sign of life for {self._silence(rank):.1f} s{process}; at the last one it was "
+        text = f"rank {rank} sent no heartbeat for {self._silence(rank):.1f} s{process}; at the last one it was "
         return text + describe(self._doing(rank))
 
     def _end(self, rank: int) -> str:
@@ -287,7 +285,7 @@ class _Reasoning:
         return self._unknown(f"every rank still answers, and they wait for one another (rank {chain})")
 
     def _undecided(self) -> Diagnosis | None:
-        return self._unknown("the signs of life do not tell who failed") if self._over else None
+        return self._unknown("the heartbeats do not show which rank failed") if self._over else None
 
     def _unknown(self, text: str) -> Diagnosis:
         return Diagnosis("unknown", (), text, self._case.communicator, self._view.rank)

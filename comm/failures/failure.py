@@ -97,9 +97,7 @@ class Failure:
         numbers = ", ".join(map(str, ranks))
         many = "ranks" if len(ranks) > 1 else "rank"
         if diagnosis is None or diagnosis.kind == "unknown":
-            detail = (
-                diagnosis.text if diagnosis else "the ranks keep no signs of life, so the rank at fault is not known"
-            )
+            detail = diagnosis.text if diagnosis else "the ranks send no heartbeats, so the rank at fault is not known"
             if self.timed_out:
                 text = (
                     f"{where} did not finish within {self.timeout:g} s: {detail}; raise timeout= to wait longer{said}"

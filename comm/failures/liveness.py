@@ -351,7 +351,7 @@ class Liveness:
             # The host has gone, or the network to it: what is known by now is what a diagnosis rests on.
             self._end(Trouble(_line(error)))
         except Exception as error:
-            _log.exception("the signs of life of rank %d have ended", self.rank)
+            _log.exception("the heartbeats of rank %d have ended", self.rank)
             self._end(Trouble(_line(error), own=True))
 
     def _recover(self, error: Exception) -> bool:
@@ -367,7 +367,7 @@ class Liveness:
             if not told and self.clock() - since > _QUIET:
                 told = True
                 _log.warning(
-                    "rank %d has lost its connection to the signs of life, and tries to connect again: %s",
+                    "rank %d has lost its connection to the heartbeat store, and tries to connect again: %s",
                     self.rank,
                     error,
                 )
@@ -384,7 +384,7 @@ class Liveness:
             with self._changed:
                 self._changed.notify_all()
             _log.warning(
-                "rank %d had no connection to the signs of life for %.1f s (%s), and has one again",
+                "rank %d had no connection to the heartbeat store for %.1f s (%s), and has one again",
                 self.rank,
                 self.clock() - since,
                 _line(error),

@@ -109,9 +109,9 @@ class Client:
                 answer = json.loads(self._receive(length, deadline))
         except (OSError, ValueError) as error:
             self._break()
-            raise StoreError(f"the store of the signs of life: {error}") from error
+            raise StoreError(f"the heartbeat store: {error}") from error
         if "error" in answer:
-            raise StoreError(f"the store of the signs of life refused {request[0]}: {answer['error']}")
+            raise StoreError(f"the heartbeat store refused {request[0]}: {answer['error']}")
         return answer["value"]
 
     def _receive(self, length: int, deadline: float) -> bytes:

@@ -66,7 +66,7 @@ class Host:
         try:
             self._process = self._spawn()
         except OSError as error:
-            _log.info("the signs of life are served by a thread, for no process could be started: %s", error)
+            _log.info("the heartbeat store runs on a thread, for no process could be started: %s", error)
         forget_after_fork(self)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -96,13 +96,13 @@ class Host:
     def wait_until_ready(self, seconds: float) -> None:
         """Waits until the process serves; if it does not start, a thread takes its place."""
         if self._process is not None and not _is_ready(self._process, seconds):
-            _log.info("the signs of life are served by a thread, for the process that should has not started")
+            _log.info("the heartbeat store runs on a thread, for its process has not started")
             self._end_process()
         if self._process is None:
             read, self._leash = os.pipe()
             server = Server(self._listener, self._key, self._size, read)
             self._thread = threading.Thread(
-                target=_serve, args=(server, self._listener, read), name="bagua_kernels signs of life", daemon=True
+                target=_serve, args=(server, self._listener, read), name="bagua_kernels heartbeat store", daemon=True
             )
             self._thread.start()
         else:
@@ -213,7 +213,7 @@ def connect(
         problems = {r: text for r, text in enumerate(exchange(problem)) if text}
         if liveness is None or problems:
             if liveness is not None:
-                liveness.stop("it runs without signs of life")
+                liveness.stop("it runs without heartbeats")
             if rank == HOST:
                 _log.warning(
                     "ranks could not connect to rank %d, so errors will not name a lost rank: %s", HOST, problems

@@ -48,7 +48,7 @@ class Stillness:
     def own(self, moved: int, now: float) -> None:
         """Takes how many bytes of the operation have moved here so far."""
         if moved != self._own:
-            # What moves at once is no sign of life later on: ranks whose operation hangs then give up at the same time.
+            # What moves at once proves nothing later on: ranks whose operation hangs then give up at the same time.
             at_once = self._own == 0 and now - self._started < _AT_ONCE
             self._own, self._at = moved, self._started if at_once else now
             # The operation is alive: from here on anew.

@@ -83,7 +83,7 @@ class Launch:
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"expected RANK from 0 to WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}: start as many "
-                "processes as WORLD_SIZE says, and number them from 0"
+                "processes as WORLD_SIZE demands, and number them from 0"
             )
         if world_size > _MOST_RANKS:
             raise ValueError(
@@ -156,7 +156,7 @@ def _expect_alone(environment: Mapping[str, str]) -> None:
     for name, launcher in _STEPS.items():
         if _is_several(environment.get(name, "")):
             raise ValueError(
-                f"{name}={environment[name]} says that {launcher} started several processes, but RANK and WORLD_SIZE are "
+                f"{name}={environment[name]} means that {launcher} started several processes, but RANK and WORLD_SIZE are "
                 f"not set: start one torchrun on each host, or set {_NAMES} for each process"
                 f"{_OTHER_NAMES.get(launcher, '')}, {alone}"
             )

@@ -101,7 +101,7 @@ def tell_refusal(refusal: Refusal, error: Exception) -> None:
                     return
                 time.sleep(_POLL)
     except (OSError, RuntimeError) as trouble:
-        _log.debug("rank %s could not tell the others why it does not come: %s", rank, trouble)
+        _log.debug("rank %s could not report to the others why it does not come: %s", rank, trouble)
 
 
 class _ClosedError(RuntimeError):

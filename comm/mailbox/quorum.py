@@ -101,8 +101,9 @@ class Quorum:
         self._log = 0  # entries so far
         self._last = b""  # of them
         self._changed_at = self._mailbox.clock.now()  # the members
-        self._resting: frozenset[int] = frozenset()
-        self._ended: list[int] | None = None  # the ranks that are left at the end of this rest
+        self._rests: dict[int, int] = {}  # of each rank the number of the rest that it began last
+        self._ends = 0  # of rests
+        self._ended: list[int] | None = None  # the ranks that are left at the end of a rest, until the caller has them
         # What a leader knows: who has which posts, since when there are enough, and who has told a new leader what it has.
         self._holders: dict[Key, set[int]] = {}
         self._enough: float | None = None
@@ -170,11 +171,12 @@ class Quorum:
                 f"a merge of {self._count} ranks", limit, self.members - posted - {self._me}, self._courier.lost
             )
 
-    def rest(self, look: Callable[[], None]) -> list[int]:
+    def rest(self, look: Callable[[], None], *, last: bool = False) -> list[int]:
         """Takes part in what others do, without posts of its own, until all ranks rest and all posts are merged.
 
         Args:
             look: called on this thread after merges, to use them.
+            last: True if nothing follows: ranks that leave from its end on are not lost.
 
         Returns:
             The ranks that are left, the same on all of them.
@@ -185,15 +187,18 @@ class Quorum:
             ended = self._ended
             look()
             if ended is not None:
+                if not last:
+                    self._ended = None
+                    self._courier.wake()
                 return ended
 
     def _begin_rest(self) -> None:
         self._courier.check()
         with self._courier.changed:
             self._ended = None
-            self._resting |= {self._me}
+            self._rests[self._me] = number = self._ends
         for peer in self._others():
-            self._courier.post(peer, _REST, b"")
+            self._courier.post(peer, _REST, _RANK.pack(number))
         self._courier.wake()
 
     def _has_moved(self, merges: Mapping[int, int]) -> bool:
@@ -241,7 +246,12 @@ class Quorum:
 
     def _hear_rest(self, sender: int, body: bytes) -> None:
         with self._courier.changed:
-            self._resting |= {sender}
+            # Its letter may come after the end of that rest, which came by way of another rank.
+            (self._rests[sender],) = _RANK.unpack(body)
+
+    @property
+    def _resting(self) -> frozenset[int]:
+        return frozenset(rank for rank, number in list(self._rests.items()) if number >= self._ends)
 
     def _lacking(self, post: Post) -> frozenset[int]:
         """The members that are not known to have a post."""
@@ -249,6 +259,9 @@ class Quorum:
 
     def _look(self) -> bool:
         """Finds ranks that are lost, or that owe something and do not answer."""
+        if self._ended is not None:
+            # All ranks have come to the end of a rest: those that leave need nothing from this one.
+            return False
         leader = min(self.members)
         owing = {rank for rank, _ in self._arriving}
         if self._me == leader:
@@ -278,7 +291,6 @@ class Quorum:
         self._mailbox.drop(ranks=set(ranks) - set(self._mailbox.lost()))
         with self._courier.changed:
             self.members -= set(ranks)
-            self._resting -= set(ranks)
             self._changed_at = self._mailbox.clock.now()
         # A new leader has not heard of others.
         self._reported = set()
@@ -378,7 +390,7 @@ class Quorum:
                 raise CommunicationError("the other ranks have left this one out, which answered nothing")
             with self._courier.changed:
                 self._posts.clear()  # what is left are posts of lost ranks that some rank lacks
-                self._resting = frozenset()
+                self._ends += 1
                 self._ended = [rank for rank, _ in keys]
 
     def _do_merge(self, part: int, keys: Sequence[Key]) -> None:

@@ -1,4 +1,4 @@
-"""Plain English on all pages and in all docstrings and comments: short sentences, no private phrases, one meaning a word."""
+"""Plain English on all pages and in all docstrings, comments and errors: short sentences, no private phrases, one meaning a word."""
 
 from __future__ import annotations
 
@@ -69,6 +69,25 @@ def found_phrases(each: Sentence) -> Iterator[str]:
             yield f"{place(each.file)}:{each.line}: {found[0]!r}; write: {instead}: {each.text}"
 
 
+def texts(file: Path) -> Iterator[Sentence]:
+    """The strings of a file that a user may read, such as errors; docstrings are left out."""
+    tree = ast.parse(file.read_text())
+    prose = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and node not in prose:
+            yield Sentence(file, node.lineno, node.value)
+
+
+def private_texts(files: Iterable[Path]) -> list[str]:
+    return [message for file in files for each in texts(file) for message in found_phrases(each)]
+
+
 def private_phrases(files: Iterable[Path]) -> list[str]:
     return [message for file in files for each in sentences(file) for message in found_phrases(each)]
 
@@ -121,6 +140,11 @@ def test_phrases_are_plain() -> None:
     assert not (found := private_phrases(PAGES + SOURCES)), "\n".join(found)
 
 
+def test_errors_are_plain() -> None:
+    sources = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in FLOORS]
+    assert not (found := private_texts(sources)), "\n".join(found)
+
+
 def test_booleans_begin_with_true_if() -> None:
     assert not (found := booleans_without_true(PAGES + SOURCES)), "\n".join(found)
 
@@ -136,6 +160,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
     file.write_text(
         f'"""Does {"very " * MOST_WORDS}much.\n\nAttributes:\n    verdict: whether it tells four bytes a rank.\n"""\n\n'
         "verdict = True  # whoever reads this\n"
+        'error = "rank 0 says so"\n'
     )
     page = tmp_path / "faulty.md"
     page.write_text(f"# Page\n\nA {'long ' * MOST_WORDS}sentence.\n\n| `late` | whether it says so |\n")
@@ -144,5 +169,6 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert [message.split()[0] for message in long_sentences([page])] == ["faulty.md:3:"]
     assert len(private_phrases([file])) == 3
     assert len(private_phrases([page])) == 1
+    assert [message.split()[:2] for message in private_texts([file])] == [["faulty.py:8:", "'says';"]]
     assert [message.split()[0] for message in booleans_without_true([file, page])] == ["faulty.py:4:", "faulty.md:5:"]
     assert len(old_names([file])) == 1

@@ -141,7 +141,7 @@ def _difference(
         # waits: a probe at construction.
         if not p.isfinite().all() or torch.equal(p.detach().cpu(), before):
             raise _refusal(
-                optimizer, f"a trial says nothing: its step does not change a parameter of shape {tuple(p.shape)}"
+                optimizer, f"a trial shows nothing: its step does not change a parameter of shape {tuple(p.shape)}"
             )
     if "closure" in inspect.signature(base.step).parameters:
         _check_closure(base, optimizer, plain)

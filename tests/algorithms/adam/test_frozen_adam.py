@@ -13,7 +13,7 @@ from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam
 from bagua_kernels.algorithms.specs import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.adam.simulation import CORRECTIONS, Given, draw
+from tests.algorithms.adam.simulation import CORRECTIONS, Given, draw, may_be_frozen
 from tests.algorithms.ranks import Odd, batch
 from tests.grids import grid
 
@@ -57,6 +57,7 @@ def test_optimizer_takes_adams_state() -> None:
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@may_be_frozen
 @every_correction
 def test_optimizer_can_be_copied(corrected: dict[str, Any]) -> None:
     model = Given(w=(4, 4))
@@ -75,6 +76,7 @@ def test_optimizer_can_be_copied(corrected: dict[str, Any]) -> None:
     assert torch.allclose(v, torch.tensor(1.0 if corrected == {"v_correction": "frozen"} else 0.001999))
 
 
+@may_be_frozen
 @every_correction
 def test_frozen_v_keeps_its_bits(corrected: dict[str, Any]) -> None:
     model = Given(w=(8, 8))
@@ -91,6 +93,22 @@ def test_frozen_v_keeps_its_bits(corrected: dict[str, Any]) -> None:
     weights *= 1 / weights.sum() if corrected == {"v_correction": "frozen"} else 0.001
     expected = (gradients.square() * weights.view(-1, 1, 1)).sum(0)
     assert torch.allclose(seen[-1].double(), expected, rtol=1e-5)
+
+
+def test_a_correction_of_earlier_trainings_warns_once_and_stays_with_their_states() -> None:
+    """Where it is passed, through all constructors; neither copies nor loaded states warn."""
+
+    def rank(communicator: Communicator) -> None:
+        model = QAdam(Given(w=(4, 4)), v_correction="frozen", communicator=communicator)
+        copied = copy.deepcopy(model.optimizer)
+        loaded = FrozenAdam(Given(w=(4, 4)).parameters())
+        loaded.load_state_dict(model.optimizer.state_dict())
+        for each in (model.optimizer, copied, loaded):
+            assert each.param_groups[0]["v_correction"] == "frozen"
+
+    with pytest.warns(DeprecationWarning, match="leave it out in new ones") as caught:
+        run_ranks(1, rank)
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_auto_waits_for_two_time_constants() -> None:
@@ -114,7 +132,7 @@ def test_refusals() -> None:
         module = Odd()
         with pytest.raises(TypeError, match="QAdam makes its optimizer itself, got SGD"):
             QAdam(module, torch.optim.SGD(module.parameters()), communicator=communicator)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="freeze_step says when"):
+        with pytest.raises(TypeError, match="freeze_step is the step with which"):
             OneBitAdam(module, warmup_steps=3, communicator=communicator)
         with pytest.raises(ValueError, match=r"'second.weight' of shape \(13, 31\) is in no group"):
             OneBitAdam(module, params=[*module.first.parameters(), module.scale], communicator=communicator)
@@ -124,7 +142,7 @@ def test_refusals() -> None:
             OneBitAdam(module, mask={"frozen": torch.ones(5)}, communicator=communicator)
         with pytest.raises(ValueError, match="limit must be above 0"):
             QAdam(module, limit=0.0, communicator=communicator)
-        with pytest.raises(ValueError, match="v_correction must be one of"):
+        with pytest.raises(ValueError, match=r"v_correction must be one of \('continued', 'none'\), got 'yes'"):
             QAdam(module, v_correction="yes", communicator=communicator)
         with pytest.raises(ValueError, match="freeze_step must be"):
             QAdam(module, freeze_step=0, communicator=communicator)

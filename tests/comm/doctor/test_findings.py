@@ -137,7 +137,7 @@ RULES: dict[str, tuple[list[RankFacts], Measurements | None, str, tuple[int, ...
         *(hosts(), measured(latency=matrix(4, 0.02, l0_1=0.05, l1_0=0.05)), "warning", (0, 1, 2, 3)),
         *("125.0 MB", 'net.ipv4.tcp_rmem="4096 131072 268435456"'),
     ),
-    "unwatched": (hosts(), measured(watched=False), "warning", (0,), "signs of life", "set MASTER_ADDR"),
+    "unwatched": (hosts(), measured(watched=False), "warning", (0,), "heartbeat store", "set MASTER_ADDR"),
 }
 
 

@@ -110,7 +110,7 @@ def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture
     assert (diagnosis.kind, diagnosis.ranks) == ("unknown", ())
     assert "a fault of this process" in diagnosis.text
     assert [other.rank for other in others] == [0, 2]
-    assert "signs of life of rank 1 have ended" in caplog.text
+    assert "heartbeats of rank 1 have ended" in caplog.text
 
 
 @pytest.mark.parametrize("busy_first", [False, True])

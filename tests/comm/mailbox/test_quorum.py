@@ -17,7 +17,8 @@ from bagua_kernels.comm import Communicator, Schedule, open_mailbox, run_ranks
 from bagua_kernels.comm.mailbox import quorum as quorum_module
 from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.quorum import Quorum
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.errors import CommunicationError, RankLostError
+from tests import limits
 from tests.comm.backends.sockets.common import leaving_nothing
 from tests.comm.mailbox.common import over_sockets, schedules
 
@@ -189,3 +190,36 @@ def test_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case.draw(seed)
         with leaving_nothing():
             check(case, run_ranks(case.size, rank, case, lambda seconds: time.sleep(seconds / 1000)))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_rank_that_leaves_after_the_last_rest_is_not_lost(last: bool) -> None:
+    """Rank 0 ends before rank 1 has told rank 2 that it rests; afterwards only training that goes on misses it."""
+
+    def rank(communicator: Communicator) -> bool:
+        mailbox = open_mailbox(communicator)
+        courier = Courier(mailbox)
+        quorum = Quorum(courier, 3, 0.0, buffers=lambda part: [torch.empty(3)], merge=lambda part, posts: None)
+        post = courier.post
+
+        def late(dst: int, kind: int, contents: bytes) -> None:
+            if kind == quorum_module._REST and (communicator.rank, dst) == (1, 2):
+                limits.until(lambda: 0 in courier.lost or 0 in mailbox.lost(), "rank 0 has left")
+                time.sleep(0.2)  # in which the courier looks
+            post(dst, kind, contents)
+
+        courier.post = late  # type: ignore[method-assign]
+        courier.start()
+        assert quorum.rest(lambda: None, last=last) == [0, 1, 2]
+        if communicator.rank == 0:
+            courier.end()
+            return True
+        if not last:
+            with pytest.raises(RankLostError):
+                quorum.wait(0, 0)
+            return True
+        courier.check()
+        courier.end()
+        return True
+
+    assert all(run_ranks(3, rank, timeout=20))
