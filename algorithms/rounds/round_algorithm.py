@@ -375,6 +375,10 @@ class RoundAlgorithm(ModelAlgorithm):
                 with self._failing():
                     known = self._steps if equal_steps else _ANY_STEPS
                     ahead = letters.wait_for_more(known, self._rounds_known)
+                if ahead is not None and self.has_to_keep():
+                    # No step has taken what was written, where all that followed were left out: the round needs it.
+                    with self._called():
+                        self._accept_written()
                 self._check_written(read=False)
                 if ahead is None:
                     break

@@ -172,6 +172,29 @@ def test_outer_parameters_must_be_equal(spec: str, who: str) -> None:
     assert any("call synchronize() on all ranks after it" in text for text in told)
 
 
+@grid(spec=OUTER + ["decentralized", "sgp"], cover=1)
+def test_a_rank_that_leaves_out_all_steps_after_a_write_has_it(spec: str) -> None:
+    """It takes part in the others' rounds at its next call, with what was written."""
+
+    def rank(communicator: Communicator) -> bool:
+        loop = Loop(communicator, spec, lr=0.0)
+        loop.steps(4)
+        by_load(loop.net)
+        written = loop.values()
+        if communicator.rank == 0:
+            loop.steps(4)
+        else:
+            for number in range(4, 8):
+                loop.optimizer.zero_grad()
+                loss_of(loop.model, loop.rank, number).backward()
+        loop.model.synchronize()
+        found = loop.values()
+        loop.model.close()
+        return bool((found - written).abs().max() < 1e-6)
+
+    assert run_ranks(2, rank, timeout=20) == [True, True]
+
+
 @grid(spec=OUTER, cover=1)
 def test_synchronize_after_other_values_on_each_rank(spec: str) -> None:
     def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
