@@ -13,6 +13,14 @@ from bagua_kernels.algorithms.asynchronous.async_decentralized import AsyncDecen
 from bagua_kernels.algorithms.asynchronous.async_model_average import AsyncModelAverage as AsyncModelAverage
 from bagua_kernels.algorithms.asynchronous.wagma import Wagma as Wagma
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
+from bagua_kernels.algorithms.data.balanced_batches import (
+    LoadBalancingDistributedBatchSampler as LoadBalancingDistributedBatchSampler,
+)
+from bagua_kernels.algorithms.data.balanced_sampler import (
+    LoadBalancingDistributedSampler as LoadBalancingDistributedSampler,
+)
+from bagua_kernels.algorithms.data.costs import LengthCost as LengthCost
+from bagua_kernels.algorithms.data.round_sampler import RoundSampler as RoundSampler
 from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
 from bagua_kernels.algorithms.gossip.choco import Choco as Choco
 from bagua_kernels.algorithms.gossip.d2 import D2 as D2
@@ -23,13 +31,6 @@ from bagua_kernels.algorithms.gossip.low_precision_decentralized import (
 from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
 from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
-from bagua_kernels.algorithms.loading.balanced_batches import (
-    LoadBalancingDistributedBatchSampler as LoadBalancingDistributedBatchSampler,
-)
-from bagua_kernels.algorithms.loading.balanced_sampler import (
-    LoadBalancingDistributedSampler as LoadBalancingDistributedSampler,
-)
-from bagua_kernels.algorithms.loading.costs import LengthCost as LengthCost
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo as DiLoCo
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD as LocalSGD
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo as MuLoCo
@@ -39,7 +40,6 @@ from bagua_kernels.algorithms.local_steps.penalty import Penalty as Penalty
 from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
 from bagua_kernels.algorithms.local_steps.preset import Preset as Preset
 from bagua_kernels.algorithms.local_steps.preset import preset as preset
-from bagua_kernels.algorithms.local_steps.round_sampler import RoundSampler as RoundSampler
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm

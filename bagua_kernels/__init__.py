@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from bagua_kernels import algorithms as algorithms
     from bagua_kernels import comm as comm
     from bagua_kernels import compression as compression
+    from bagua_kernels import data as data
     from bagua_kernels import optim as optim
 
 __version__ = "0.1.0"
 
 _LEAST_TORCH = (2, 9)
-_PARTS = ("algorithms", "comm", "compression", "optim")
+_PARTS = ("algorithms", "comm", "compression", "data", "optim")
 
 
 def _check_torch() -> None:

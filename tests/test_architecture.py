@@ -92,7 +92,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "adam",
         "sparse",
         "local_steps",
+        "data",
         "loading",
+        "local_steps/round_sampler",
         "ddp",
         "tuner/cost",
         "tuner",
@@ -100,8 +102,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# A command, which nothing imports, and the package itself, which imports its parts when they are first used.
-DOORS = ("bagua_kernels/__init__.py", "bagua_kernels/warmup.py")
+# The fourth floor: modules and packages, by name, that may import all floors, and that nothing else imports.
+DOORS = ("bagua_kernels.data", "bagua_kernels.warmup")
+# It imports its parts, doors among them, when they are first used.
+PACKAGE = "bagua_kernels"
 
 BACKENDS = ("_triton", "_numba_cuda", "_numba_cpu", "_numpy")
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda")
@@ -133,6 +137,21 @@ def floor_of_module(module: str) -> int | None:
     if module != "bagua_kernels" and not module.startswith("bagua_kernels."):
         return None
     return max(floor for floor, top in enumerate(FLOORS) if module == top or module.startswith(f"{top}."))
+
+
+def door_of_module(module: str) -> str | None:
+    """Returns the door that a module is or belongs to, None for a module of the other floors."""
+    return next((door for door in DOORS if module == door or module.startswith(f"{door}.")), None)
+
+
+def imported_doors(file: Path, own: str) -> list[str]:
+    """Returns a text for each import of a door, other than its own, in a file whose module has the dotted name `own`."""
+    found = [(line, module, door_of_module(module)) for line, module in imports(file)]
+    return [
+        f"{file.name}:{line} imports {module}: import what it has from the floors"
+        for line, module, door in found
+        if door is not None and door != door_of_module(own) and own != PACKAGE
+    ]
 
 
 MODULES = {module_of(file): file for file in sources()}
@@ -204,9 +223,37 @@ def test_imports_only_go_down_a_floor() -> None:
             where = f"{name_of(file)}:{line} imports {module}"
             assert not module.startswith("."), f"{where}: write it out as bagua_kernels.…"
             assert module.split(".")[0] not in LINKS, f"{where}: write bagua_kernels.{module}"
-            floor = floor_of_module(module)
-            assert floor is None or floor <= own or name_of(file) in DOORS, f"{where}, which is on a floor above"
-            assert not module.startswith("bagua_kernels.warmup"), f"{where}, which is a command"
+            floor, name = floor_of_module(module), module_of(file)
+            above = name == PACKAGE or door_of_module(name) is not None
+            assert floor is None or floor <= own or above, f"{where}, which is on a floor above"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_exist(door: str) -> None:
+    assert door in MODULES
+
+
+def test_nothing_imports_a_door() -> None:
+    found = {name: imported_doors(file, name) for name, file in MODULES.items()}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import bagua_kernels.data",
+        "from bagua_kernels import data",
+        "from bagua_kernels.data import RoundSampler",
+        "def later():\n    from bagua_kernels.warmup import warm_up",
+    ],
+)
+def test_an_import_of_a_door_is_found(tmp_path: Path, statement: str) -> None:
+    file = tmp_path / "sender.py"
+    file.write_text(f"from bagua_kernels import errors\nimport bagua_kernels.database\n{statement}\n")
+    for own in ("bagua_kernels.optim.sender", "bagua_kernels.comm.sender", "bagua_kernels.algorithms.sender"):
+        assert len(imported_doors(file, own)) == 1
+    door = "bagua_kernels.warmup" if "warmup" in statement else "bagua_kernels.data"
+    assert imported_doors(file, f"{door}.part") == []
 
 
 def test_no_files_import_one_another_in_a_circle() -> None:

@@ -11,7 +11,7 @@ import bagua_kernels
 from tests import limits
 
 ROOT = Path(__file__).parents[1]
-MODULES = [f"bagua_kernels{part}" for part in ("", ".compression", ".optim", ".comm", ".algorithms")]
+MODULES = [f"bagua_kernels{part}" for part in ("", ".compression", ".optim", ".comm", ".algorithms", ".data")]
 PATIENCE = 500  # seconds; a busy machine takes minutes to import PyTorch
 OPTIONAL_PACKAGES = ("triton", "cupy", "numba.cuda", "numba_cuda", "matplotlib")
 

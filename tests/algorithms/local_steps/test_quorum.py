@@ -32,7 +32,7 @@ KINDS = {
     "post_local_sgd": Case(PostLocalSGD, {"first_phase": 3}),
     "diloco": Case(DiLoCo),
     "streaming": Case(DiLoCo, {"fragments": 2, "delay": 1, "blend": 0.5}),
-    "delayed": Case(DiLoCo, {"delay": 2, "momentum_every": 2}),
+    "delayed": Case(DiLoCo, {"delay": 2}),
     "sparse_loco": Case(SparseLoCo, {"codec": ChunkedTopK(4, 32), "dense": None}),
 }
 
@@ -88,10 +88,10 @@ def late(communicator: Communicator, **options: Any) -> dict[str, Any]:
     return {"log": merges.log, "used": used, "mean": mean}
 
 
-def simulated(log: list[list[tuple[int, int]]], used: list[list[int]], every: int) -> F64:
+def simulated(log: list[list[tuple[int, int]]], used: list[list[int]]) -> F64:
     """The mean of the parameters of all ranks at the end, in float64, from who was merged and what was used when."""
     start = flat(Quadratic()).double().numpy()
-    task, starts, momentum, gathered = Task(len(start)), [start], np.zeros_like(start), np.zeros_like(start)
+    task, starts, momentum = Task(len(start)), [start], np.zeros_like(start)
     posts: dict[tuple[int, int], F64] = {}
     # Of each rank: its parameters, its number of steps, and how many merges it has used.
     x, steps, place = [start] * 4, [0] * 4, [0] * 4
@@ -113,20 +113,14 @@ def simulated(log: list[list[tuple[int, int]]], used: list[list[int]], every: in
             train(rank, INTERVAL)
             posts[rank, done] = before - x[rank]
 
-    for version, keys in enumerate(log):
+    for keys in log:
         weights = []
         for rank, number in keys:
             advance(rank, number)
             weights.append((INTERVAL * SAMPLES[rank]) ** 2 / INTERVAL)
         mean = sum(w * posts[key] for w, key in zip(weights, keys, strict=True)) / sum(weights)
-        if every == 1:
-            momentum = MOMENTUM * momentum + mean
-            start = start - RATE * (mean + MOMENTUM * momentum)
-        else:
-            start, gathered = start - RATE * mean / every, gathered + mean
-            if version % every == every - 1:
-                momentum, gathered = MOMENTUM * momentum + gathered / every, np.zeros_like(start)
-                start = start - RATE * MOMENTUM * momentum
+        momentum = MOMENTUM * momentum + mean
+        start = start - RATE * (mean + MOMENTUM * momentum)
         starts.append(start)
     for rank in range(4):
         rounds, rest = divmod(STEPS[rank], INTERVAL)
@@ -137,8 +131,7 @@ def simulated(log: list[list[tuple[int, int]]], used: list[list[int]], every: in
     return np.asarray(sum(x) / 4)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_late_posts_count_in_the_next_merge(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_posts_count_in_the_next_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks merge the same posts, and have what a simulation in float64 makes of them."""
     merge = QuorumMerges._merge
 
@@ -147,7 +140,7 @@ def test_late_posts_count_in_the_next_merge(every: int, monkeypatch: pytest.Monk
         merge(merges, part, posts)
 
     monkeypatch.setattr(QuorumMerges, "_merge", recording)
-    options = {"outer_lr": RATE, "outer_momentum": MOMENTUM, "momentum_every": every, "bucket_bytes": 500}
+    options = {"outer_lr": RATE, "outer_momentum": MOMENTUM, "bucket_bytes": 500}
     results = run_ranks(4, lambda c: late(c, **options))
     log = results[0]["log"]
     assert all(result["log"] == log for result in results)
@@ -156,7 +149,7 @@ def test_late_posts_count_in_the_next_merge(every: int, monkeypatch: pytest.Monk
     )
     assert any(len(keys) < 4 for keys in log)
     assert all(torch.equal(result["mean"], results[0]["mean"]) for result in results)
-    expected = simulated(log, [result["used"] for result in results], every)
+    expected = simulated(log, [result["used"] for result in results])
     np.testing.assert_allclose(results[0]["mean"].double().numpy(), expected, rtol=0, atol=2e-5)
 
 
@@ -270,7 +263,7 @@ def test_resumed_training_has_the_same_bits() -> None:
     """With all ranks as the quorum, for otherwise time decides what is merged."""
 
     def rank(communicator: Communicator) -> bool:
-        options = {"quorum": communicator.size, "momentum_every": 2, "fragments": 2, "codec": "absmax_int4"}
+        options = {"quorum": communicator.size, "fragments": 2, "codec": "absmax_int4"}
         options |= {"exact": (), "min_numel": 0}
         module, optimizer, model = made(communicator, **options)
         for number in range(5):
@@ -289,6 +282,30 @@ def test_resumed_training_has_the_same_bits() -> None:
     assert run_ranks(3, rank) == [True] * 3
 
 
+def test_checkpoints_of_a_delayed_momentum_go_on() -> None:
+    """Their sums of differences are left out, also of what is saved later."""
+
+    def rank(communicator: Communicator) -> tuple[bool, set[str]]:
+        module, optimizer, model = made(communicator, momentum_every=1)
+        for number in range(5):
+            step(model, optimizer, 10 * number + communicator.rank)
+        state = copy.deepcopy(model.algorithm_state_dict())
+        old = copy.deepcopy(state)
+        old["vectors"]["gathered"] = {name: torch.ones_like(x) for name, x in state["vectors"]["start"].items()}
+        ends = []
+        for each in (state, old):
+            module, optimizer, model = made(communicator)
+            model.load_algorithm_state_dict(each)
+            for number in range(5, 10):
+                step(model, optimizer, 10 * number + communicator.rank)
+            ends.append(everything(module))
+            saved = set(model.algorithm_state_dict()["vectors"])
+            model.close()
+        return all(torch.equal(a, b) for a, b in zip(*ends, strict=True)), saved
+
+    assert run_ranks(2, rank) == [(True, {"start", "outer_momentum"})] * 2
+
+
 @grid(
     cover=1,
     kind__options__text=[
@@ -300,7 +317,7 @@ def test_resumed_training_has_the_same_bits() -> None:
         (DiLoCo, {"quorum": 1, "penalty": Penalty()}, "does not go with penalty"),
         (DiLoCo, {"quorum": 1, "sync_state": (1, 1)}, "does not go with sync_state"),
         (DiLoCo, {"quorum": 1, "codec": {0: "sign", 5: "absmax_int4"}, "exact": (), "min_numel": 0}, "one codec"),
-        (DiLoCo, {"momentum_every": 0}, "momentum_every must be"),
+        (DiLoCo, {"momentum_every": 2}, "momentum_every must be 1, got momentum_every=2: leave it out"),
         (SlowMo, {"quorum": 1}, "needs all ranks in step"),
     ],
 )

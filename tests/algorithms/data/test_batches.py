@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms import LoadBalancingDistributedBatchSampler
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.loading.common import Lengths, batch_samplers, heavy_tailed, samplers
+from tests.algorithms.data.common import Lengths, batch_samplers, heavy_tailed, samplers
 from tests.grids import grid
 
 

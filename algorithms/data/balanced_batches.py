@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from bagua_kernels.algorithms.loading.balanced_sampler import LoadBalancingDistributedSampler
-from bagua_kernels.algorithms.loading.order import Costs, Indices, run_of, shuffle_runs
-from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.algorithms.data.balanced_sampler import LoadBalancingDistributedSampler
+from bagua_kernels.algorithms.data.order import Costs, Indices, run_of, shuffle_runs
+from bagua_kernels.algorithms.data.shared_epoch import SharedEpoch
 from bagua_kernels.algorithms.wrapping.agreement import agreed
 from bagua_kernels.options import FloatOrInf, checked
 

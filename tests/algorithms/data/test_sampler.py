@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bagua_kernels.algorithms import LoadBalancingDistributedSampler
-from bagua_kernels.algorithms.loading.order import CostOrder, run_of
-from tests.algorithms.loading.common import Lengths, heavy_tailed, samplers
+from bagua_kernels.algorithms.data.order import CostOrder, run_of
+from tests.algorithms.data.common import Lengths, heavy_tailed, samplers
 
 
 @given(

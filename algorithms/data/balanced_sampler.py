@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bagua_kernels.algorithms.loading.costs import Complexity, Dataset, costs_of
-from bagua_kernels.algorithms.loading.order import CostOrder, Indices, run_of, shuffle_runs
-from bagua_kernels.algorithms.loading.shared_epoch import SharedEpoch
+from bagua_kernels.algorithms.data.costs import Complexity, Dataset, costs_of
+from bagua_kernels.algorithms.data.order import CostOrder, Indices, run_of, shuffle_runs
+from bagua_kernels.algorithms.data.shared_epoch import SharedEpoch
 from bagua_kernels.algorithms.wrapping.agreement import agreed, ranks_of
 from bagua_kernels.comm import Communicator
 from bagua_kernels.options import checked

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bagua_kernels.algorithms.loading.order import Costs
+from bagua_kernels.algorithms.data.order import Costs
 
 
 class Dataset(Protocol):

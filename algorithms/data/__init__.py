@@ -1,0 +1,1 @@
+"""Which samples a rank is given: equal work in each step, or batches for ranks of different speed."""
