@@ -83,9 +83,13 @@ class Deadline:
         return now >= self.end - (LAST_OF_SLOW if item.get_closest_marker("slow") else 0.0)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Ends the protocol of an item that does not begin: without a report no process counts it."""
-        return True if self.leaves_out(item, time.time()) else None
+        if not self.leaves_out(item, time.time()):
+            return None
+        # The item before has left standing what this one shares with it. Another file's item may be next.
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Stores the items of a run without workers, and of a worker, where nothing reads them."""

@@ -493,6 +493,16 @@ def test_slow_items_do_not_begin_shortly_before_the_end(run: Callable[..., pytes
     result.assert_outcomes(passed=2)
 
 
+def test_what_an_item_shares_with_one_that_is_left_out_is_torn_down(
+    pytester: pytest.Pytester, run: Callable[..., pytest.RunResult]
+) -> None:
+    """Between items of two files, one that does not begin: the next file's items find nothing of the first."""
+    pytester.makepyfile(test_next="def test_last():\n    pass\n")
+    result = run("--end", "1299", "-k", "slow or last or quick")
+    assert "test_next.py::test_last" in " ".join(result.outlines)
+    result.assert_outcomes(passed=5, deselected=1)
+
+
 def test_seed_orders_the_items(run: Callable[..., pytest.RunResult]) -> None:
     first, again, other = (names_of(run("--seed", seed)) for seed in ("a1", "a1", "b2"))
     assert first == again == sorted(first, key=lambda name: deadline.place("a1", f"test_it.py::{name}"))

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from bagua_kernels.deprecation import warn_deprecated
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
@@ -16,7 +17,9 @@ from bagua_kernels.quotient import divide_
 from bagua_kernels.rules.optimizers import ADAM
 from bagua_kernels.suggestions import did_you_mean
 
+# "frozen" is for trainings that began with it: v is divided by c once, so that steps keep their length.
 Correction = Literal["continued", "none", "frozen"]
+_OFFERED = ("continued", "none")
 UPDATE = Update(ADAM, ("exp_avg", "exp_avg_sq"), ("step",))
 
 # From this ratio on two norms of v, a time constant apart, count as equal.
@@ -39,7 +42,6 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     - "continued": t goes on, so that c approaches 1 and steps grow slowly, by 1 / sqrt(1 - beta2^freeze_step) in the end.
       That makes up for gradients which get smaller in training while v does not.
     - "none": c is 1 from then on, as in 1-bit Adam's paper: steps grow as much at once.
-    - "frozen": c stays as it is, by one division of v: steps keep their length, while Adam's own would grow.
 
     Steps that are not taken, such as those in which a `GradScaler` finds infinities, do not count. The freeze is part
     of the state, in the parameter groups.
@@ -85,8 +87,12 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             raise ValueError(f'freeze_step must be an integer of at least 1, or "auto", or None, got {freeze_step!r}')
         if v_correction not in get_args(Correction):
             raise ValueError(
-                f"v_correction must be one of {get_args(Correction)}, got {v_correction!r}"
-                f"{did_you_mean(v_correction, get_args(Correction))}"
+                f"v_correction must be one of {_OFFERED}, got {v_correction!r}{did_you_mean(v_correction, _OFFERED)}"
+            )
+        if v_correction not in _OFFERED:
+            warn_deprecated(
+                f"v_correction={v_correction!r} is only for trainings that began with it: leave it out in new ones, whose steps "
+                "then grow as Adam's do"
             )
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,8 @@ KINDS: dict[str, Kind] = {"qadam": QAdam, "onebit_adam": OneBit}
 
 both = grid(cover=1, kind=KINDS)
 
+# "frozen" is for trainings that began with it, and warns.
+may_be_frozen = pytest.mark.filterwarnings("ignore:v_correction='frozen' is only for trainings:DeprecationWarning")
 CORRECTIONS = {"default": {}, "none": {"v_correction": "none"}, "frozen": {"v_correction": "frozen"}}
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]

@@ -27,6 +27,7 @@ from tests.algorithms.adam.simulation import (
     both,
     draw,
     drawn,
+    may_be_frozen,
     parameters,
     simulate,
 )
@@ -53,6 +54,7 @@ def run(
     return found
 
 
+@may_be_frozen
 @grid(
     corrected=CORRECTIONS,
     decay=[0.0, 0.1],
@@ -121,6 +123,7 @@ def test_groups_have_betas_of_their_own(kind: Kind) -> None:
             assert_close(ours[step][name], expected[step], (name, step))
 
 
+@may_be_frozen
 @grid(
     corrected=CORRECTIONS,
     size=[1, 2, 3],

@@ -11,11 +11,12 @@ import torch
 from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
-from tests.algorithms.adam.simulation import CORRECTIONS, KINDS, Given, Kind, both, draw, parameters
+from tests.algorithms.adam.simulation import CORRECTIONS, KINDS, Given, Kind, both, draw, may_be_frozen, parameters
 from tests.grids import grid
 
 
 @pytest.mark.slow
+@may_be_frozen
 @grid(
     corrected=CORRECTIONS,
     bucket_bytes=[1, 1000, 10 << 20],
@@ -56,6 +57,7 @@ def test_resumed_training_has_the_same_bits(kind: Kind, at: int, bucket_bytes: i
     run_ranks(3, rank)
 
 
+@may_be_frozen
 def test_states_of_before_v_correction_was_an_option_go_on() -> None:
     """Their frozen v is corrected; one that is not frozen yet follows the constructor."""
     for frozen in (False, True):
