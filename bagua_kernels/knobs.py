@@ -236,7 +236,7 @@ NODE: Knob[str] = Knob(
     "BAGUA_KERNELS_NODE",
     "",
     str,
-    "Any name of the node on which a process runs, which replaces what torchrun and the host have; set it on all ranks or on none.",
+    "Any name of the node on which a process runs, in place of what torchrun and the host have; set it on all ranks or on none.",
 )
 RANK: Knob[int | None] = Knob(
     "RANK", None, _count, "torchrun's variable: the number of a process; of all only rank 0 announces that it compiles."

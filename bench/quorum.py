@@ -28,7 +28,6 @@ MOST = 1.05
 ROWS: dict[str, tuple[dict[str, Any], int]] = {
     "all four in step": ({"quorum": 4}, 1),
     "3 of 4, one slow": ({"quorum": 3, "grace": 0.5}, SLOWER),
-    "3 of 4, one slow, delayed Nesterov": ({"quorum": 3, "grace": 0.5, "momentum_every": 2}, SLOWER),
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -15,6 +15,12 @@ from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import NESTEROV
+
+
+class DiLoCoOptions(OuterOptions, total=False):
+    """Keyword arguments of `DiLoCo` beside its own."""
+
+    momentum_every: int
 
 
 @register
@@ -31,10 +37,6 @@ class DiLoCo(OuterLoop):
     the whole model at once.
 
     With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
-
-    With `momentum_every` N, step 3 is start -= outer_lr d / N. After each N-th, m = outer_momentum m + (the sum of the last N
-    d) / N; start -= outer_lr outer_momentum m. This delayed Nesterov bears the stale pseudo-gradients of a `quorum`
-    (Liu et al., 2024, algorithm 3).
     """
 
     name = "diloco"
@@ -48,8 +50,7 @@ class DiLoCo(OuterLoop):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         fragments: int = 1,
-        momentum_every: int = 1,
-        **options: Unpack[OuterOptions],
+        **options: Unpack[DiLoCoOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -60,7 +61,6 @@ class DiLoCo(OuterLoop):
             outer_lr: of step 3. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
             outer_momentum: of step 3, at least 0 and below 1.
             fragments: a divisor of `interval`; `delay` is less than `interval` / `fragments`.
-            momentum_every: outer steps of which the last one uses the momentum.
             **options: as for `OuterLoop`.
 
         Raises:
@@ -70,13 +70,15 @@ class DiLoCo(OuterLoop):
         check_outer(outer_lr, outer_momentum)
         if fragments < 1 or interval % fragments:
             raise ValueError(f"fragments must divide interval, got {fragments=} and {interval=}")
-        if momentum_every < 1:
-            raise ValueError(f"momentum_every must be at least 1, got {momentum_every=}")
+        if (momentum_every := options.pop("momentum_every", 1)) != 1:
+            raise ValueError(
+                f"momentum_every must be 1, got {momentum_every=}: leave it out, since a quorum trains to a lower loss with the "
+                "momentum in every outer step"
+            )
         self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
-        self.momentum_every = momentum_every
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._fragment = fragments_of(names, fragments)
-        super().__init__(module, optimizer, interval=interval // fragments, **options)
+        super().__init__(module, optimizer, interval=interval // fragments, **cast(OuterOptions, options))
 
     @property
     def acts_alone(self) -> bool:
@@ -94,12 +96,10 @@ class DiLoCo(OuterLoop):
     def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
         """See `OuterLoop.outer_step`."""
         momentum = self.flat.kept(bucket, "outer_momentum")
-        if (every := self.momentum_every) > 1:
-            gathered = self.flat.kept(bucket, "gathered").add_(mean)
-            start.sub_(mean, alpha=self.outer_lr / every)
-            if (turn // self.fragments + 1) % every == 0:
-                momentum.mul_(self.outer_momentum).add_(gathered, alpha=1 / every)
-                start.sub_(momentum, alpha=self.outer_lr * self.outer_momentum)
-                gathered.zero_()
-            return
         elementwise.apply(NESTEROV, [start, momentum, mean], [self.outer_lr, self.outer_momentum])
+
+    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
+        """See `OuterLoop.load_vectors`. No step reads the sums of differences that checkpoints of a delayed momentum have."""
+        # What is loaded is kept, in memory and in all later checkpoints.
+        kept = [{key: named for key, named in state["vectors"].items() if key != "gathered"} for state in states]
+        super().load_vectors([{**state, "vectors": vectors} for state, vectors in zip(states, kept, strict=True)])

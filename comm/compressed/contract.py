@@ -34,7 +34,7 @@ class AllReduce(abc.ABC):
         n: elements of the vector.
         exact: elements of the exact part, of which every rank sends each 2 (P - 1) / P times, with P ranks.
         dtype: of both, float32, float16 or bfloat16.
-        plain_below: number of elements below which vectors are sent plainly; see `measure_plain_below`.
+        plain_below: number of elements below which vectors are sent plainly.
 
     Attributes:
         plain: True if vectors are sent plainly.

@@ -77,7 +77,7 @@ class HierarchicalAllReduce:
             codec: how shards are encoded between nodes; shards are cut at multiples of its block.
             op: the reduction; SUM or AVG where there is a codec.
             pieces: in how many a vector goes; by default one for each 4 MiB, at most 8.
-            plain_below: elements below which a piece's shard is not encoded; see `measure_plain_below`.
+            plain_below: elements below which a piece's shard is not encoded.
             worker_residual: True if owners keep what their payloads lack, piece by piece; for biased codecs.
             owner_residual: True if what the encoding of the mean loses is kept too; as for `all_reduce_for`.
 

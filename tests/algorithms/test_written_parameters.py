@@ -172,7 +172,7 @@ def test_outer_parameters_must_be_equal(spec: str, who: str) -> None:
     assert any("call synchronize() on all ranks after it" in text for text in told)
 
 
-@grid(spec=OUTER + ["decentralized", "sgp"], cover=1)
+@grid(spec=[*OUTER, "decentralized", "sgp"], cover=1)
 def test_a_rank_that_leaves_out_all_steps_after_a_write_has_it(spec: str) -> None:
     """It takes part in the others' rounds at its next call, with what was written."""
 

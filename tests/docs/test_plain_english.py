@@ -1,4 +1,4 @@
-"""Plain English on all pages and in all docstrings, comments and errors: short sentences, no private phrases, one meaning a word."""
+"""Plain English on pages, in docstrings, comments and errors: short sentences, no private phrases, one meaning a word."""
 
 from __future__ import annotations
 

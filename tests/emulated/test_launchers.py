@@ -11,7 +11,7 @@ import torch
 from bagua_kernels import knobs
 from bagua_kernels.launchers import blockwise, chunks, elementwise, multitensor, select
 from bagua_kernels.launchers.blockwise.form import form_of
-from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, START, Table, Variant
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, Table, Variant
 from bagua_kernels.rules import gossip, outer
 from bagua_kernels.rules.magnitude import absmax
 from bagua_kernels.rules.messages import FEEDBACK
@@ -203,7 +203,7 @@ def launch(here: Here) -> Tensors:
     return [
         *launched(here, ADAM, mixed, random=True),
         *launched(here, ADAM, (*mixed, FLOAT32, FLOAT32), (MASTER, AVERAGE)),
-        *launched(here, ADAM, (*mixed, BFLOAT16, BFLOAT16), (COMPENSATION, START)),
+        *launched(here, ADAM, (*mixed, BFLOAT16), (COMPENSATION,)),
         *launched(here, LAMB_MOMENTS, (FLOAT32,) * LAMB_MOMENTS.arrays),
     ]
 

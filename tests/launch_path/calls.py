@@ -15,7 +15,7 @@ from bagua_kernels.compression import BlockCodec, ChunkedTopK
 from bagua_kernels.launchers import arguments, blockwise, chunks, elementwise, multitensor, select
 from bagua_kernels.launchers.blockwise import Rows
 from bagua_kernels.launchers.chunks import Record
-from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, START, Table, Variant
+from bagua_kernels.launchers.multitensor import AVERAGE, COMPENSATION, FACTOR, MASTER, Table, Variant
 from bagua_kernels.rules.gossip import ADDED, CHOCO, DCD, DCD_TOTAL
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, ElementwiseRule
 from bench.gpu.fake_driver import untouched
@@ -264,7 +264,7 @@ def chunks_add(shape: Shape) -> None:
 
 
 def over_many(shape: Shape, rule: ElementwiseRule, extras: tuple[str, ...] = (), stochastic: bool = False) -> None:
-    beside = {MASTER: FLOAT32, COMPENSATION: shape.dtype, AVERAGE: FLOAT32, START: shape.dtype}
+    beside = {MASTER: FLOAT32, COMPENSATION: shape.dtype, AVERAGE: FLOAT32}
     dtypes = (shape.dtype, shape.dtype, *[FLOAT32] * (rule.arrays - 2), *(beside[extra] for extra in extras))
     variant = Variant(rule, dtypes, scalars(rule), extras, stochastic)
     sizes = (shape.n, 1, 5000)
@@ -288,7 +288,7 @@ def update_many_with_master(shape: Shape) -> None:
 
 
 def update_many_with_compensation(shape: Shape) -> None:
-    over_many(shape, ADAM, (COMPENSATION, START))
+    over_many(shape, ADAM, (COMPENSATION,))
 
 
 def update_many_stochastic(shape: Shape) -> None:

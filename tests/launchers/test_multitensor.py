@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagua_kernels import knobs
-from bagua_kernels.launchers.multitensor import EXTRAS, FACTOR, SCALARS, SKIP, START, Table, Variant, launch
+from bagua_kernels.launchers.multitensor import EXTRAS, FACTOR, SCALARS, SKIP, Table, Variant, launch
 from bagua_kernels.rules import optimizers
 from bagua_kernels.rules import vocabulary as tl
 from bagua_kernels.rules.optimizers import ADAM, LAMB_MOMENTS, PLAIN_SGD, SGD, ElementwiseRule
@@ -94,7 +94,7 @@ def reference(variant: Variant, columns: list[torch.Tensor], row: Any, key: Any 
     rule = variant.rule
     old = [c.to(FLOAT64 if variant.double else FLOAT32).numpy() for c in columns]
     master, compensation, average = (variant.column(extra) for extra in EXTRAS)
-    values = [old[variant.column(START) or 0], *old[1 : rule.arrays]]
+    values = old[: rule.arrays]
     with np.errstate(all="ignore"):
         values[min(1, rule.arrays - 1)] = values[min(1, rule.arrays - 1)] * row[FACTOR]
         if master is not None:
@@ -157,7 +157,7 @@ MIXTURES = {
     "of all": variant_of(ADAM, FLOAT16, FLOAT32, BFLOAT16, FLOAT32),
     "master": variant_of(SGD, BFLOAT16, FLOAT16, FLOAT32, FLOAT32, extras=("master",)),
     "compensation": variant_of(SGD, BFLOAT16, BFLOAT16, FLOAT32, BFLOAT16, extras=("compensation",)),
-    "average and start": variant_of(SGD, *[FLOAT32] * 5, extras=("average", START)),
+    "average": variant_of(SGD, *[FLOAT32] * 4, extras=("average",)),
     "all extras": variant_of(SGD, BFLOAT16, FLOAT16, FLOAT32, FLOAT32, FLOAT32, BFLOAT16, extras=EXTRAS),
     "float16": variant_of(SGD, FLOAT16, FLOAT16, FLOAT16, FLOAT32, FLOAT16, extras=("master", "compensation")),
     "stochastic": variant_of(SGD, BFLOAT16, BFLOAT16, FLOAT32, FLOAT32, extras=("average",), stochastic=True),

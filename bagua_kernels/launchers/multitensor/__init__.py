@@ -25,8 +25,6 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.c
 # Columns of a table that follow the rule's own, in this order.
 MASTER, COMPENSATION, AVERAGE = "master", "compensation", "average"
 EXTRAS = (MASTER, COMPENSATION, AVERAGE)
-# The last column of a table, if there is one, from which the rule starts.
-START = "start"
 
 # The column of gradients; a rule of one array has no other.
 GRADIENT = 1
@@ -42,11 +40,10 @@ class Variant:
         rule: what to do with one element; array 0 is the parameter and array 1, or the only one, the gradient.
         dtypes: of each array of the rule, then of the extra columns.
         scalars: number of the rule's scalars.
-        extras: columns beside the rule's, of `EXTRAS` in their order, then `START`. `MASTER`: a float32 copy, which the rule
+        extras: columns beside the rule's, of `EXTRAS` in their order. `MASTER`: a float32 copy, which the rule
             updates; the parameter is its rounded value. If it is not, the parameter has been written, and its value is used.
             `COMPENSATION`: what the parameter has lost in rounding, in its own dtype (Kahan). `AVERAGE`: a running mean of
-            the parameter, whose rate follows the rule's scalars in `rows`. `START`: values of the parameter's dtype, which are
-            read in the place of the parameter's.
+            the parameter, whose rate follows the rule's scalars in `rows`.
         stochastic: True if a bfloat16 parameter is rounded at random without bias, instead of to nearest.
     """
 
@@ -64,9 +61,6 @@ class Variant:
                 )
         if torch.float64 in self.dtypes and set(self.dtypes) != {torch.float64}:
             raise TypeError(f"float64 cannot be mixed with other dtypes in one update, got {list(self.dtypes)}")
-        start = self.column(START)
-        if start is not None and self.dtypes[start] != self.dtypes[0]:
-            raise TypeError(f"values to start from must be {self.dtypes[0]} as the parameter, got {self.dtypes[start]}")
         if self.stochastic and self.dtypes[0] != torch.bfloat16:
             raise TypeError(f"stochastic rounding is for bfloat16 parameters, got {self.dtypes[0]}")
 
@@ -94,8 +88,7 @@ class Variant:
         """
         rule = self.rule
         master, compensation, average = (self.column(extra) for extra in EXTRAS)
-        first = self.column(START) or 0
-        lines = [f"v0 = load_0({read(first)})", *(f"v{i} = load_{i}({read(i)})" for i in range(1, rule.arrays))]
+        lines = [f"v{i} = load_{i}({read(i)})" for i in range(rule.arrays)]
         gradient = min(1, rule.arrays - 1)
         lines.append(f"v{gradient} = scaled(v{gradient}, factor)")
         if master is not None:

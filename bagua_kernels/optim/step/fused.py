@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bagua_kernels.compression.block import BlockCodec
+from bagua_kernels.deprecation import warn_deprecated
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.optim.step.clipping import total_norm
 from bagua_kernels.optim.step.compressed import Encoded, PayloadStep
@@ -20,7 +21,6 @@ from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.launch import Launch
 from bagua_kernels.optim.step.launches import Launches
 from bagua_kernels.optim.step.scalars import Scalars
-from bagua_kernels.optim.step.starts import Starts
 from bagua_kernels.optim.step.states import States
 from bagua_kernels.optim.step.update import CannotFuseError
 from bagua_kernels.optim.step.watched import is_watched
@@ -42,7 +42,7 @@ class Fused(States):
     _launches: Launches | None = None
     _clipping: Tensor | None = None
     _encoded: Encoded | None = None
-    _starts: Starts | None = None
+    _starts: Mapping[Tensor, Tensor] | None = None
     _reported: str | None = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -98,12 +98,13 @@ class Fused(States):
                     loss = closure()
             if "capturable" in self.defaults:
                 capture_check(self)()
+            if self._starts is not None:
+                for p, start in self._starts.items():
+                    p.copy_(start)
             if self._encoded is not None:
-                self._copy_starts()
                 self._step_from(self._encoded)
             else:
                 self._step()
-                self._copy_starts()
         finally:
             self._clipping = self._starts = None
         return loss
@@ -117,14 +118,11 @@ class Fused(States):
                 raise CannotFuseError("differentiable=True records every operation")
             if self._launches is None or not self._launches.matches(self):
                 self._launches = None
-                # States that are made now may be copies of the parameters.
-                self._copy_starts()
                 self._launches = Launches(self)
             ran = self._run(self._launches, found_inf, grad_scale)
         except CannotFuseError as reason:
             self._launches = None
             self._unmake()
-            self._copy_starts()
             self._leave_to_torch(str(reason), found_inf, grad_scale)
             ran = True
         finally:
@@ -142,16 +140,9 @@ class Fused(States):
         due = [launch for launch in launches.each if launch.missing is None or not launch.missing.all()]
         # An error in one leaves everything as it was.
         prepared = list(map(self._scalars(found_inf, grad_scale).rows, due))
-        # A step that may still be skipped, or passes over the parameters several times, starts from the parameters themselves.
-        starts = self._starts if found_inf is None and type(self)._launch is Fused._launch else None
-        started = [None if starts is None else starts.take(launch) for launch in due]
-        self._copy_starts()
-        for launch, start, (rows, keys, counted) in zip(due, started, prepared, strict=True):
+        for launch, (rows, keys, counted) in zip(due, prepared, strict=True):
             launch.begin()
-            if start is None:
-                self._launch(launch, rows, keys)
-            else:
-                multitensor.launch(*start, rows, keys)
+            self._launch(launch, rows, keys)
             launch.store()
             launch.count(counted)
         # Kernels write through addresses, of which autograd's check for values changed too early knows nothing.
@@ -164,10 +155,6 @@ class Fused(States):
 
     def _launch(self, launch: Launch, rows: Any, keys: Any) -> None:
         multitensor.launch(launch.variant, launch.table, rows, keys)
-
-    def _copy_starts(self) -> None:
-        if self._starts is not None:
-            self._starts.copy()
 
     def _leave_to_torch(self, reason: str, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Takes the step in PyTorch's own way."""
@@ -207,18 +194,25 @@ class Fused(States):
                     p.grad = gradient
 
     def start_from(self, starts: Mapping[Tensor, Tensor]) -> None:
-        """Lets the next step start from other values than the parameters', bit for bit as if they had been copied there before.
-
-        Kernels read them in the place of the parameters, which saves a pass over memory. Where kernels cannot, the step copies
-        them first: in the first step, if a gradient is missing, or if a gradient scaler may skip the step.
+        """Deprecated: lets the next step copy values to their parameters, before it updates them.
 
         Args:
-            starts: by parameter, tensors of its shape, dtype and device. They must not change before the end of the step.
+            starts: by parameter, tensors of its shape, dtype and device. They must not change before the step.
 
         Raises:
             ValueError: a parameter is in no group, or a tensor has another shape, dtype or device.
         """
-        self._starts = Starts(starts, [p for group in self.param_groups for p in group["params"]])
+        warn_deprecated("start_from goes with the next release: copy the values to the parameters just before step()")
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for p, start in starts.items():
+            if id(p) not in known:
+                raise ValueError(f"a start is for a parameter of shape {tuple(p.shape)} that is in no group")
+            if (start.shape, start.dtype, start.device) != (p.shape, p.dtype, p.device):
+                raise ValueError(
+                    f"a start must be {p.dtype} of shape {tuple(p.shape)} on {p.device} as its parameter, got {start.dtype} "
+                    f"of shape {tuple(start.shape)} on {start.device}"
+                )
+        self._starts = dict(starts)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, and how they were to be clipped."""

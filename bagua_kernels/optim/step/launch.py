@@ -42,7 +42,6 @@ class Launch:
         counters: each counter of all parameters. The states' tensors lie in it, except those in shared memory.
         positions: the parameters' numbers among all of the optimizer.
         missing: which parameters have no gradient in this step; None if all have one.
-        started: the kernel and the table of steps that start from other values than the parameters; None before the first one.
         staged: the cells of the table whose elements do not lie as the parameter's, so that kernels work on copies.
     """
 
@@ -117,7 +116,6 @@ class Launch:
         self._watchable = self._plain and not self._reads_tensors and not self._complex
         self._watch: Watch | None = None
         self._gradients: list[Any] = [e.tensors[GRADIENT] for e in entries]
-        self.started: tuple[Variant, Table] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._known = {n: [weakref.ref(state[n]) for state in self.states] for n in filter(None, self.names)}
 
@@ -125,11 +123,6 @@ class Launch:
     def precision(self) -> torch.dtype:
         """The dtype of the counters that the states have."""
         return next((views[0].dtype for views in self._views.values()), torch.float32)
-
-    @property
-    def by_address(self) -> bool:
-        """True if kernels read the tensors themselves, where their addresses are, and no copies."""
-        return not self._reads_tensors
 
     @property
     def on_device(self) -> bool:

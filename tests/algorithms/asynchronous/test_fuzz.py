@@ -183,7 +183,7 @@ def test_quorums_end_with_equal_models(seed: int) -> None:
         draws = random.Random(number)
         size = draws.randint(2, 5)
         options: dict[str, Any] = {"quorum": draws.randint(1, size), "grace": draws.choice([0.0, 0.002])}
-        options |= {"interval": draws.choice([2, 4]), "momentum_every": draws.choice([1, 2])}
+        options |= {"interval": draws.choice([2, 4])}
         options |= draws.choice([{}, {"delay": 1}, {"fragments": 2, "delay": 0}, {"delay": 1, "blend": 0.5}])
         options |= draws.choice([{}, {"codec": "absmax_int4", "exact": (), "min_numel": 0}])
         steps = tuple(draws.randint(0, 14) for _ in range(size))
