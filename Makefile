@@ -36,7 +36,7 @@ test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 # Workers keep all cores busy: threads of PyTorch's own took a tenth more of the processors' time.
 test test-all test-rest test-overlay: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-text tradeoff test test-all test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel clean
+.PHONY: help train train-text tradeoff test test-all test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
@@ -51,6 +51,7 @@ help:
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
 	@echo "make bench        benchmarks             make gpu-check   checks this machine's GPU (STAGES=...)"
+	@echo "make release      wheel and sdist in dist/, tried in a fresh environment, and a tag on this machine (RELEASE_TAG=no for none)"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -122,6 +123,11 @@ gpu-digests: $(INSTALLED)
 
 wheel: $(INSTALLED)
 	$(PYTHON) -m build --no-isolation --outdir dist .
+
+# The tag needs a tree without changes. Nothing is pushed.
+RELEASE_TAG ?= yes
+release: $(INSTALLED)
+	$(PYTHON) -m tests.release --tag $(RELEASE_TAG)
 
 clean:
 	rm -rf $(VENV) $(OVERLAY) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
