@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import limits
+from tests.release import expected_files
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,15 +39,9 @@ def test_wheel_of_a_zip_archive_holds_all_floors(archive: Path, tmp_path: Path) 
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {
-        f"{'' if folder == 'bagua_kernels' else 'bagua_kernels/'}{file.relative_to(archive).as_posix()}"
-        for folder in ("bagua_kernels", "comm", "algorithms")
-        for file in (archive / folder).rglob("*.py")
-        if file.relative_to(archive / folder).parts[0] not in ("comm", "algorithms")
-    }
-    assert expected
-    assert {name for name in names if name.endswith(".py")} == expected
-    assert "bagua_kernels/py.typed" in names
+    expected = expected_files(archive)
+    assert len(expected) > 1
+    assert {name for name in names if name.endswith((".py", "/py.typed"))} == expected
 
 
 def test_build_refuses_sources_without_a_floor(archive: Path, tmp_path: Path) -> None:

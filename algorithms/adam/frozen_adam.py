@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bagua_kernels.deprecation import warn_deprecated
+from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.scalars import Counters
 from bagua_kernels.optim.step.update import Group, Update
@@ -90,7 +90,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
                 f"v_correction must be one of {_OFFERED}, got {v_correction!r}{did_you_mean(v_correction, _OFFERED)}"
             )
         if v_correction not in _OFFERED:
-            warn_deprecated(
+            warn_caller(
                 f"v_correction={v_correction!r} is only for trainings that began with it: leave it out in new ones, whose steps "
                 "then grow as Adam's do"
             )

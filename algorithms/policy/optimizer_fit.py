@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-import warnings
 
 import torch
 
+from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.compression import Cast, Codec, Contractive
 from bagua_kernels.compression.block import BlockCodec
 
@@ -59,20 +58,10 @@ def warn_of_adam(name: str, what: str, optimizer: torch.optim.Optimizer | None) 
     """
     if not what or optimizer is None or not divides_by_second_moment(optimizer):
         return
-    warnings.warn(
+    warn_caller(
         f"{name} sends {what}: what they lack of a gradient comes late, or as noise, and {type(optimizer).__name__} divides "
         "by a second moment, which does not forgive that: expect a higher loss than with exact means. OneBitAdam and QAdam send "
         "Adam's momentum instead, and 8 bits (ByteGrad) go with any optimizer; with this algorithm warmup_steps "
         "(start_step of PowerSGD), a larger ratio or a higher rank help in part. docs/algorithms/README.md has figures",
         OptimizerFitWarning,
-        stacklevel=_depth(),
     )
-
-
-def _depth() -> int:
-    """The `stacklevel` of the first caller outside of this package, as seen by a caller of this function."""
-    package, depth = __name__.partition(".")[0], 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, depth = frame.f_back, depth + 1
-    return depth

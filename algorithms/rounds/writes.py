@@ -136,16 +136,16 @@ class Writes:
         keeps the step's values in a quarter of the elements, which other weights would not do.
         """
         written = step = 0.0
-        kept = counted = 0
         for sample in self._samples:
             # waits: where something was written.
             written += float((sample.now().double() - sample.after.double()).square().sum())
             # waits: as above.
             step += float((sample.after.double() - sample.before.double()).square().sum())
-            of_sample = sample.kept()
-            kept, counted = kept + of_sample[0], counted + of_sample[1]
         self._squares[0] = written
-        return written <= max(step, 16 * self._squares[1]) or 0 < counted <= 4 * kept
+        if written <= max(step, 16 * self._squares[1]):
+            return True
+        kept, counted = map(sum, zip(*(sample.kept() for sample in self._samples), strict=True))
+        return 0 < counted <= 4 * kept
 
     def _count(self) -> int:
         return sum(parameter._version for parameter in self._parameters) if self._on_gpu else 0
@@ -170,14 +170,12 @@ def _sample(bucket: Bucket) -> _Sample:
         for span in bucket.own
         if span.stop > span.start
     ]
-    owners = [torch.full_like(span, number) for number, span in enumerate(spans)]
+    numbers = [torch.full_like(span, number) for number, span in enumerate(spans)]
     empty = torch.empty(0, dtype=torch.int64)
     # waits: at start.
-    places = (torch.cat(spans) if spans else empty).to(bucket.flat.device)
-    # waits: at start.
-    numbers = (torch.cat(owners) if owners else empty).to(bucket.flat.device)
+    places, owners = (torch.cat([empty, *each]).to(bucket.flat.device) for each in (spans, numbers))
     values = bucket.flat.detach().index_select(0, places)
-    return _Sample(bucket.flat, places, numbers, values, values, values)
+    return _Sample(bucket.flat, places, owners, values, values, values)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.all_reduce import CompressedAllReduce
 from bagua_kernels.comm.compressed.contract import AllReduce, check_configuration
@@ -15,7 +16,6 @@ from bagua_kernels.comm.compressed.linear import LinearAllReduce
 from bagua_kernels.comm.compressed.sparse import SparseAllReduce
 from bagua_kernels.compression import Codec
 from bagua_kernels.compression.sparse.codec import SparseCodec
-from bagua_kernels.deprecation import warn_deprecated
 
 
 def all_reduce_for(
@@ -69,7 +69,7 @@ def measure_plain_below(codec: Codec, communicator: Communicator, **options: Any
     Returns:
         0, the default of `plain_below`: all vectors are compressed.
     """
-    warn_deprecated(
+    warn_caller(
         "measure_plain_below measures nothing any more and goes with the next release: pass a number of elements as "
         "plain_below, or leave it out to compress all vectors"
     )

@@ -252,7 +252,7 @@ class _Reasoning:
         return doing is None or doing[0] < number
 
     def _at_a_stand(self, late: Iterable[int]) -> tuple[int, int] | None:
-        """Returns two of the late ranks that wait for one another; None if there are none."""
+        """Returns two of the late ranks that wait for one another; None if no two do."""
         waits = {rank: self._view.seen[rank].heartbeat.waits.get(self._case.communicator) for rank in late}
         return next(((a, b) for a, b in waits.items() if b is not None and a < b and waits.get(b) == a), None)
 

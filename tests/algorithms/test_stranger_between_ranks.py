@@ -34,7 +34,7 @@ LIMIT = limits.seconds(60)
 
 
 class Stranger:
-    """Gives each rank the address of a listener of his own instead of the other's, and passes on what comes there.
+    """Gives each rank the address of the stranger's listener instead of the other's, and passes on what comes there.
 
     Gloo compares the two addresses to see which rank calls. Both ranks find the same one only if one of his addresses is above
     all real ones, and the other below.

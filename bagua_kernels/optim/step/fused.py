@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.compression.block import BlockCodec
-from bagua_kernels.deprecation import warn_deprecated
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.optim.step.clipping import total_norm
 from bagua_kernels.optim.step.compressed import Encoded, PayloadStep
@@ -202,7 +202,7 @@ class Fused(States):
         Raises:
             ValueError: a parameter is in no group, or a tensor has another shape, dtype or device.
         """
-        warn_deprecated("start_from goes with the next release: copy the values to the parameters just before step()")
+        warn_caller("start_from goes with the next release: copy the values to the parameters just before step()")
         known = {id(p) for group in self.param_groups for p in group["params"]}
         for p, start in starts.items():
             if id(p) not in known:

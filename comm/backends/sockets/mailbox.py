@@ -239,7 +239,7 @@ class SocketMailboxWork(Pending):
             loop.lose(peer, reason)
         lost, error = self._lost(), CommunicationError()
         # Partners that have given up just now wait for nobody any more.
-        if culprits := [peer for peer in {**dict.fromkeys(behind), **self._asked} if peer in lost]:
+        if culprits := {*behind, *self._asked} & lost.keys():
             error = lost_error(name, culprits, lost)
         else:
             error = late_error(name, mailbox.timeout, missing, lost, self._still.told(self._now()))
