@@ -26,6 +26,7 @@ from bagua_kernels.errors import CommunicationError
 from bagua_kernels.options import check_options
 from bagua_kernels.suggestions import did_you_mean
 
+TRAINING = "training"  # a communicator's `call`, but for methods with another name
 _FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
 
 
@@ -108,6 +109,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._untrained: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
         self._communicator = self._world.duplicate()
+        self._communicator.call = f"the constructor of {type(self).__name__}"
         self._setup_bytes = 0
         options: Recorded = self.__dict__.pop("_options")
         try:
@@ -120,6 +122,7 @@ class Algorithm(WrappedModule, abc.ABC):
                 raise ValueError(problem)
             else:
                 self._start_alone(module, optimizer)
+            self._communicator.call = TRAINING
         except BaseException as error:
             try:
                 self._give_up(error)
@@ -226,7 +229,8 @@ class Algorithm(WrappedModule, abc.ABC):
         if self._claim is not None:
             self._claim.release()
         try:
-            other = algorithm(self.module, communicator=self._world, **arguments)
+            with self._world.within("switch_to()"):
+                other = algorithm(self.module, communicator=self._world, **arguments)
         except Exception:
             if self._claim is not None:
                 self._claim.renew()

@@ -42,20 +42,21 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
     """
     folder, communicator = Path(path), _ranks(algorithm)
     state = algorithm.algorithm_state_dict()
-    name = communicator.broadcast_object(secrets.token_hex(8))
-    error: Exception | None = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / _part(communicator.rank, name), state)
-    except Exception as raised:  # the other ranks wait for an answer, whatever it is
-        error = raised
-    _agree(communicator, error, None, f"written its part of the checkpoint {folder}")
-    if communicator.rank == 0:
+    with communicator.within("checkpoint.save"):
+        name = communicator.broadcast_object(secrets.token_hex(8))
+        error: Exception | None = None
         try:
-            _list(folder, {"name": name, "ranks": communicator.size})
-        except OSError as raised:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / _part(communicator.rank, name), state)
+        except Exception as raised:  # the other ranks wait for an answer, whatever it is
             error = raised
-    _agree(communicator, error, None, f"listed the checkpoint {folder}")
+        _agree(communicator, error, None, f"written its part of the checkpoint {folder}")
+        if communicator.rank == 0:
+            try:
+                _list(folder, {"name": name, "ranks": communicator.size})
+            except OSError as raised:
+                error = raised
+        _agree(communicator, error, None, f"listed the checkpoint {folder}")
 
 
 def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
@@ -78,7 +79,8 @@ def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         states = [_read(folder / _part(r, name)) for r in ([communicator.rank] if same else range(ranks))]
     except Exception as raised:  # the other ranks wait for an answer, whatever it is
         error = raised
-    _agree(communicator, error, name, f"read its part of the checkpoint {folder}")
+    with communicator.within("checkpoint.load"):
+        _agree(communicator, error, name, f"read its part of the checkpoint {folder}")
     algorithm.load_algorithm_state_dict(states[0] if same else states)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.algorithm import Algorithm, Options, check_keys
+from bagua_kernels.algorithms.algorithm import TRAINING, Algorithm, Options, check_keys
 from bagua_kernels.algorithms.engine.alone import PassesAlone
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
@@ -171,8 +171,9 @@ class GradientAlgorithm(Algorithm):
 
     def _duplicate(self) -> Communicator:
         # Noted at once: what is closed after an error includes it.
-        self._all_communicators.append(self._world.duplicate())
-        return self._all_communicators[-1]
+        self._all_communicators.append(made := self._world.duplicate())
+        made.call = TRAINING
+        return made
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
@@ -224,19 +225,24 @@ class GradientAlgorithm(Algorithm):
         self._joining, self._announced = True, None
         try:
             yield
-            last = 0
-            while self._engine is not None and (source := self._announce(0.0)) >= 0:
-                last = source
-                if self.training:
-                    self._synchronize_buffers(source, average=False)
-                self._engine.take_part()
-            if self._engine is not None:
-                last = max(self._communicator.all_gather_object(last))
-                make_equal([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
-                if optimizer is not None:
-                    share_state(optimizer, self._communicator, last)
+            with self._communicator.within("join()"):
+                self._take_part(optimizer)
         finally:
             self._joining = False
+
+    def _take_part(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes part in the passes of ranks that have more batches, and then gets all that the last of them has."""
+        last = 0
+        while self._engine is not None and (source := self._announce(0.0)) >= 0:
+            last = source
+            if self.training:
+                self._synchronize_buffers(source, average=False)
+            self._engine.take_part()
+        if self._engine is not None:
+            last = max(self._communicator.all_gather_object(last))
+            make_equal([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+            if optimizer is not None:
+                share_state(optimizer, self._communicator, last)
 
     def _announce(self, weight: float) -> int:
         """Gathers the weights of all ranks; returns the first rank that has one, or -1 if none has."""

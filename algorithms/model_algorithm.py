@@ -336,14 +336,10 @@ class ModelAlgorithm(Algorithm):
         states stay local, unless `average_states` is True.
         """
         if self._in_place("synchronize()"):
-            # Around a ring each rank sends, and gets, all of it but a share, twice.
-            times = 4 * (self._communicator.size - 1) / self._communicator.size
-            with Sending(
-                "the mean model", times * sum(4 * each.flat.numel() for each in self.flat.buckets), self._communicator
-            ):
-                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks, self.give_first)
+            self._put_means("synchronize()")
             if self.average_states:
-                put_state(self._optimizer, averaged_states(self._optimizer.state_dict(), self._communicator))
+                with self._communicator.within("synchronize()"):
+                    put_state(self._optimizer, averaged_states(self._optimizer.state_dict(), self._communicator))
             self.restart()
             self._written = self._own = False
             self.mark()
@@ -374,7 +370,7 @@ class ModelAlgorithm(Algorithm):
         several, own = self._in_place("averaged()"), self._own
         with restored(self.module, self.flat):
             if several:
-                put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks, self.give_first)
+                self._put_means("averaged()")
             self._own = False
             try:
                 yield
@@ -387,7 +383,17 @@ class ModelAlgorithm(Algorithm):
 
         That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
         """
-        return distance_from_mean(self.flat, self._communicator) if self._in_place("consensus()") else 0.0
+        several = self._in_place("consensus()")
+        with self._communicator.within("consensus()"):
+            return distance_from_mean(self.flat, self._communicator) if several else 0.0
+
+    def _put_means(self, call: str) -> None:
+        """Puts the means of ranks into parameters and buffers, for a call of all ranks."""
+        # Around a ring each rank sends, and gets, all of it but a share, twice.
+        times = 4 * (self._communicator.size - 1) / self._communicator.size
+        nbytes = times * sum(4 * each.flat.numel() for each in self.flat.buckets)
+        with self._communicator.within(call), Sending("the mean model", nbytes, self._communicator):
+            put_means(self.module, self.flat, self.mean_source, self.mean_of_ranks, self.give_first)
 
     def _in_place(self, call: str) -> bool:
         """Puts what is under way in place; returns False for one rank alone.
@@ -411,8 +417,9 @@ class ModelAlgorithm(Algorithm):
         self.synchronize()
         if self._points is not None:
             # With gradients that are equal on all ranks, other states would let replicas drift apart.
-            share_state(self._optimizer, self._communicator)
-            self._share_scale()
+            with self._communicator.within("switch_to()"):
+                share_state(self._optimizer, self._communicator)
+                self._share_scale()
             self._points.close()
         try:
             return super().switch_to(algorithm, **arguments)

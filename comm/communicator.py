@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,12 +51,14 @@ class Communicator(Collectives):
         size: the number of ranks.
         device: where the tensors must be.
         timeout: seconds after which an operation of which nothing moves raises an error.
+        call: the method of its user from which operations start, such as "synchronize()"; errors of all ranks name it.
         bytes_sent: payload bytes that this rank has put on the wire by the algorithms that the backend uses; protocol
             headers are not counted.
     """
 
     timeout: float
     bytes_sent: int
+    call = ""
     _seal: Seal | None = None
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -140,6 +143,15 @@ class Communicator(Collectives):
         """Makes a communicator of the same ranks whose operations do not mix with this one's; every rank calls it."""
         self._check_usable()
         return self._split(tuple(range(self.size)))
+
+    @contextlib.contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """Lets errors name, for operations that start in the block, the method that starts them."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
 
     @abc.abstractmethod
     def abort(self, reason: str = "it was aborted") -> None:

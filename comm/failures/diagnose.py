@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bagua_kernels.comm.failures.failure import Diagnosis, Kind
-from bagua_kernels.comm.failures.heartbeat import Heartbeat, describe
+from bagua_kernels.comm.failures.heartbeat import NOTHING, Doing, Heartbeat, describe
 from bagua_kernels.comm.joining.evidence import State
 
 HOST = 0  # the rank whose process holds the store
@@ -28,6 +28,7 @@ class FailedOperation:
         broken: ranks to which a connection broke, where the transport knows them.
         still: when something of it last moved, if the time ran out; None if that is not known.
         heard: when something last came from ranks, other than heartbeats, where the transport knows it.
+        call: the method of this rank's user that began it; may be empty.
     """
 
     communicator: str
@@ -40,6 +41,7 @@ class FailedOperation:
     broken: Sequence[int] = ()
     still: float | None = None
     heard: Mapping[int, float] = field(default_factory=dict)
+    call: str = ""
 
 
 @dataclass
@@ -134,7 +136,7 @@ class _Reasoning:
         gone = self._gone(self._others) or self._gone([rank for rank in case.beyond if rank in view.seen])
         if gone:
             return self._cause(gone) or self._told("lost", gone)
-        closed = [rank for rank in self._others if (self._doing(rank) or (0, "", False))[1] == "closed"]
+        closed = [rank for rank in self._others if (self._doing(rank) or NOTHING)[1] == "closed"]
         if closed:
             return self._told("closed", {rank: f"rank {rank} has closed this communicator" for rank in closed})
         # A rank for which another waits in vain may itself be waiting for a third one that is gone.
@@ -151,9 +153,13 @@ class _Reasoning:
         called = {rank: self._other_call(rank) for rank in self._others}
         if any(called.values()):
             told = {rank: call for rank, call in called.items() if call}
-            return self._told("mismatch", {view.rank: f"rank {view.rank} called {case.operation}", **told})
+            of = {view.rank: case.call, **{rank: (self._doing(rank) or NOTHING)[3] for rank in told}}
+            told = {view.rank: f"rank {view.rank} called {case.operation}", **told}
+            return self._told(
+                "mismatch", {rank: f"{text}{f' in {of[rank]}' * bool(of[rank])}" for rank, text in told.items()}
+            )
         late = {
-            rank: f"rank {rank} answers but is not in it: it is {describe(self._doing(rank))}"
+            rank: f"rank {rank} answers but is not in it: it is {describe(self._doing(rank))}{self._elsewhere(rank)}"
             for rank in self._others
             if self._is_late(rank, case.number)
         }
@@ -263,9 +269,16 @@ class _Reasoning:
             return ""
         return f"rank {rank} called {doing[1]}"
 
-    def _doing(self, rank: int) -> tuple[int, str, bool] | None:
+    def _doing(self, rank: int) -> Doing | None:
         seen = self._view.seen.get(rank)
         return None if seen is None else seen.heartbeat.doing.get(self._case.communicator)
+
+    def _elsewhere(self, rank: int) -> str:
+        """Returns in which operations of other communicators a rank is, where it is known what for; to go behind a sentence."""
+        doing = self._view.seen[rank].heartbeat.doing
+        others = sorted({one[3]: one for name, one in doing.items() if name != self._case.communicator}.values())
+        told = [describe(one) for one in others if one[3] and not one[2]]
+        return f", and {' and '.join(told)}" if told else ""
 
     def _cause(self, gone: Iterable[int]) -> Diagnosis | None:
         """Returns what ranks that are gone had reported before: who goes because others were lost is not to blame."""

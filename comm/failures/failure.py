@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,13 @@ class Diagnosis:
     def concerns(self, communicator: str, members: Sequence[int]) -> bool:
         """Returns True if it explains a failure of a communicator of these ranks."""
         return bool(set(self.ranks) & set(members)) if self.kind == "lost" else self.communicator == communicator
+
+
+def different_calls(calls: Mapping[int, str]) -> str:
+    """Returns in which methods ranks are, to go behind a sentence; empty if these are the same, or one is not known."""
+    if len(set(calls.values())) < 2 or not all(calls.values()):
+        return ""
+    return "; " + ", ".join(f"rank {rank} is in {call}" for rank, call in calls.items())
 
 
 class PeerError(ConnectionError):

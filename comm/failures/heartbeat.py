@@ -11,7 +11,9 @@ from bagua_kernels.comm.failures.failure import KINDS, Diagnosis
 from bagua_kernels.comm.joining.evidence import Process
 
 OPENING = -1  # in place of an operation's number: the connections are being opened
-Doing = tuple[int, str, bool]  # number and name of a communicator's last operation, and whether it has finished
+# Number and name of a communicator's last operation, whether it has finished, and the method of the user that began it.
+Doing = tuple[int, str, bool, str]
+NOTHING: Doing = (-1, "", True, "")
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Heartbeat:
         if type(beat) is not int or not isinstance(left, str):
             raise ValueError(f"expected a number and a text, got {beat=} and {left=}")
         if not isinstance(doing, dict) or any(
-            not isinstance(one, list) or [type(part) for part in one] != [int, str, bool] for one in doing.values()
+            not isinstance(one, list) or [type(part) for part in one] != [int, str, bool, str] for one in doing.values()
         ):
-            raise ValueError(f"expected operations as [number, name, finished], got {doing!r}")
+            raise ValueError(f"expected operations as [number, name, finished, method], got {doing!r}")
         if not isinstance(waits, dict) or any(type(peer) is not int for peer in waits.values()):
             raise ValueError(f"expected numbers of ranks, got {waits!r}")
         if type(begun) is not int or type(moved) is not int:
             raise ValueError(f"expected numbers of operations and bytes, got {begun=} and {moved=}")
-        done: dict[str, Doing] = {name: (one[0], one[1], one[2]) for name, one in doing.items()}
+        done: dict[str, Doing] = {name: (one[0], one[1], one[2], one[3]) for name, one in doing.items()}
         return cls(beat, left, done, waits, Process.parse(read["process"]), begun, moved)
 
 
@@ -88,10 +90,10 @@ def describe(doing: Doing | None) -> str:
     """Returns where in a communicator's operations a rank is, in words."""
     if not doing:
         return "before its first operation"
-    number, operation, done = doing
+    number, operation, done, call = doing
     if number == OPENING and operation != "closed":
         return "before its first operation" if done else "opening its connections"
-    return f"{'after' if done else 'in'} {operation} #{number}"
+    return f"{'after' if done else 'in'} {operation} #{number}{f' of {call}' * bool(call)}"
 
 
 def _fields(text: bytes, kind: type[Heartbeat] | type[Diagnosis]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from bagua_kernels.comm.failures.diagnose import HOST as HOST
 from bagua_kernels.comm.failures.diagnose import SILENT, FailedOperation, Trouble, View, diagnose, ended_text
 from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
-from bagua_kernels.comm.failures.heartbeat import Doing, Heartbeat, describe
+from bagua_kernels.comm.failures.heartbeat import NOTHING, Doing, Heartbeat, describe
 from bagua_kernels.comm.failures.stillness import Stir
 from bagua_kernels.comm.joining.evidence import Process
 
@@ -118,10 +118,10 @@ class Liveness:
             atexit.register(self._stop_at_exit)
             forget_after_fork(self)
 
-    def entered(self, communicator: str, number: int, operation: str) -> None:
-        """Notes that this rank has started operation `number` of a communicator."""
+    def entered(self, communicator: str, number: int, operation: str, call: str = "") -> None:
+        """Notes that this rank has started operation `number` of a communicator, in a method of its user."""
         with self._noting:
-            self._progress[communicator] = (number, operation, False)
+            self._progress[communicator] = (number, operation, False, call)
 
     def finished(self, communicator: str, number: int) -> None:
         """Notes that this rank has finished it."""
@@ -129,7 +129,7 @@ class Liveness:
         with self._noting:
             last = self._progress.get(communicator)
             if last is not None and last[0] == number:
-                self._progress[communicator] = (number, last[1], True)
+                self._progress[communicator] = (number, last[1], True, last[3])
 
     def waits(self, communicator: str, peer: int | None) -> None:
         """Notes that this rank waits for a message from, or to, rank `peer` of the world, or that it does no more."""
@@ -172,15 +172,15 @@ class Liveness:
             if rank in found or rank == self.rank or seen is None:
                 continue
             told = seen.heartbeat
-            number = told.doing.get(communicator, (-1, "", True))[0]
+            number = told.doing.get(communicator, NOTHING)[0]
             found[rank] = Stir((number, told.moved), told.begun - number)
             follow.extend(told.waits.values())
         return found
 
     def closed(self, communicator: str) -> None:
         """Records that this rank no longer uses a communicator; the next heartbeat sends it to the others."""
-        number, _, _ = self._progress.get(communicator, (-1, "", True))
-        self._progress[communicator] = (number, "closed", True)
+        number = self._progress.get(communicator, NOTHING)[0]
+        self._progress[communicator] = (number, "closed", True, "")
         self._closed.append(communicator)
         if len(self._closed) > _CLOSED_KEPT:
             self._progress.pop(self._closed.pop(0), None)
@@ -247,6 +247,30 @@ class Liveness:
         with self._changed:
             self._changed.wait_for(lambda: diagnosis not in self._outgoing, timeout=_LINGER * self.heartbeat)
         return self.reported(diagnosis.communicator, members) or diagnosis
+
+    def calls(self, communicator: str, number: int, ranks: Iterable[int]) -> dict[int, str]:
+        """Returns in which methods ranks start operations of a communicator, as far as two heartbeats show it.
+
+        Args:
+            communicator: that is used.
+            number: of an operation that all of the ranks have started.
+            ranks: as numbers of the world.
+        """
+        end = self.clock() + 2 * self.heartbeat
+
+        def told(rank: int) -> str:
+            if rank == self.rank:
+                return self._progress.get(communicator, NOTHING)[3]
+            seen = self._board.seen.get(rank)
+            doing = NOTHING if seen is None else seen.heartbeat.doing.get(communicator, NOTHING)
+            return doing[3] if doing[0] >= number else ""
+
+        while not all(told(rank) for rank in ranks) and told(self.rank) and self.clock() < end:
+            self.observe()
+            self._wake.set()
+            with self._changed:
+                self._changed.wait(self.heartbeat / 2)
+        return {rank: told(rank) for rank in ranks}
 
     def diagnosis(self, case: FailedOperation) -> Diagnosis | None:
         """Returns the diagnosis of an operation that failed, or None while the heartbeats do not suffice."""

@@ -16,6 +16,7 @@ from bagua_kernels.comm.failures.failure import (
     Failure,
     MismatchPeerError,
     cause_text,
+    different_calls,
     is_timeout,
     with_ranks,
 )
@@ -75,11 +76,16 @@ class Session:
         members = tuple(self.members[rank] for rank in ranks)
         return Session(f"{self.name}/{label}", self.timeout, ranks.index(self.rank), members, self.liveness)
 
-    def enter(self, operation: str) -> int:
-        """Returns the number of a collective that starts now, the same on all ranks."""
+    def enter(self, operation: str, call: str = "") -> int:
+        """Returns the number of a collective that starts now, the same on all ranks.
+
+        Args:
+            operation: its name.
+            call: see `Communicator.call`.
+        """
         number = next(self._numbers)
         if self.liveness is not None:
-            self.liveness.entered(self.name, number, operation)
+            self.liveness.entered(self.name, number, operation, call)
         return number
 
     def begin(self) -> None:
@@ -237,7 +243,7 @@ class Session:
             # A transport may know at which rank it went wrong.
             cause = error.__cause__ if error else None
             broken_at = getattr(cause, "peer", None)
-            diagnosis = self._mismatch(what, cause) if isinstance(cause, MismatchPeerError) else None
+            diagnosis = self._mismatch(what, number, cause) if isinstance(cause, MismatchPeerError) else None
             if diagnosis is None and self.leaving and timed_out and (blamed := self._blamed()):
                 # Named before, it needs no other diagnosis, which takes seconds.
                 told = f"rank {', '.join(map(str, blamed))} was named in an error before"
@@ -247,8 +253,19 @@ class Session:
                 broken = () if broken_at is None else (self.members[broken_at],)
                 since = self.liveness.clock()
                 heard = {self.members[rank]: at for rank, at in self.heard().items()}
+                call = self.liveness.calls(self.name, 0, [self._me])[self._me]
                 case = FailedOperation(
-                    self.name, others, number, operation, since, timed_out, beyond, broken, still=still, heard=heard
+                    self.name,
+                    others,
+                    number,
+                    operation,
+                    since,
+                    timed_out,
+                    beyond,
+                    broken,
+                    still=still,
+                    heard=heard,
+                    call=call,
                 )
                 diagnosis = self.liveness.diagnose(case, leaving=self.leaving)
                 if diagnosis.kind == "unknown" and broken_at is not None and not timed_out:
@@ -278,9 +295,12 @@ class Session:
                 self.abandon()
             return self.failed
 
-    def _mismatch(self, what: str, cause: MismatchPeerError) -> Diagnosis:
+    def _mismatch(self, what: str, number: int | None, cause: MismatchPeerError) -> Diagnosis:
         ranks = sorted((self.rank, cause.peer))
         text = f"in {what} rank {cause.peer} {cause.theirs} where rank {self.rank} {cause.ours}"
+        if self.liveness is not None:
+            calls = self.liveness.calls(self.name, number or 0, [self.members[rank] for rank in ranks])
+            text += different_calls({self.members.index(rank): call for rank, call in calls.items()})
         return self._report(Diagnosis("mismatch", tuple(self.members[r] for r in ranks), text, self.name, self._me))
 
     def _broken_link(self, what: str, peer: int, unknown: Diagnosis) -> Diagnosis:

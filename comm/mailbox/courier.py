@@ -7,7 +7,7 @@ import math
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,13 @@ class Courier:
         self._moment = min(self._moment, moment)
 
     def post(self, dst: int, kind: int, contents: bytes) -> None:
-        """Sends a letter of a kind."""
-        self.mailbox.post(dst, bytes([kind]) + contents)
+        """Sends a letter of a kind.
+
+        Raises:
+            CommunicationError: the courier has ended, or one of its kinds, which names the rank at fault.
+        """
+        with self.telling():
+            self.mailbox.post(dst, bytes([kind]) + contents)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -169,6 +174,19 @@ class Courier:
             raise follow_up(
                 self._failure, f"the courier of rank {self.mailbox.rank} ended: {self._failure}"
             ) from self._failure
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Raises, where the block fails since the courier has just left the mailbox, what ended the courier.
+
+        Raises:
+            CommunicationError: as `check`.
+        """
+        try:
+            yield
+        except CommunicationError:
+            self.check()
+            raise
 
     def check_serving(self) -> None:
         """As `check`, and raises too if the courier is about to end; for waits.

@@ -144,7 +144,8 @@ class Quorum:
         for peer in self._others():
             for index, payload in enumerate(mine.payloads):
                 # Those who receive it wait for it, so that nothing has to be waited for here.
-                self._mailbox.exchange({}, {peer: payload}, mine.number * _MOST_BUCKETS + index)
+                with self._courier.telling():
+                    self._mailbox.exchange({}, {peer: payload}, mine.number * _MOST_BUCKETS + index)
             self._courier.post(peer, _POST, _POST_BODY.pack(mine.number, part, weight))
         self._courier.wake()
 

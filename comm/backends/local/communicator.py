@@ -18,6 +18,7 @@ from bagua_kernels.comm.backends.local.world import (
     synchronize,
 )
 from bagua_kernels.comm.communicator import Communicator, checked_timeout
+from bagua_kernels.comm.failures.failure import different_calls
 from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 from bagua_kernels.comm.work import CLOSED, FINISHED, Work
 from bagua_kernels.errors import MismatchError
@@ -168,12 +169,14 @@ class LocalCommunicator(Communicator):
         self.bytes_sent += sent
         with self._world.changed:
             collective = group.collectives.setdefault(number, Collective(signature, self.rank))
-            collective.brought[self.rank] = brought
+            collective.brought[self.rank], collective.calls[self.rank] = brought, self.call
             complete = len(collective.brought) == self.size
             if collective.signature != signature:
+                calls = {rank: collective.calls[rank] for rank in sorted((self.rank, collective.first))}
                 collective.mismatch = (
                     f"rank {self.rank} called {_call(signature)} where rank {collective.first} called "
-                    f"{_call(collective.signature)}: all ranks must issue the same operations in the same order"
+                    f"{_call(collective.signature)}{different_calls(calls)}: all ranks must issue the same operations in the "
+                    "same order"
                 )
                 self._world.changed.notify_all()
             if complete:

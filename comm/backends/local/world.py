@@ -46,6 +46,7 @@ class Collective:
         self.signature = signature
         self.first = first
         self.brought: dict[int, Any] = {}
+        self.calls: dict[int, str] = {}
         self.results: Parts | None = None
         self.mismatch = ""
         self.last = first

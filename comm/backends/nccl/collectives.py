@@ -50,7 +50,7 @@ class NcclCollectives(Communicator):
             peers: the other ranks that take part; None for all of them, in a collective.
         """
         self._queue.issue_queued()
-        number = self.session.enter(operation) if peers is None else None
+        number = self.session.enter(operation, self.call) if peers is None else None
         self.bytes_sent += sent
         ticket = Ticket(operation, number, tuple(peers or ()))
         return self._queue.start(ticket, issue, tensors, finish)

@@ -169,7 +169,7 @@ class StripedCommunicator(Communicator):
             self.bytes_sent += nbytes
 
     def _beneath(self, call: Callable[[], Work]) -> Work:
-        before = self.base.bytes_sent
+        before, self.base.call = self.base.bytes_sent, self.call
         work = call()
         self._count(self.base.bytes_sent - before)
         return work
@@ -179,7 +179,7 @@ class StripedCommunicator(Communicator):
         peer: int | None = None, finish: Callable[[], None] | None = None,
     ) -> Work:  # fmt: skip
         collective = number is None
-        number = self.session.enter(name) if number is None else number
+        number = self.session.enter(name, self.call) if number is None else number
         operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
         self._loop.submit(operation)

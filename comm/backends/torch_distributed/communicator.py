@@ -195,7 +195,7 @@ class TorchCommunicator(Communicator):
             finish: completes the outputs once it is done.
             peers: the other ranks that take part; None for a collective.
         """
-        number = self.session.enter(operation) if peers is None else None
+        number = self.session.enter(operation, self.call) if peers is None else None
         peer = peers[0] if peers is not None and len(peers) == 1 else None
         self.bytes_sent += sent
         handle = self.session.guard(operation, call, number, peer)

@@ -44,12 +44,12 @@ def test_one_warning_names_the_new_path_and_the_line_that_imports() -> None:
     with pytest.warns(
         DeprecationWarning, match=r"moved to bagua_kernels\.algorithms\.data, .* bagua_kernels\.data"
     ) as told:
-        from bagua_kernels.algorithms.loading.balanced_sampler import LoadBalancingDistributedSampler as former
-    from bagua_kernels.algorithms.loading.costs import LengthCost  # without a further warning, which would be an error
+        from bagua_kernels.algorithms.loading import balanced_sampler
+    from bagua_kernels.algorithms.loading import costs  # without a further warning, which would be an error
 
     assert [each.filename for each in told] == [__file__]
-    assert former is data.LoadBalancingDistributedSampler
-    assert LengthCost is data.LengthCost
+    assert balanced_sampler.LoadBalancingDistributedSampler is data.LoadBalancingDistributedSampler
+    assert costs.LengthCost is data.LengthCost
     with pytest.warns(DeprecationWarning, match=r"moved to bagua_kernels\.algorithms\.data\.round_sampler") as told:
         from bagua_kernels.algorithms.local_steps.round_sampler import RoundSampler
     assert [each.filename for each in told] == [__file__]

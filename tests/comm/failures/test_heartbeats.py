@@ -62,7 +62,7 @@ def of(pid: int) -> Process:
 
 def test_what_is_written_can_be_read() -> None:
     """By the reader that refuses everything else."""
-    sign = Heartbeat(3, "", {"world": (7, "all_reduce", False)}, {"world": 2}, Process.current())
+    sign = Heartbeat(3, "", {"world": (7, "all_reduce", False, "synchronize()")}, {"world": 2}, Process.current())
     assert Heartbeat.parse(sign.to_json().encode()) == sign
     report = Diagnosis("late", (1, 2), "they sleep", "world", 0)
     assert parse_report(report_to_json(report).encode(), 3) == report

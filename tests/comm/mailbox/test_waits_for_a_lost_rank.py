@@ -173,6 +173,29 @@ def test_a_connection_that_ends_is_looked_at(end: str) -> None:
         courier.end()
 
 
+def test_who_posts_after_the_end_of_a_courier_is_told_why_it_ended() -> None:
+    """Rather than that the mailbox cannot be used: the courier may have left it just now."""
+
+    def rank(communicator: Communicator) -> None:
+        courier = Courier(open_mailbox(communicator))
+
+        def lose() -> bool:
+            raise RankLostError("rank 1 was lost (it slept)", [VICTIM])
+
+        if communicator.rank == 0:
+            courier.work(lose)
+            courier.start()
+            with pytest.raises(RankLostError):
+                courier.wait_for(bool)
+            with pytest.raises(RankLostError, match=r"the courier of rank 0 ended: rank 1 was lost") as caught:
+                courier.post(1, 7, b"")
+            assert caught.value.ranks == (VICTIM,)
+        communicator.barrier().wait()
+        courier.end()
+
+    run_ranks(2, rank, schedule=Schedule(0))
+
+
 def test_who_knows_of_a_loss_waits_for_letters() -> None:
     """And who does not ask for losses, too."""
 
