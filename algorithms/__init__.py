@@ -12,6 +12,9 @@ from bagua_kernels.algorithms.asynchronous import simulate as simulate
 from bagua_kernels.algorithms.asynchronous.async_decentralized import AsyncDecentralized as AsyncDecentralized
 from bagua_kernels.algorithms.asynchronous.async_model_average import AsyncModelAverage as AsyncModelAverage
 from bagua_kernels.algorithms.asynchronous.wagma import Wagma as Wagma
+from bagua_kernels.algorithms.choosing.auto_tune import AutoTune as AutoTune
+from bagua_kernels.algorithms.choosing.preset import Preset as Preset
+from bagua_kernels.algorithms.choosing.preset import preset as preset
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.data.balanced_batches import (
     LoadBalancingDistributedBatchSampler as LoadBalancingDistributedBatchSampler,
@@ -21,7 +24,7 @@ from bagua_kernels.algorithms.data.balanced_sampler import (
 )
 from bagua_kernels.algorithms.data.costs import LengthCost as LengthCost
 from bagua_kernels.algorithms.data.round_sampler import RoundSampler as RoundSampler
-from bagua_kernels.algorithms.engine.exchange import Exchange as Exchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange as Exchange
 from bagua_kernels.algorithms.gossip.choco import Choco as Choco
 from bagua_kernels.algorithms.gossip.d2 import D2 as D2
 from bagua_kernels.algorithms.gossip.decentralized import Decentralized as Decentralized
@@ -38,8 +41,6 @@ from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop as OuterLo
 from bagua_kernels.algorithms.local_steps.outer_nesterov import OuterNesterov as OuterNesterov
 from bagua_kernels.algorithms.local_steps.penalty import Penalty as Penalty
 from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
-from bagua_kernels.algorithms.local_steps.preset import Preset as Preset
-from bagua_kernels.algorithms.local_steps.preset import preset as preset
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
 from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
@@ -62,7 +63,6 @@ from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK
 from bagua_kernels.algorithms.specs import from_spec as from_spec
 from bagua_kernels.algorithms.stats import Stats as Stats
-from bagua_kernels.algorithms.tuner.auto_tune import AutoTune as AutoTune
 
 __all__ = [
     "D2",

@@ -163,7 +163,7 @@ class Algorithm(WrappedModule, abc.ABC):
         """Begins to count steps, on one rank alone."""
 
     def _stop(self) -> None:
-        """Ends what `_start` or `_start_alone` began; again is harmless."""
+        """Ends what `_start` or `_start_alone` began; calling it again does nothing."""
 
     def _give_up(self, error: BaseException) -> None:
         """Leaves nothing open after a constructor that failed."""

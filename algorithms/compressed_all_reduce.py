@@ -7,8 +7,8 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
-from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm, GradientOptions
 from bagua_kernels.algorithms.policy.guard import Guard, Guarded
 from bagua_kernels.algorithms.policy.only_if_faster import OnlyIfFaster
@@ -64,6 +64,32 @@ class CompressedAllReduce(GradientAlgorithm):
     4. Keep what was lacking; give everyone the same bits.
 
     Parameters that are `exact` travel uncompressed behind the payload of their bucket, to the owners of chunks and back.
+
+    Options and their defaults, all by keyword::
+
+        codec='minmax_uint8'     a codec, its spec, or codecs by the step from which on they are used: `{0:
+                                 "minmax_uint8", 1000: "minmax_uint4"}`
+        error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
+        warmup_steps=0           steps without compression at the beginning
+        groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
+        exact=()                 patterns of names of parameters to average without compression; "1d" for all biases and
+                                 norms
+        min_numel=0              parameters with fewer elements are exact too
+        seed=0                   of random numbers
+        guard=None               measures now and then how much is lost; `stats().errors` has the results
+        scaler=None              that by which losses are scaled, if any: residuals change their unit with it
+        only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                 with it and four without
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "compressed"
@@ -119,7 +145,10 @@ class CompressedAllReduce(GradientAlgorithm):
         self.scaler = scaler
         # A block never spans two tensors.
         self.alignment = self.assignment.alignment()
-        self.policy = self._policy(only_if_faster)
+        self.policy = self._policy()
+        if only_if_faster:
+            # Outermost: what the guard does not compress is no step of a trial.
+            self.policy = self.listener = OnlyIfFaster(self.policy)
         super().__init__(module, optimizer, **options)
 
     @property
@@ -128,12 +157,11 @@ class CompressedAllReduce(GradientAlgorithm):
         coarse = [codec for codec in self.assignment.codecs if holds_back(codec)]
         return f"payloads of {coarse[0]!r}" if coarse else ""
 
-    def _policy(self, only_if_faster: bool) -> Policy:
+    def _policy(self) -> Policy:
         policy: Policy = Scheduled(self.assignment.last_start)
         if self.guard is not None:
             policy = Guarded(policy, self.guard, self.assignment.schedules, self.alignment)
-        # Outermost: what the guard does not compress is no step of a trial.
-        return OnlyIfFaster(policy) if only_if_faster else policy
+        return policy
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`."""

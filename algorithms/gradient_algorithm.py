@@ -15,10 +15,11 @@ from bagua_kernels.algorithms.algorithm import TRAINING, Algorithm, Options, che
 from bagua_kernels.algorithms.engine.alone import PassesAlone
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
-from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.engine.listener import Listener
 from bagua_kernels.algorithms.engine.member import EngineCounters, Member
 from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
-from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.stats import Stats
@@ -53,14 +54,16 @@ class GradientAlgorithm(Algorithm):
 
     Attributes:
         policy: what encodes buckets, in which step.
+        listener: what compares the times of backward passes; None if nothing does.
         scaler: that by which losses are scaled, if the exchanges' state follows it.
-        alignment: elements to whose multiples tensors are aligned in a bucket.
+        alignment: the alignment of tensors in a bucket, in elements.
         small_first: True if the first buckets are small, so that the wire is in use early.
         lanes: buckets that are exchanged at a time; None for the engine's own number.
         has_hook: True if its exchanges are all that it does, so that a hook of `DistributedDataParallel` may run them.
     """
 
     policy: Policy = Policy()
+    listener: Listener | None = None
     scaler: torch.amp.GradScaler | None = None
     alignment = 1
     small_first = True
@@ -130,7 +133,7 @@ class GradientAlgorithm(Algorithm):
         """Returns where the gradient of a parameter belongs.
 
         Returns:
-            Its kind, by which buckets are told apart (`Bucket.kind`), and whether it is averaged without compression.
+            Its kind, which distinguishes buckets (`Bucket.kind`), and whether it is averaged without compression.
         """
         return None, False
 
@@ -162,7 +165,9 @@ class GradientAlgorithm(Algorithm):
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
         options = EngineOptions(buckets, self.lanes, steps, self.scaler, self.name, type(self).__name__)
         self._all_communicators = [self._communicator]
-        self._engine = Engine(members, self.exchange_for, self._communicator, self._duplicate, self.policy, options)
+        self._engine = Engine(
+            members, self.exchange_for, self._communicator, self._duplicate, self.policy, options, self.listener
+        )
 
     def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start_alone`."""
@@ -319,7 +324,15 @@ class GradientAlgorithm(Algorithm):
             if self._engine.order_is_known:
                 order = [self._engine.members[position].name for position in self._engine.buckets.order]
             vectors = self._engine.buckets.state()
-        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self.policy.state()}
+        return {"steps": self.stats().steps, "order": order, "vectors": vectors, "decisions": self._decisions()}
+
+    def _decisions(self) -> list[Any]:
+        """What was decided in training: pairs of a name and a plain value, equal on all ranks."""
+        return self.policy.state()
+
+    def _decide(self, decisions: list[Any]) -> None:
+        """Takes what `_decisions` gave."""
+        self.policy.load(decisions)
 
     def load_algorithm_state_dict(self, state: Any) -> None:
         """See `Algorithm.load_algorithm_state_dict`."""
@@ -337,6 +350,6 @@ class GradientAlgorithm(Algorithm):
             differ = sorted(set(states[0]["order"]) ^ set(positions))
             raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
         self._take_steps(int(states[0]["steps"]))
-        self.policy.load(states[0]["decisions"])
+        self._decide(states[0]["decisions"])
         order = [positions[name] for name in states[0]["order"]] or None
         self._engine.lay_out(order, mean_of([one["vectors"] for one in states]))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.mean import HierarchicalMean, Mean
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm, GradientOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, HierarchicalAllReduce, Nodes, ReduceOp, Work
+from bagua_kernels.comm import Communicator, HierarchicalAllReduce, Nodes, ReduceOp
 
 
 @register
@@ -22,6 +23,20 @@ class GradientAllReduce(GradientAlgorithm):
 
     1. All-reduce the bucket, in the gradients' own dtype, to the mean over all ranks. With `hierarchical`, first inside each
        node onto the owners of shards, then between nodes, and back (BAGUA, VLDB 2022, section 3.3).
+
+    Options and their defaults, all by keyword::
+
+        hierarchical=False       see step 1; each bucket then has connections of its own
+        nodes=None               which ranks share a node; found from the environment if None
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "allreduce"
@@ -77,39 +92,3 @@ class GradientAllReduce(GradientAlgorithm):
     def _close_hierarchies(self) -> None:
         for kind in list(self._hierarchies):
             self._hierarchies.pop(kind).close()
-
-
-class Mean(Exchange):
-    """The exact mean, by one all-reduce."""
-
-    one_collective = True
-    has_memory = False
-    takes_memory = True
-    keeps_means = True
-
-    def run(self, step: int) -> Iterator[Work]:
-        """See `Exchange.run`."""
-        yield self.communicator.all_reduce(self.bucket.whole, ReduceOp.AVG)
-
-
-class HierarchicalMean(Exchange):
-    """The exact mean, first inside nodes and then between them."""
-
-    has_memory = False
-    takes_memory = True
-    keeps_means = True
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        communicator: Communicator,
-        hierarchy: Callable[[Communicator, int, torch.dtype], HierarchicalAllReduce],
-    ) -> None:
-        """Takes what finds or makes the all-reduce of a number of elements and a dtype; making one is collective."""
-        super().__init__(bucket, communicator)
-        self._hierarchy = hierarchy
-
-    def run(self, step: int) -> Iterator[Work]:
-        """See `Exchange.run`."""
-        whole = self.bucket.whole
-        yield from self._hierarchy(self.communicator, whole.numel(), whole.dtype).steps(whole)

@@ -9,8 +9,8 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.low_rank import LowRankExchange
 from bagua_kernels.algorithms.gradient_algorithm import BUCKET_BYTES, GradientAlgorithm, PassOptions
 from bagua_kernels.algorithms.policy.only_if_faster import OnlyIfFaster
 from bagua_kernels.algorithms.policy.schedule import EXACT_DTYPES, Schedule, Scheduled
@@ -40,6 +40,29 @@ class PowerSGD(GradientAlgorithm):
     Buckets follow one another, so that backward overlaps with all but the last. Each takes two messages. With `alternate`
     steps 2 and 3 take turns, as in the library of the paper's authors (github.com/epfml/powersgd). A step computes P of the
     last Q, made orthonormal, or Q of the last P, in one message.
+
+    Options and their defaults, all by keyword::
+
+        rank=1                   columns of a factor; 1 to 4
+        start_step=0             steps without compression at the beginning
+        min_compression=2.0      a matrix is compressed if its factors are so many times smaller than itself
+        warm_start=True          begin each step with the right factors of the last
+        alternate=False          make one factor in each step, in turn
+        seed=0                   of the first right factors
+        scaler=None              that by which losses are scaled, if any: residuals change their unit with it
+        only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                 with it and four without
+        bucket_bytes=None        gradients are exchanged in buckets of about this size; the first ones may be smaller;
+                                 by default seven tenths of the gradients, at most 32 MiB; or with `only_if_faster`,
+                                 which may give compression up, 10 MiB
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "powersgd"
@@ -88,7 +111,7 @@ class PowerSGD(GradientAlgorithm):
         self._schedule = Schedule(((0, None), (start_step, self.config)) if start_step else ((0, self.config),))
         self.policy = Scheduled(start_step)
         if only_if_faster:
-            self.policy = OnlyIfFaster(self.policy)
+            self.policy = self.listener = OnlyIfFaster(self.policy)
         self.small_first = only_if_faster
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if only_if_faster else self.default_bucket_bytes(module)

@@ -13,6 +13,7 @@ from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.asynchronous.async_decentralized import AsyncDecentralized
 from bagua_kernels.algorithms.asynchronous.async_model_average import AsyncModelAverage
 from bagua_kernels.algorithms.asynchronous.wagma import Wagma
+from bagua_kernels.algorithms.choosing.auto_tune import AutoTune
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
 from bagua_kernels.algorithms.gossip.choco import Choco
 from bagua_kernels.algorithms.gossip.d2 import D2
@@ -38,7 +39,6 @@ from bagua_kernels.algorithms.quantized.terngrad import TernGrad
 from bagua_kernels.algorithms.sparse.dgc import DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK
-from bagua_kernels.algorithms.tuner.auto_tune import AutoTune
 
 
 @overload

@@ -30,7 +30,7 @@ class Bucket:
         whole: `flat` and then `exact`.
         views: one view of the buffer for each tensor, with the tensor's shape and, if that is dense, its strides.
         spans: where each tensor's elements lie in `whole`, in the order of memory.
-        align: elements to whose multiples tensors of `flat` are aligned.
+        align: the alignment of tensors of `flat`, in elements.
         gaps: the elements of `flat` between the end of each view and the next boundary.
         frozen: positions of tensors whose parameters are frozen now; what is remembered of them stays as it is.
         lent: tensors by position that stand for their views, which hold nothing of use meanwhile, nor do the gaps behind them.
@@ -51,7 +51,7 @@ class Bucket:
 
         Args:
             tensors: of one dtype and on one device; only their shapes, strides, dtype and device are used.
-            align: elements to whose multiples every tensor of `flat` is aligned.
+            align: the alignment of tensors of `flat`, in elements.
             exact: for each tensor whether it lies in the exact part; none does if None.
             flags: number of further elements.
             index: position among the buckets of a model.

@@ -167,7 +167,7 @@ class Communicator(Collectives):
     def close(self, limit: float | None = None) -> None:
         """Waits for the other ranks to close too, and frees the connections; later calls raise `CommunicationError`.
 
-        Closing again is harmless.
+        Calling it again does nothing.
 
         Args:
             limit: seconds to wait for them, if less than the timeout.

@@ -15,7 +15,7 @@ class Work(abc.ABC):
     """A communication that has been started.
 
     Outputs hold their values, and inputs may be changed again, only once `wait` has returned: parts of an operation
-    (a division, a copy) run there. Waiting again is harmless, and repeats the error of the first time if there was one.
+    (a division, a copy) run there. A second `wait` only repeats the error of the first one, if there was any.
     """
 
     @abc.abstractmethod

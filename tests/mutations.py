@@ -366,7 +366,7 @@ FAULTS = (
     ),
     Fault(
         "algorithms/adam",
-        "algorithms/adam/momentum_exchange.py",
+        "algorithms/exchanges/momentum.py",
         "of.go_on(view, 1 / scale)",
         "of.go_on(view, 1.0)",
         "Under a gradient scaler, momentum goes on with gradients that are too large by the scale.",
@@ -390,11 +390,11 @@ FAULTS = (
     ),
     Fault(
         "algorithms/data",
-        "algorithms/tuner/repaying.py",
+        "algorithms/exchanges/repaying.py",
         "if paid and not all(each.isfinite() for each in bucket.whole.aminmax()):",
         "if False:",
         "What is owed counts as paid though no optimizer takes the step that pays it.",
-        ("tests/algorithms/tuner/test_auto_tune.py",),
+        ("tests/algorithms/choosing/test_auto_tune.py",),
     ),
 )
 

@@ -25,7 +25,7 @@ SCALE = "torch.amp.grad_scaler.GradScaler.get_scale"
 EXEMPT = (
     "examples/",
     "tests/algorithms/",
-    "/comm/doctor/",
+    "/comm/programs/",
     "/comm/tuning/",
     "/comm/backends/sockets/",
     "/comm/backends/local/",

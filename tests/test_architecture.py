@@ -17,8 +17,9 @@ from tests.imports import LINKS, imports, module_of, sources, tree
 ROOT = Path(__file__).parents[1]
 # From the ground up: a floor imports from itself and from those before it.
 FLOORS = ("bagua_kernels", "bagua_kernels.comm", "bagua_kernels.algorithms")
-# From the ground up, the rooms of a floor: a file imports from its own room and from those before it. A room is a folder or
-# a file at the top of the floor; the longest name that fits counts. Files at the top that are not named may import all.
+# From the ground up, the rooms of a floor, or of the benchmarks: a file imports from its own room and from those before it. A
+# room is a folder or a file at the top of the floor; the longest name that fits counts. Files at the top that are not named may
+# import all.
 ORDER: dict[str, tuple[str, ...]] = {
     "bagua_kernels": (
         "knobs",
@@ -63,14 +64,17 @@ ORDER: dict[str, tuple[str, ...]] = {
         "hierarchical",
         "rendezvous",
         "tuning",
-        "doctor",
+        "programs",
         "testing",
+        "doctor",
         "tune",
     ),
     "algorithms": (
+        "choosing/turns",
         "policy",
         "stats",
         "wrapping",
+        "exchanges",
         "engine",
         "algorithm",
         "registry",
@@ -96,9 +100,21 @@ ORDER: dict[str, tuple[str, ...]] = {
         "loading",
         "local_steps/round_sampler",
         "ddp",
-        "tuner/cost",
-        "tuner",
-        "advise",
+        "choosing/cost",
+        "choosing",
+    ),
+    "bench": (
+        "workloads",
+        "suite_table",
+        "speed",
+        "optimizers",
+        "compilation",
+        "netlab",
+        "network",
+        "convergence",
+        "training",
+        "tradeoff",
+        "gpu",
     ),
 }
 
@@ -124,7 +140,7 @@ MAY_READ_THE_ENVIRONMENT = (
     "comm/testing/fork_server.py",
     "comm/testing/processes.py",
     "comm/tune.py",  # passes the environment on to the command that it starts
-    "comm/tuning/launcher.py",
+    "comm/programs/tuning/launcher.py",
 )
 
 
@@ -155,19 +171,22 @@ def imported_doors(file: Path, own: str) -> list[str]:
 
 
 MODULES = {module_of(file): file for file in sources()}
+PROGRAMS = {module_of(file): file for file in sources(folders=["bench"])}
+# Nothing on the floors imports a program, which the order of floors sees to.
+ALL = MODULES | PROGRAMS
 
 
 def imported_files(file: Path) -> Iterator[tuple[int, Path]]:
     """Yields line and path of each file of the project that a file imports, also inside functions and for types only."""
     for line, name in imports(file):
-        found = MODULES.get(name) or MODULES.get(name.rpartition(".")[0])
+        found = ALL.get(name) or ALL.get(name.rpartition(".")[0])
         if found is not None and found != file:
             yield line, found
 
 
 def circles() -> list[list[str]]:
     """Returns the groups of files of which each imports all others of its group, be it through others (Tarjan, 1972)."""
-    edges = {file: sorted({to for _, to in imported_files(file)}) for file in sources()}
+    edges = {file: sorted({to for _, to in imported_files(file)}) for file in ALL.values()}
     number: dict[Path, int] = {}
     lowest: dict[Path, int] = {}
     stack: list[Path] = []
@@ -262,7 +281,7 @@ def test_no_files_import_one_another_in_a_circle() -> None:
 
 @pytest.mark.parametrize("floor", ORDER)
 def test_rooms_of_a_floor_import_one_way(floor: str) -> None:
-    files = [file for file in sources() if file.relative_to(ROOT).parts[0] == floor]
+    files = [file for file in ALL.values() if file.relative_to(ROOT).parts[0] == floor]
     inside = [file for file in files if file.parent != ROOT / floor and file.name != "__init__.py"]
     assert [name_of(file) for file in inside if room_of(file, floor) is None] == [], "add their folders to ORDER"
     found = {room_of(file, floor) for file in files}
@@ -282,6 +301,13 @@ def longest_files(count: int = 10) -> list[str]:
     files = [*sources(), *(ROOT / "tests").rglob("*.py")]
     lines = sorted(((len(file.read_text().splitlines()), name_of(file)) for file in files), reverse=True)
     return [f"{n:5} {name}" for n, name in lines[:count]]
+
+
+def test_the_longest_files_are_listed() -> None:
+    """Prints them, which `pytest -rP` shows: no length is too long."""
+    found = longest_files()
+    print("\n".join(found))
+    assert len(found) == 10
 
 
 def test_private_names_stay_in_their_folder() -> None:

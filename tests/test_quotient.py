@@ -34,7 +34,7 @@ RIGHT = {
     "bagua_kernels/compression/powersgd/orthonormal.py": "by a tensor",
     "algorithms/gossip/consensus_step.py": "a simulation on the CPU",
     "algorithms/rounds/mixing.py": "a statistic",
-    "algorithms/local_steps/gathered_mean.py": "a codec's method",
+    "algorithms/exchanges/gathered.py": "a codec's method",
 }
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import bagua_kernels
-from bagua_kernels.comm.doctor import command as doctor
 from bagua_kernels.comm.joining import interfaces
+from bagua_kernels.comm.programs.doctor import command as doctor
 from tests import release
 from tests.docs import prose
 from tests.release import Refused
@@ -102,7 +102,7 @@ def test_wheel_is_the_package_and_nothing_else() -> None:
 
 def test_files_of_a_wheel_are_those_of_all_rooms() -> None:
     expected = release.expected_files(ROOT)
-    assert {"bagua_kernels/comm/work.py", "bagua_kernels/algorithms/engine/exchange.py"} <= expected
+    assert {"bagua_kernels/comm/work.py", "bagua_kernels/algorithms/exchanges/exchange.py"} <= expected
     files = {(ROOT / name).resolve() for name in expected}
     assert len(files) == len(expected), "a file is listed twice: through a link"
     assert [file for file in files if not file.is_file()] == []

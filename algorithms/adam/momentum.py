@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.algorithms.adam.frozen_adam import Correction, FrozenAdam
-from bagua_kernels.algorithms.adam.momentum_exchange import Momenta, MomentumExchange
 from bagua_kernels.algorithms.compressed_all_reduce import CodecOptions, CompressedAllReduce
-from bagua_kernels.algorithms.engine.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.momentum import Momenta, MomentumExchange
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator

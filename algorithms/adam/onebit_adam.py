@@ -29,6 +29,43 @@ class OneBitAdam(MomentumAllReduce):
     See `MomentumAllReduce` for how both stay together, and `FrozenAdam` for when "auto" freezes. Under
     `torch.amp.GradScaler` pass that as `scaler`. The paper has one magnitude per chunk, this class one per block; the
     paper's v has no bias correction after the freeze (`v_correction="none"`).
+
+    Options and their defaults, all by keyword::
+
+        freeze_step='auto'        the steps before v is frozen, 15 to 25 % of training and those in which the learning
+                                  rate rises; "auto" to find out, see `FrozenAdam`
+        block=256                 elements that share a magnitude; see `compression.Sign`
+        params=None               of the module, as groups with options of their own if need be; all of them if None
+        lr=0.001                  the learning rate
+        betas=(0.9, 0.999)        decay of m and of v; those of a parameter's group are its own
+        eps=1e-08                 added to the root of v
+        weight_decay=0.0          decoupled, before and after the freeze
+        v_correction='continued'  what becomes of v's bias correction when v freezes; see `FrozenAdam`
+        mask=True                 True stops momentum where v is 0 at the freeze: codecs do not keep zeros, and there
+                                  any update is divided by eps
+        limit=100.0               learning rates by which an element may move in a step after the freeze, about;
+                                  infinite as in the papers
+        scaler=None               that by which losses are scaled, if any; read in backward, so update it after the
+                                  optimizer's step
+        error_feedback=True       True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=True       True if the owners of chunks do; by default as `error_feedback`
+        groups=None               other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
+        exact='1d'                patterns of names of parameters to average without compression; "1d" for all biases
+                                  and norms
+        min_numel=512             parameters with fewer elements are exact too
+        seed=0                    of random numbers
+        guard=None                measures now and then how much is lost; `stats().errors` has the results
+        only_if_faster=False      True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                  with it and four without
+        bucket_bytes=10485760     gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None                buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                  default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False   True to update each bucket's parameters as soon as its mean has arrived, while
+                                  backward goes on
+        communicator=None         the ranks that train together; those of `comm.init()` if None, which is called if it
+                                  has not been
+        broadcast_buffers=True    True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False     a pattern of names, as of `fnmatch`, or several
     """
 
     name = "onebit_adam"

@@ -14,7 +14,7 @@ from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.member import Member
 from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.algorithms.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register

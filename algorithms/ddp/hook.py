@@ -19,10 +19,11 @@ from bagua_kernels.algorithms.ddp.shares import BucketShares, Share
 from bagua_kernels.algorithms.engine.accumulation import Accumulation, Watched
 from bagua_kernels.algorithms.engine.buckets import fill
 from bagua_kernels.algorithms.engine.interruption import Ending
+from bagua_kernels.algorithms.engine.listener import PassTimer
 from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
-from bagua_kernels.algorithms.engine.vectors import mean_of
+from bagua_kernels.algorithms.exchanges.vectors import mean_of
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.comm import Communicator, Work
@@ -54,7 +55,7 @@ def hook(
         **options: further arguments of the algorithm.
 
     Raises:
-        TypeError: the spec is no text, or the module is none.
+        TypeError: the spec is not a text, or the module is not a module.
         ValueError: the spec names neither, or an algorithm that does not average gradients, or an option is one of the engine.
     """
     kind, parsed = Algorithm.named(spec)
@@ -73,12 +74,12 @@ def hook(
             raise ValueError(f"{unused} means nothing to a hook of DistributedDataParallel: leave it out")
     if lanes is not None:
         arguments["lanes"] = lanes
-    # One rank alone is told what does not fit before others wait for it.
+    # Errors about what does not fit come on one rank alone, before others wait for it.
     with fitting(spec):
         recipe = kind.recipe(**arguments)
     if not recipe.weighable:
         raise ValueError(
-            f"{spec!r} gives all ranks the same voice, also those that mirror the passes of others in join(): wrap the module "
+            f"{spec!r} counts one vote per rank, also of those that mirror the passes of others in join(): wrap the module "
             f"in a {kind.__name__} instead of DistributedDataParallel"
         )
     return Hook(spec, kind, arguments, module, communicator)
@@ -124,7 +125,7 @@ class Hook:
         self._steps = 0
         self._passes = 0
         self._wait_seconds = self._exchange_seconds = 0.0
-        self._begun = 0.0
+        self._timer: PassTimer | None = None
         self._loss_scale: LossScale | None = None
         self._states: list[Mapping[str, Any]] = []
         # DDP moves gradients that are views of its buckets when it lays these out anew.
@@ -226,6 +227,7 @@ class Hook:
                 found = comm.world() if comm.is_initialized() else comm.init(device=device)
             self._algorithm = self._kind.recipe(found, **self._arguments)
             self.communicators = [found.duplicate()]
+            self._timer = PassTimer(self._algorithm.listener, self.communicators[0].device)
             self._layout = BucketShares(self._algorithm, getattr(self._module, "module", self._module))
             if self._states:
                 self._take(self._states)
@@ -244,7 +246,8 @@ class Hook:
         self._passes += 1
         scaler = self._algorithm.scaler
         self._loss_scale = None if scaler is None else LossScale(scaler)
-        self._begun = self._algorithm.policy.now(self.communicators[0].device)
+        assert self._timer is not None
+        self._timer.begin()
         if inside:
             torch.autograd.Variable._execution_engine.queue_callback(Ending(self, self._passes))
 
@@ -327,8 +330,11 @@ class Hook:
         self._steps += 1
         for exchange in self._layout.exchanges:
             exchange.end_step([])
-        now = self._algorithm.policy.now(self.communicators[0].device)
-        self._algorithm.policy.end_step(step, now - self._begun, self.communicators[0])
+        assert self._timer is not None
+        seconds, listener = self._timer.taken(), self._algorithm.listener
+        self._algorithm.policy.end_step(step, self.communicators[0])
+        if listener is not None:
+            listener.pass_ended(step, seconds, self.communicators[0])
 
     def interrupted(self, number: int) -> None:
         """Called when a backward pass has ended in an exception."""
@@ -453,7 +459,7 @@ class _Return:
 
 
 class _Caught(Work):
-    """A collective whose error is told to a hook instead of raised, so that its bucket comes to an end."""
+    """A collective whose error goes to a hook instead of being raised, so that its bucket comes to an end."""
 
     def __init__(self, work: Work, fail: Callable[[BaseException], None]) -> None:
         self._work, self._fail = work, fail

@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator

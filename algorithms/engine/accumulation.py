@@ -107,7 +107,7 @@ class Accumulation:
         if self.strict and bool(gradient.any()):
             raise RuntimeError(
                 f"the gradient of parameter {name!r} of shape {tuple(parameter.shape)} was replaced or written to after "
-                f"{self._owner} had exchanged it, so that what backward adds to that result cannot be told from it: call "
+                f"{self._owner} had exchanged it, so that what backward adds to that result cannot be separated from it: call "
                 "zero_grad() before the next backward pass, or run all but the last pass of a step in no_sync()"
             )
 

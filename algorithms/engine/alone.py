@@ -34,7 +34,7 @@ class PassesAlone:
             self.steps += self.enabled
 
     def close(self) -> None:
-        """Removes the hooks; again is harmless."""
+        """Removes the hooks; calling it again does nothing."""
         self._end()
 
 

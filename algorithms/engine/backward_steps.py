@@ -41,7 +41,7 @@ class BackwardSteps:
             parameters: those whose gradients are exchanged, by name. What the optimizer does not have keeps its gradient.
 
         Raises:
-            TypeError: the optimizer is none of this package, or has options with which it leaves steps to PyTorch.
+            TypeError: the optimizer is not from this package, or has options with which it leaves steps to PyTorch.
         """
         if not isinstance(optimizer, Fused):
             raise TypeError(

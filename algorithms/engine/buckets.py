@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
-from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.interruption import Interruption
 from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.member import Member
 from bagua_kernels.algorithms.engine.options import BucketOptions
-from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Work
 
@@ -46,7 +46,7 @@ class Buckets:
             members: the parameters.
             order: their positions, as buckets follow.
             options: how they are put together.
-            before: buckets of the same members, which are gone on with if all lie in them as they are to lie now.
+            before: buckets of the same members, which are reused if the layout is the same.
         """
         ordered = [members[position] for position in order]
         first = _FIRST_BYTES if options.small_first else None

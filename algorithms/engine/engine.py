@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bagua_kernels.algorithms.engine.accumulation import Accumulation, Watched
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
 from bagua_kernels.algorithms.engine.buckets import Buckets, Taken, exchanged, fill, show
-from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.gradient_hook import gradient_hook
 from bagua_kernels.algorithms.engine.interruption import Ending, Interruption
+from bagua_kernels.algorithms.engine.listener import Listener, PassTimer
 from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.member import EngineCounters, Member, Place
 from bagua_kernels.algorithms.engine.options import EngineOptions, Manner
@@ -24,7 +24,8 @@ from bagua_kernels.algorithms.engine.participation import Participation, frozen_
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.rows import Rows
 from bagua_kernels.algorithms.engine.runtime import Run, Runtime, Task, covered
-from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
@@ -39,7 +40,7 @@ _LOOK_EVERY = 64
 class Engine:
     """Averages the gradients of a set of parameters in each backward pass.
 
-    1. When a parameter's gradient is complete, its hook stores it. What later hooks make of it is not exchanged.
+    1. When a parameter's gradient is complete, its hook stores it. Changes that later hooks make to `grad` are not exchanged.
     2. A bucket starts when all of its gradients are there and all buckets before it have been started. A communication
        thread copies them into the bucket, if its exchange does not read them in place, and runs the exchange. Backward goes
        on meanwhile. On a GPU backward's stream makes the copy, of all gradients of a bucket at once.
@@ -65,6 +66,7 @@ class Engine:
         order_is_known: True if buckets follow the order in which gradients come, or will from the next step on.
         interruption: `happened` is True once an exchange failed or a pass broke off; nothing goes on then.
         in_flight: exchanges at a time.
+        timer: measures backward passes for the listener.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         duplicate: Callable[[], Communicator],
         policy: Policy,
         options: EngineOptions,
+        listener: Listener | None = None,
     ) -> None:
         """Lays out buckets and installs hooks; collective.
 
@@ -84,17 +87,20 @@ class Engine:
             make_exchange: makes the exchange of a bucket over a communicator.
             communicator: of all ranks.
             duplicate: makes another one of the same ranks, for exchanges that take place beside those of the first.
-            policy: told when steps end.
+            policy: its `end_step` is called after each step.
             options: see there.
+            listener: its `pass_ended` is called after each backward pass.
         """
         self.members = [member for member in reversed(members) if not member.sparse]
         sparse = [member for member in members if member.sparse]
         self._sparse = [member.parameter for member in sparse]
         self._rows = [Rows(member.name, member.parameter, -1 - i) for i, member in enumerate(sparse)]
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
+        self._listener = listener
         self._in_backward = True
         self._device = members[0].parameter.device
         self._on_gpu = self._device.type == "cuda"
+        self.timer = PassTimer(listener, self._device)
         self._flags = Numbers(self._device)
         self.communicators, self.in_flight = [communicator], 1
         self.enabled = True
@@ -119,7 +125,6 @@ class Engine:
         self._running = False
         self._step = 0
         self._passes = 0
-        self._begun = 0.0
         self._arrived: dict[int, None] = {}
         self._takes_part = True
         self._missing: list[int] = []
@@ -267,7 +272,7 @@ class Engine:
 
     def _begin(self) -> None:
         self.check_idle()
-        self._begun = self._policy.now(self._device)
+        self.timer.begin()
         self._step = self.counters.steps
         self._running = True
         self._passes += 1
@@ -408,7 +413,7 @@ class Engine:
                 # The exchange itself is bounded by its communicator's timeout.
                 task.done.wait()
         self.counters.wait_seconds += compiling.clock() - begin
-        # What went wrong first is told, not what followed from it.
+        # Raises the first error, not those that it caused.
         for task in sorted(self._tasks, key=lambda each: each.follows):
             task.check()
         self.counters.exchange_seconds += covered([(task.began, task.ended) for task in self._tasks])
@@ -457,18 +462,19 @@ class Engine:
             unused[bucket.index].append(slot)
         for exchange, slots in zip(self.buckets.exchanges, unused, strict=True):
             exchange.end_step(slots)
-        seconds = self._policy.now(self._device) - self._begun
-        self._policy.end_step(self._step, seconds, self.communicators[0])
+        seconds = self.timer.taken()
+        self._policy.end_step(self._step, self.communicators[0])
         self._follow_order()
         self._running = False
         self._tasks = []
         for rows in self._rows:
             rows.gradient = None
         self.weight = 1.0
-        self._policy.after_pass()
+        if self._listener is not None:
+            self._listener.pass_ended(self._step, seconds, self.communicators[0])
 
     def _follow_order(self) -> None:
-        """Lays buckets out anew if gradients came in another order than theirs on any rank."""
+        """Lays buckets out again if gradients came in another order than theirs on any rank."""
         if not self.buckets.all:
             return
         flag = self.buckets.all[-1].flags[-1]

@@ -14,7 +14,7 @@ class BucketOptions:
     """How gradients are put together.
 
     Attributes:
-        align: elements to whose multiples tensors are aligned in a bucket.
+        align: the alignment of tensors in a bucket, in elements.
         bucket_bytes: size from which a bucket takes no more tensors.
         small_first: True if the first buckets take less, so that the wire is in use early.
         alone: True if a large gradient has a bucket to itself, whose memory it may become.

@@ -9,11 +9,11 @@ from typing import Any, TypedDict
 
 import torch
 
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.vectors import Named, mean_of
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
-from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
+from bagua_kernels.algorithms.exchanges.mean import Mean
+from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
 from bagua_kernels.algorithms.local_steps.kind import Kind, kind_of
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum_merges import only_codec

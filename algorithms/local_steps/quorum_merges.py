@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.policy.schedule import Schedule
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.courier import Courier

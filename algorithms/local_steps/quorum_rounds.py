@@ -10,8 +10,8 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.local_steps.kind import kind_of
 from bagua_kernels.algorithms.local_steps.local_rounds import LocalOptions, LocalRounds
 from bagua_kernels.algorithms.local_steps.quorum_merges import Merged, QuorumMerges, check_quorum

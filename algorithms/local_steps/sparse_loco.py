@@ -7,8 +7,8 @@ from typing import Literal, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.local_steps.gathered_mean import SparseMean
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.gathered import SparseMean
 from bagua_kernels.algorithms.local_steps.kind import Kind
 from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
 from bagua_kernels.algorithms.policy.schedule import Assignment

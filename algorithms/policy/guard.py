@@ -30,7 +30,7 @@ class Guard:
         every: steps between two looks at a bucket, each of which costs an exact all-reduce of it.
         bound: of the relative error of a bucket's mean, `|compressed - exact| / |exact|`, above which something is done.
             With error feedback a single step's mean is far from the exact one, near 1 for a sign, and no harm is done.
-        action: "warn"; "widen", which goes on with more bits per element; or "exact", which goes on without compression.
+        action: "warn"; "widen", which takes more bits per element from then on; or "exact", which ends compression.
 
     Raises:
         ValueError: a number is out of its range, or the action is another.
@@ -95,7 +95,7 @@ class Guarded(Policy):
         self._alignment = alignment
         self._errors: dict[str, float] = {}
         self._exceeded = 0
-        self._told: set[tuple[Hashable, Codec]] = set()
+        self._warned: set[tuple[Hashable, Codec]] = set()
         self._instead: dict[Hashable, Codec | None] = {}
         # By bucket, until the step ends: all ranks take them in this order.
         self._decided: dict[int, tuple[Hashable, Codec | None]] = {}
@@ -113,17 +113,17 @@ class Guarded(Policy):
         """Measures how much a bucket's mean has lost; collective."""
         error, errors = sample.errors(bucket)
         self._errors.update(errors)
-        told = (bucket.kind, codec)
-        then = answer(self.guard, codec, bucket, error, self._alignment, tells=told not in self._told)
+        case = (bucket.kind, codec)
+        then = answer(self.guard, codec, bucket, error, self._alignment, warns=case not in self._warned)
         if error > self.guard.bound:
             self._exceeded += 1
-            self._told.add(told)
+            self._warned.add(case)
         if then != codec:
             self._decided[bucket.index] = (bucket.kind, then)
 
-    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
+    def end_step(self, step: int, communicator: Communicator) -> None:
         """See `Policy.end_step`: what the guard decided holds from the next step on."""
-        super().end_step(step, seconds, communicator)
+        super().end_step(step, communicator)
         self._instead.update(self._decided[index] for index in sorted(self._decided))
         self._decided.clear()
 
@@ -178,20 +178,20 @@ def wider(codec: Codec, alignment: int) -> Codec | None:
 
 
 def answer(
-    guard: Guard, codec: Codec, bucket: Bucket, error: float, alignment: int, *, tells: bool = True
+    guard: Guard, codec: Codec, bucket: Bucket, error: float, alignment: int, *, warns: bool = True
 ) -> Codec | None:
-    """What encodes buckets of this kind from now on; warns if that is to be told."""
+    """What encodes buckets of this kind from now on; warns if asked to."""
     # What is not finite is an overflow, of which the optimizer or the gradient scaler knows.
     if not error > guard.bound:
         return codec
     then = {"warn": codec, "widen": wider(codec, alignment), "exact": None}[guard.action]
-    if not tells:
+    if not warns:
         return then
     what = "nothing is changed" if then is codec else f"going on with {then or 'exact means'}"
     warnings.warn(
         f"the mean of bucket {bucket.index} ({bucket.names[0]} and {len(bucket.names) - 1} more) by {codec} has a relative "
-        f"error of {error:.3g}, above the guard's bound of {guard.bound:g}: {what}; stats().guards counts how often, and this "
-        "is told once for a kind of bucket",
+        f"error of {error:.3g}, above the guard's bound of {guard.bound:g}: {what}; stats().guards counts how often; this "
+        "warning comes once for a kind of bucket",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from bagua_kernels.algorithms.choosing.turns import Turns
 from bagua_kernels.algorithms.policy.policy import Outcome, Policy
 from bagua_kernels.comm import Communicator
 
 logger = logging.getLogger(__name__)
 
-BLOCK_STEPS = 4
 BLOCKS = 9
-# The first step of a block hands residuals over or makes buffers.
-_COUNTED = BLOCK_STEPS - 1
 
 
 class Trial:
-    """Blocks of steps that are compressed and plain in turn, and what follows from the time that they take.
+    """Turns of steps that are compressed and plain, and what follows from the time that they take.
 
-    The first block, which is compressed, is not counted: kernels are compiled in it, and buckets laid out anew. Nor is
-    the first step of each other block. What is compressed follows from the number of the step, so that all ranks do
-    the same, and the decision from all ranks' seconds.
+    The first turn, which is compressed, is not counted: kernels are compiled in it, and buckets laid out again.
 
     Attributes:
-        outcome: "" before it begins; "running"; and then what goes on, "compressed" or "plain".
-        seconds: of the counted steps so far, on this rank.
-        medians: of compressed steps and of plain ones, once it is decided.
-        clock: returns seconds since any fixed time.
+        outcome: "" before it begins; "running"; and then what was found to be faster, "compressed" or "plain".
+        turns: of this rank, and from the decision on of the slowest one.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
+        """Has not begun."""
         self.resume("")
 
     def resume(self, outcome: Outcome) -> None:
-        """Goes on with what was decided before; what was not begins anew."""
+        """Restores a decision; a trial that was under way begins again."""
         self.outcome: Outcome = "" if outcome == "running" else outcome
-        self.seconds: list[float] = []
-        self.medians: tuple[float, float] | None = None
-        self._start = 0
+        kinds = ("compressed", "plain")
+        order = [kinds[block % 2] for block in range(BLOCKS)]
+        self.turns = Turns(order, {kind: [] for kind in kinds}, uncounted=1)
 
     @property
     def decided(self) -> bool:
@@ -52,65 +44,36 @@ class Trial:
         return self.outcome in ("compressed", "plain")
 
     @property
-    def due(self) -> bool:
-        """True if all is measured and `decide` is to come."""
-        return not self.decided and len(self.seconds) == (BLOCKS - 1) * _COUNTED
-
-    def compresses(self, step: int) -> bool:
-        """Returns True if a step may be compressed."""
+    def compresses(self) -> bool:
+        """True if the step under way, or to come, may be compressed."""
         if self.outcome == "running":
-            return _is_compressed((step - self._start) // BLOCK_STEPS)
+            return self.turns.current == "compressed"
         return self.outcome != "plain"
 
-    def begin(self, step: int) -> None:
-        """Starts with a step, which was compressed."""
-        self.outcome, self._start = "running", step
+    @property
+    def medians(self) -> tuple[float, float] | None:
+        """Seconds of compressed steps and of plain ones; None where it has not been decided here."""
+        found = self.turns.medians
+        return (found["compressed"], found["plain"]) if self.decided and found else None
 
-    def note(self, step: int, seconds: float) -> None:
-        """Takes what a step took on this rank; steps follow one another."""
-        block, place = divmod(step - self._start, BLOCK_STEPS)
-        if self.outcome == "running" and block and place:
-            self.seconds.append(seconds)
+    def note(self, seconds: float) -> None:
+        """Takes what a step took on this rank; the first one was compressed."""
+        self.outcome = "running"
+        self.turns.took(seconds)
 
-    def decide(self, gathered: Sequence[Sequence[float]]) -> None:
+    def decide(self, gathered: Iterable[Sequence[float]]) -> None:
         """Ends the trial, in favour of compression if that is not slower.
 
         Args:
-            gathered: `seconds` of each rank. A step is as slow as its slowest rank.
+            gathered: `turns.seconds` of each rank. A step is as slow as its slowest rank.
         """
-        slowest = [max(ranks) for ranks in zip(*gathered, strict=True)]
-        kinds = [_is_compressed(1 + i // _COUNTED) for i in range(len(slowest))]
-        compressed, plain = (
-            statistics.median(s for s, kind in zip(slowest, kinds, strict=True) if kind is which)
-            for which in (True, False)
-        )
-        self.medians = compressed, plain
-        self.outcome = "compressed" if compressed <= plain else "plain"
+        self.turns.use_slowest(gathered)
+        self.outcome = "compressed" if self.turns.fastest == "compressed" else "plain"
 
-    def ended(
-        self,
-        communicator: Communicator,
-        compressed: bool,
-        step: int,
-        seconds: float,
-    ) -> None:
-        """Takes what a step took, and begins and ends the trial when it is time; collective, while no exchange is under way.
-
-        Args:
-            communicator: of all ranks.
-            compressed: True if anything was.
-            step: which one it was.
-            seconds: from its first gradient to the end of its last exchange.
-        """
-        if self.outcome == "" and compressed:
-            self.begin(step)
-        self.note(step, seconds)
-        if self.due:
-            self._decide_together(communicator)
-
-    def _decide_together(self, communicator: Communicator) -> None:
+    def decide_together(self, communicator: Communicator) -> None:
+        """Decides by all ranks' seconds; collective."""
         # waits: once, when the measurement ends.
-        own = torch.tensor(self.seconds, dtype=torch.float64, device=communicator.device)
+        own = torch.tensor(self.turns.seconds, dtype=torch.float64, device=communicator.device)
         everyone = own.new_empty(communicator.size * own.numel())
         communicator.all_gather(everyone, own).wait()
         # waits: once, when the measurement ends.
@@ -121,20 +84,11 @@ class Trial:
             )
             logger.log(level, "compression %s: a step takes %.3g s with, %.3g s without", what, *self.medians or ())
 
-    def now(self, device: torch.device) -> float:
-        """The time; while this runs, that at which the device has done what it was given."""
-        if self.outcome == "running" and device.type == "cuda":
-            # Without, the exchanges of a GPU would seem to take as long as their launches.
-            torch.cuda.synchronize(device)
-        return self.clock()
-
-
-def _is_compressed(block: int) -> bool:
-    return block % 2 == 0
-
 
 class OnlyIfFaster(Policy):
     """Chooses as another policy does, unless a trial in training finds that steps without compression are faster.
+
+    It is the engine's `Listener`, too, and so gets to know how long steps take.
 
     Attributes:
         trial: its state.
@@ -148,21 +102,25 @@ class OnlyIfFaster(Policy):
 
     def codec(self, kind: Hashable, step: int) -> Any:
         """See `Policy.codec`."""
-        found = super().codec(kind, step) if self.trial.compresses(step) else None
+        found = super().codec(kind, step) if self.trial.compresses else None
         if found is not None and not self.trial.decided:
             self._compressed.add(step)
         return found
 
-    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
-        """See `Policy.end_step`."""
-        super().end_step(step, seconds, communicator)
-        if not self.trial.decided:
-            self.trial.ended(communicator, self.is_lasting(step) and step in self._compressed, step, seconds)
-        self._compressed = {later for later in self._compressed if later > step}
+    @property
+    def compares(self) -> bool:
+        """See `Listener.compares`."""
+        return self.trial.outcome == "running"
 
-    def now(self, device: torch.device) -> float:
-        """See `Policy.now`."""
-        return self.trial.now(device)
+    def pass_ended(self, step: int, seconds: float, communicator: Communicator) -> None:
+        """See `Listener.pass_ended`."""
+        trial = self.trial
+        begins = trial.outcome == "" and self.is_lasting(step) and step in self._compressed
+        if begins or trial.outcome == "running":
+            trial.note(seconds)
+        if trial.turns.ended and not trial.decided:
+            trial.decide_together(communicator)
+        self._compressed = {later for later in self._compressed if later > step}
 
     @property
     def outcome(self) -> Outcome:

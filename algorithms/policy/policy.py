@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from typing import Any, Literal
-
-import torch
 
 from bagua_kernels.comm import Communicator
 
@@ -40,25 +37,15 @@ class Policy:
         """Returns True if buckets are encoded from a step on as in all later ones, so that its time is theirs."""
         return True if self.inner is None else self.inner.is_lasting(step)
 
-    def end_step(self, step: int, seconds: float, communicator: Communicator) -> None:
+    def end_step(self, step: int, communicator: Communicator) -> None:
         """Decides what follows from a step; collective, when no exchange is under way.
 
         Args:
             step: its number.
-            seconds: from its first gradient to the end of its last exchange.
             communicator: of all ranks.
         """
         if self.inner is not None:
-            self.inner.end_step(step, seconds, communicator)
-
-    def after_pass(self) -> None:
-        """Called on all ranks after a backward pass, when the engine is idle and may exchange otherwise from now on."""
-        if self.inner is not None:
-            self.inner.after_pass()
-
-    def now(self, device: torch.device) -> float:
-        """The time by which steps are measured."""
-        return time.perf_counter() if self.inner is None else self.inner.now(device)
+            self.inner.end_step(step, communicator)
 
     @property
     def outcome(self) -> Outcome:

@@ -68,7 +68,7 @@ def schedule(encoding: Encoding, warmup_steps: int = 0) -> Schedule:
         warmup_steps: steps without compression at the beginning.
 
     Raises:
-        ValueError: a step is negative, a spec is none, or `warmup_steps` is negative.
+        ValueError: a step is negative, a spec names no codec, or `warmup_steps` is negative.
         TypeError: a value that should be a codec is not one.
     """
     if warmup_steps < 0:

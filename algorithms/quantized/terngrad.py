@@ -9,9 +9,9 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, CompressionOptions
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.vectors import euclidean_norm
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import euclidean_norm
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -27,6 +27,33 @@ class TernGrad(CompressedAllReduce):
     2. Each element becomes -s, 0 or s at random and without bias, s being the largest magnitude of its block.
     3. Ranks average by `CompressedAllReduce`. With `shared` they agree on s by a maximum over ranks instead, so that the
        network itself adds up the levels (the paper's scaler sharing).
+
+    Options and their defaults, all by keyword::
+
+        block=512                elements that share a scale; see `compression.TernGrad`
+        shared=False             True if ranks share scales
+        clip=2.5                 root mean squares of a tensor's gradient to which it is clipped; None does not clip
+        error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
+        warmup_steps=0           steps without compression at the beginning
+        groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
+        exact=()                 patterns of names of parameters to average without compression; "1d" for all biases and
+                                 norms
+        min_numel=0              parameters with fewer elements are exact too
+        seed=0                   of random numbers
+        guard=None               measures now and then how much is lost; `stats().errors` has the results
+        scaler=None              that by which losses are scaled, if any: residuals change their unit with it
+        only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                 with it and four without
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "terngrad"

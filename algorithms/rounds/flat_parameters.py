@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from bagua_kernels.algorithms.engine.vectors import Named, gather, scatter
+from bagua_kernels.algorithms.exchanges.vectors import Named, gather, scatter
 from bagua_kernels.bucket import Bucket, is_exclusive, partition
 from bagua_kernels.own_storage import with_own_storage
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.engine.vectors import Named, mean_of
+from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.reduction import reduce_in_order

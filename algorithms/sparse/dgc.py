@@ -10,9 +10,9 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange, Feedback
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.vectors import Named, euclidean_norm, gather, scatter
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import Named, euclidean_norm, gather, scatter
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -52,6 +52,38 @@ class DGC(CompressedAllReduce):
     the optimizer is SGD without; sparse gradients of embeddings get none. In the first steps the ratio falls from a
     quarter (`warmup`), because early gradients change fast. The paper masks and sends 0.1 %, over trainings in which
     each element is sent many times. At higher ratios masking undoes momentum, and training is slower than dense SGD's.
+
+    Options and their defaults, all by keyword::
+
+        ratio=0.01               of elements that are sent
+        momentum=0.9             m, 0 or more and below 1
+        nesterov=False           see step 2
+        masking=False            see step 4
+        clip=None                see step 1; of gradients without a scale, if `scaler` is given
+        warmup=(0.25, 0.0625, 0.015625)
+                                 the ratios before `ratio`
+        warmup_every=0           steps that each of these lasts, an epoch's in the paper; 0 leaves them out
+        error_feedback=True      True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
+        warmup_steps=0           steps without compression at the beginning
+        groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
+        exact='1d'               patterns of names of parameters to average without compression; "1d" for all biases and
+                                 norms
+        min_numel=512            parameters with fewer elements are exact too
+        seed=0                   of random numbers
+        guard=None               measures now and then how much is lost; `stats().errors` has the results
+        scaler=None              that by which losses are scaled, if any: residuals change their unit with it
+        only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                 with it and four without
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "dgc"

@@ -18,6 +18,31 @@ class RandomK(CompressedAllReduce):
     1. By a seed that they share, ranks agree on the `ratio` of elements of each bucket to send, others in each step.
     2. Each adds its memory to its gradient; the network averages these elements, no places are sent.
     3. What was not sent is the new memory.
+
+    Options and their defaults, all by keyword::
+
+        ratio=0.05               of elements that are sent; 0.05 to 0.2
+        error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
+        warmup_steps=0           steps without compression at the beginning
+        groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
+        exact='1d'               patterns of names of parameters to average without compression; "1d" for all biases and
+                                 norms
+        min_numel=512            parameters with fewer elements are exact too
+        seed=0                   of random numbers
+        guard=None               measures now and then how much is lost; `stats().errors` has the results
+        scaler=None              that by which losses are scaled, if any: residuals change their unit with it
+        only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
+                                 with it and four without
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
     name = "randomk"

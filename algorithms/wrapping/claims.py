@@ -34,7 +34,7 @@ class Claim:
             _claims.add(self)
 
     def release(self) -> None:
-        """Leaves them to others; again is harmless."""
+        """Leaves them to others; calling it again does nothing."""
         with _lock:
             _claims.discard(self)
 

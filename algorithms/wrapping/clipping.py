@@ -10,7 +10,7 @@ import torch.nn.utils.clip_grad
 def is_clipping(caller: FrameType) -> bool:
     """Returns True if a frame is that of a function of `torch.nn.utils` that clips gradients.
 
-    It gets no more than an iterator of parameters, so that its frame is all by which it can be told from others.
+    It gets no more than an iterator of parameters, so that only its frame distinguishes it from others.
 
     Args:
         caller: what iterates over parameters.

@@ -37,8 +37,8 @@ class ErrorFeedback:
     2. The payload is that of C(a), for an unbiased codec that of C(a) / (1 + omega).
     3. e = a - what the payload decodes to; where that is not finite, e stays as it was (a sparsifier sets it to zero).
 
-    So all that was sent and the residual add up to all vectors. That converges if what is sent is a contraction of a: error
-    feedback around an unbiased codec of large variance diverges, hence the factor, which makes it a contraction with
+    So all that was sent and the residual add up to all vectors. That converges if what is sent is a contraction of a. Error
+    feedback around an unbiased codec of large variance diverges. The factor makes it a contraction with
     delta = 1 / (1 + omega).
 
     Block quantizers and sparsifiers do all of this in one pass over v and e; other codecs, and float64 residuals, in several.

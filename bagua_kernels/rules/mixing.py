@@ -1,7 +1,7 @@
 """One element of a gossip step: a weighted sum of the values of some ranks, in ascending order of the ranks.
 
-Products and sums are rounded one by one. A plain mean has weights of 1 and the number of ranks as its divisor: 1/3 rounded to
-float32 is too large, and a model would grow by 3e-8 in every step. A sum with other weights has the divisor 1.
+Products and sums are rounded one by one. A plain mean has weights of 1 and the number of ranks as its divisor. 1/3 rounded to
+float32 is too large: a model would grow by 3e-8 in every step. A sum with other weights has the divisor 1.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from bench.convergence.row import TEXT, Row
 
 INTERVAL = 30
 DILOCO = "DiLoCo"
-# Chosen on seed 0, for 50 rounds. A larger momentum looks back over too many: with 0.7 and 0.8 the loss was 2.5 % higher, with
+# Chosen on seed 0, for 50 rounds. A larger momentum looks back over too many. With 0.7 and 0.8 the loss was 2.5 % higher, with
 # the defaults 0.7 and 0.9 it was 8 % higher.
 OUTER: dict[str, Any] = {"interval": INTERVAL, "outer_lr": 0.9, "outer_momentum": 0.7}
 # An eighth of the elements: of the default 1.6 % a rank would have sent each less than once.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bagua_kernels.algorithms.engine.vectors import Named, scatter
+from bagua_kernels.algorithms.exchanges.vectors import Named, scatter
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import from_spec

@@ -7,8 +7,8 @@ from typing import Any
 
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.low_rank import LowRankExchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work
 from bench.convergence import gossip, local_steps

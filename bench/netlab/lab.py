@@ -1,6 +1,6 @@
 """Several hosts with slow links on one Linux machine: `python -m bench.netlab run -n 4 --rate 100 --delay 5 -- COMMAND`.
 
-Each host is a network namespace with its own host name (h0, h1, …; they resolve), joined by a full-duplex link to a
+Each host is a network namespace with its own host name (h0, h1, …; they resolve). A full-duplex link joins it to a
 bridge, the switch, in one more namespace. Nothing leads out of a lab: labs meet neither each other nor the machine's
 network, so that all use the same addresses. It takes root, iproute2 and util-linux; `available` returns what is missing.
 

@@ -7,17 +7,26 @@ import socket
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from bench.netlab.lab import Lab
+    # This file is also run by itself, where no package can be imported.
+    from bench.netlab.system import Result
 
 _TRIPS = 25
 
 
-def measure(lab: Lab, seconds: float = 1.0) -> tuple[float, float]:
+class Hosts(Protocol):
+    """What runs a command on two hosts or more, such as `bench.netlab.lab.Lab`."""
+
+    def run(self, command: Sequence[str], *, timeout: float) -> list[Result]:
+        """Returns what each rank has given."""
+
+
+def measure(hosts: Hosts, seconds: float = 1.0) -> tuple[float, float]:
     """Mbit/s of payload in one TCP stream, and the median of round trips in ms."""
-    results = lab.run([sys.executable, "-I", "-S", __file__, str(seconds)], timeout=seconds + 60)
+    results = hosts.run([sys.executable, "-I", "-S", __file__, str(seconds)], timeout=seconds + 60)
     for result in results:
         if result.returncode:
             raise RuntimeError(f"the probe's rank {result.rank} gave {result.returncode}, expected 0: {result.stderr}")

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bagua_kernels.algorithms.tuner.cost.facts import FRAME
+from bagua_kernels.algorithms.choosing.cost.facts import FRAME
 from bench.netlab import lab as netlab
 from bench.network.parts import run_parts
 

@@ -1,4 +1,4 @@
-"""One rank of a network benchmark: tunes, runs the cases it is told with rivals in turns, and prints seconds."""
+"""One rank of a network benchmark: tunes, runs the given cases with rivals in turns, and prints seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a step of each way on emulated hosts: what `bench.training.rank` runs on each of them."""
+"""Seconds of a step of each way on emulated hosts. Each of them runs this file, as a part of `bench.training.rank`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bagua_kernels import algorithms, comm
 from bench.convergence.measure import wrap
 from bench.network.rank import together
 from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, perceptron, ways
+from bench.training import rank
 from bench.training.rivals import HOOK, Rival, ddp, hooked
 from bench.training.turns import host, measure, tuned
 
@@ -153,3 +154,7 @@ def timed(
         everyone = c.all_gather_object(mine)
         costs[name] = {what: sum(each[what] for each in everyone) / c.size for what in mine}
     return {"seconds": taken, "costs": {name: {k: each[k] for k in ("cpu", "bytes")} for name, each in costs.items()}}
+
+
+if __name__ == "__main__":
+    rank.main({"tradeoff": on_rank})

@@ -85,7 +85,7 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
             "cells": [dataclasses.asdict(cell) for cell in network],
             "tunings": results["tunings"].setdefault(key, {}),
         }
-        told = run(HOSTS, "tradeoff", settings, delay=network[0].delay)
+        told = run(HOSTS, "tradeoff", settings, delay=network[0].delay, module="bench.tradeoff.hosts")
         results["tunings"][key] = told["tunings"]
         measured = [{**row, "load_average": told["load_average"]} for row in told["rows"]]
         new = {report.place(row) for row in measured}

@@ -5,8 +5,8 @@ python -m bench.training [--rates 100,500,1000,5000,none] [--models fc,tr] [--st
                          [--output bench/results/training.json]
 
 Needs Linux and root, as `bench.network` does. A step is forward, backward and the optimizer's step, with one thread a rank.
-It lasts until the last rank is through with it; medians over steps are told. Rivals take turns in random order, in blocks of a
-few steps that follow one another as in training, after one that is not counted.
+It lasts until the last rank is through with it; medians over steps are reported. Rivals take turns in random order, in blocks
+of a few steps that follow one another as in training, after one that is not counted.
 Each host keeps to its share of the processors. With four of them on few cores, arithmetic takes longer than on machines of
 their own, and so does that of codecs.
 
@@ -72,15 +72,23 @@ def links(lab: netlab.Lab) -> Iterator[str]:
 
 
 def run(
-    hosts: int, part: str, settings: dict[str, Any], root: Path = _ROOT, delay: float | None = None
+    hosts: int,
+    part: str,
+    settings: dict[str, Any],
+    root: Path = _ROOT,
+    delay: float | None = None,
+    module: str = "bench.training.rank",
 ) -> dict[str, Any]:
-    """Runs a part of the checkout in `root` on one rank per host, `delay` ms apart; rank 0 sets the links' rates."""
+    """Runs a part of a module of the checkout in `root` on one rank per host, `delay` ms apart.
+
+    Rank 0 sets the links' rates.
+    """
     # Other work on the machine, which a row's times contain.
     load = os.getloadavg()[0]
     with netlab.Lab(hosts, delay=delay) as lab, links(lab) as address:
         told = json.dumps({"part": part, "links": address, "budget": _TUNING, **settings})
         # Commits from before the rooms have it elsewhere.
-        module = "bench.training.rank" if (root / "bench/training/rank.py").exists() else "bench.training_rank"
+        module = module if (root / "bench/training/rank.py").exists() else "bench.training_rank"
         command = [sys.executable, "-m", module, told]
         results = lab.run(command, env={"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}, timeout=3600)
     bad = [result for result in results if result.returncode]
@@ -124,7 +132,7 @@ def steps(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def described(told: dict[str, Any], model: str, delay: float | None) -> list[dict[str, Any]]:
-    """A row for each group and rate, of what the ranks have told."""
+    """A row for each group and rate, of what the ranks have measured."""
     rows = []
     for row in told["rows"]:
         times, rate = row["times"], row["rate_mbit"]

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -17,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from bagua_kernels import comm
-from bagua_kernels.algorithms.tuner.cost.facts import FRAME
+from bagua_kernels.algorithms.choosing.cost.facts import FRAME
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
-from bench.tradeoff import hosts
 from bench.training import activation, asynchronous, choice, local_steps
 from bench.training.rivals import Rival, Silent
 from bench.training.turns import Times, measure, tuned
@@ -49,6 +49,9 @@ class Links:
             if problem := self._connection.recv():
                 raise RuntimeError(f"the links could not be set to {rate} Mbit/s: {problem}")
         self._communicator.barrier().wait()
+
+
+Part = Callable[[comm.Communicator, Links, dict[str, Any]], dict[str, Any]]
 
 
 def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def trace(c: comm.Communicator, settings: dict[str, Any], tuning: Tuning | None)
     rival.close()
 
 
-PARTS = {
+PARTS: Mapping[str, Part] = {
     "steps": steps,
     "engine": engine,
     "overlap": overlap,
@@ -180,7 +183,6 @@ PARTS = {
     "activation": activation.on_rank,
     "choice": choice.on_rank,
     "drift": choice.drift_on_rank,
-    "tradeoff": hosts.on_rank,
 }
 
 
@@ -193,7 +195,8 @@ def keep_to_own_cores(rank: int, size: int) -> None:
     os.sched_setaffinity(0, cores[rank % len(cores) :: size])
 
 
-def main() -> None:
+def main(parts: Mapping[str, Part] = PARTS) -> None:
+    """Runs the part that the settings name, and prints what it returns on rank 0."""
     settings = json.loads(sys.argv[1])
     if settings["part"] != "engine":
         keep_to_own_cores(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -201,7 +204,7 @@ def main() -> None:
     torch.set_num_threads(1)
     c = comm.init(timeout=300)
     assert dist.is_initialized()
-    told = PARTS[settings["part"]](c, Links(c, settings["links"]), settings)
+    told = parts[settings["part"]](c, Links(c, settings["links"]), settings)
     if c.rank == 0:
         print("RESULT", json.dumps(told), flush=True)
     comm.shutdown()

@@ -5,12 +5,12 @@ all_reduce(gradient, seed=step)        # the mean over all ranks, with the same 
 """
 
 from bagua_kernels.comm.compressed.all_reduce import CompressedAllReduce
-from bagua_kernels.comm.compressed.choice import all_reduce_for, measure_plain_below
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
-from bagua_kernels.comm.compressed.halves import CompressedAllGather, CompressedReduceScatter
+from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.factory import all_reduce_for, measure_plain_below
 from bagua_kernels.comm.compressed.layout import FIRST_PASS, SECOND_PASS, Layout
 from bagua_kernels.comm.compressed.linear import LinearAllReduce
 from bagua_kernels.comm.compressed.neighbours import NeighbourExchange
+from bagua_kernels.comm.compressed.sharded import CompressedAllGather, CompressedReduceScatter
 from bagua_kernels.comm.compressed.sparse import SparseAllReduce
 
 __all__ = [

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
-from bagua_kernels.comm.compressed.passes import Gather, Scatter, encodes_pieces
+from bagua_kernels.comm.compressed.phases import Gather, Scatter, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import Steps
 from bagua_kernels.compression import Codec

@@ -30,7 +30,7 @@ class Layout:
     Attributes:
         n: elements of the vector.
         owners: number of chunks.
-        unit: elements to whose multiples everything is aligned.
+        unit: the alignment of everything, in elements.
         pieces: number of pieces of a chunk, at least one.
     """
 

@@ -7,9 +7,9 @@ from collections.abc import Generator
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, pipeline
-from bagua_kernels.comm.compressed.passes import Slots
+from bagua_kernels.comm.compressed.phases import Slots
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import FINISHED, Steps, Work

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import check_configuration, check_seed, check_vector
+from bagua_kernels.comm.compressed.base import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.layout import first_seed
 from bagua_kernels.compression import Codec
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.contract import AllReduce, Deliver, Source
+from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.exact import ExactPart, mean_of
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
-from bagua_kernels.comm.compressed.passes import Messages
+from bagua_kernels.comm.compressed.phases import Messages
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import Codec

@@ -108,7 +108,7 @@ class View:
 
 
 def ended_text(rank: int, pid: int, doing: str) -> str:
-    """Returns how the end of a rank's process is told."""
+    """Returns the text about the end of a rank's process."""
     return f"the process of rank {rank} (pid {pid}) has ended without a farewell; at its last heartbeat it was {doing}"
 
 

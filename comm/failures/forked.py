@@ -22,7 +22,7 @@ class Sockets:
     """The sockets that a library opened in this process, which does not expose their numbers.
 
     Attributes:
-        found: their file descriptors, and the inodes by which a descriptor that is used for something else is told apart.
+        found: their file descriptors, and the inodes, which differ once a descriptor is used for something else.
     """
 
     found: dict[int, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from bagua_kernels.errors import CommunicationError
 
 # Between two looks at what other ranks reported; it also bounds how long Ctrl-C and `abort` take.
 _SLICE = 0.25
-_LEAST = 0.001  # of the time that is left; less is none
+_LEAST = 0.001  # of the time that is left; less counts as 0
 _A_SLICE = timedelta(seconds=_SLICE)
 
 

@@ -13,7 +13,7 @@ _AT_ONCE = 1.0  # seconds
 
 @dataclass(frozen=True)
 class Stir:
-    """What a rank has told of what it moves.
+    """What a rank reports of its transfers.
 
     Attributes:
         moved: bytes, and where it is in the operations of the wait; any change is progress.
@@ -56,7 +56,7 @@ class Stillness:
                 each.first = each.last
 
     def other(self, source: Hashable, stir: Stir, now: float) -> None:
-        """Takes what a source, such as a rank, has told; the first time it is only noted."""
+        """Takes the report of a source, such as a rank; the first one is only stored."""
         awaited = self._awaited.get(source)
         if awaited is None:
             self._awaited[source] = _Awaited(stir)

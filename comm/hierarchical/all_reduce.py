@@ -12,7 +12,7 @@ import torch
 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed import AllReduce, all_reduce_for
-from bagua_kernels.comm.compressed.contract import check_seed
+from bagua_kernels.comm.compressed.base import check_seed
 from bagua_kernels.comm.compressed.layout import length
 from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
 from bagua_kernels.comm.hierarchical.arguments import check_arguments, given

@@ -169,7 +169,7 @@ class _Agreement:
         """Refuses a start whose ranks do not belong together, and reports that to all of them.
 
         Args:
-            found: what ranks of this start have told.
+            found: what ranks of this start have sent.
 
         Raises:
             MismatchError: if they do not.
@@ -217,7 +217,7 @@ class _About:
     """What has to be the same on all ranks.
 
     Attributes:
-        size: WORLD_SIZE; 0 if the rank has not told it.
+        size: WORLD_SIZE; 0 if the rank has not sent it.
         installed: the package.
     """
 

@@ -34,7 +34,7 @@ class Installed:
 
     @classmethod
     def parse(cls, told: Any) -> Installed:
-        """Returns what another rank has told as `told` makes it; versions that told nothing are as different as any."""
+        """Parses what `told` of another rank returned; versions that sent nothing are as different as any."""
         if isinstance(told, dict) and isinstance(told.get("version"), str) and isinstance(told.get("wire_format"), int):
             return cls(told["version"][:100], told["wire_format"])
         return cls(UNKNOWN, 0)

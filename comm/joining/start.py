@@ -267,7 +267,7 @@ class Start:
             time.sleep(_POLL)
 
     def _word(self, rank: int) -> tuple[list[int], str] | None:
-        """Returns what a rank has told of a failure; None if it has told of none."""
+        """Returns what a rank has stored about a failure; None if there is nothing."""
         if not self._store.check(f"{self._key}/failed/{rank}"):
             return None
         at, text = json.loads(self._store.get(f"{self._key}/failed/{rank}"))

@@ -55,7 +55,7 @@ class Courier:
         self._heard: dict[int, float] = {}
         self._owing: dict[int, float] = {}
         self._asked = 0.0
-        # For each rank what it last told to move, and when that changed.
+        # For each rank its last report of transfers, and when that changed.
         self._stirs: dict[int, tuple[Stir | None, float]] = {}
         self._asked_stir: dict[int, float] = {}
         self._expected: tuple[int, float, Stillness] | None = None
@@ -77,7 +77,7 @@ class Courier:
         self._works.append(function)
 
     def every(self, seconds: float, function: Callable[[], None]) -> None:
-        """Calls a function at times that lie so far apart; those that are missed are left out."""
+        """Calls a function at times that lie so far apart; missed calls are skipped."""
         self._timers.append(_Timer(seconds, function, self.mailbox.clock.now() + seconds))
         self.wake()
 
@@ -228,7 +228,7 @@ class Courier:
                 self.changed.wait(timeout / _LOOKS if needed is None else min(timeout / _LOOKS, _PATIENCE / 2))
 
     def end(self, reason: str = "") -> None:
-        """Ends the thread and leaves the mailbox; again is harmless. A piece of work under way is given up."""
+        """Ends the thread and leaves the mailbox; calling it again does nothing. A piece of work under way is given up."""
         self._end(reason, self.mailbox.timeout)
 
     def end_with(self, owner: object) -> None:

@@ -114,7 +114,7 @@ class Mailbox(abc.ABC):
         """Asks a rank what it moves; `stir` returns the answer once it is here."""
 
     def stir(self, rank: int) -> Stir | None:
-        """Returns what has moved to and from a rank, and what that one has told; None where that is not known."""
+        """Returns what has moved to and from a rank, and what that one reported; None where that is not known."""
         return None
 
     @abc.abstractmethod
@@ -140,7 +140,7 @@ class Mailbox(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, reason: str = "", culprits: Collection[int] = ()) -> None:
-        """Ends this rank's part without waiting for other ranks; leaving again is harmless.
+        """Ends this rank's part without waiting for other ranks; calling it again does nothing.
 
         Letters that were posted are still sent. Exchanges under way fail here, and later calls raise
         `CommunicationError`. The other ranks find this rank in `lost` with the reason.

@@ -104,7 +104,7 @@ class Quorum:
         self._rests: dict[int, int] = {}  # of each rank the number of the rest that it began last
         self._ends = 0  # of rests
         self._ended: list[int] | None = None  # the ranks that are left at the end of a rest, until the caller has them
-        # What a leader knows: who has which posts, since when there are enough, and who has told a new leader what it has.
+        # What a leader knows: who has which posts, since when there are enough, and who has sent a new leader a list.
         self._holders: dict[Key, set[int]] = {}
         self._enough: float | None = None
         self._told: set[int] | None = None

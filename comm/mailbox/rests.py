@@ -11,7 +11,7 @@ _BODY = struct.Struct("<qq")
 
 
 class Rests:
-    """What ranks have told of their rests, of which each has a number from 0.
+    """The numbers that ranks have sent in their rests, of which each has a number from 0.
 
     Attributes:
         number: of this rank's present or next rest.
@@ -24,7 +24,7 @@ class Rests:
         self._courier, self._mailbox = courier, courier.mailbox
         self.number = 0
         self.resting = self.held = False
-        # For each rest what the ranks have told; some may be in their next one already.
+        # For each rest the ranks' numbers; some ranks may be in their next one already.
         self._told: dict[int, dict[int, int]] = {}
         courier.on(_KIND, self._hear)
 
@@ -43,7 +43,7 @@ class Rests:
                 self._courier.post(peer, _KIND, _BODY.pack(self.number, last))
 
     def has_told(self) -> bool:
-        """Returns True if this rank has told of its present rest; the caller holds the courier's lock."""
+        """Returns True if this rank has sent its number in its present rest; the caller holds the courier's lock."""
         return self._mailbox.rank in self._told.get(self.number, {})
 
     def everyone(self) -> list[int] | None:

@@ -202,7 +202,10 @@ class TriggeredAverage:
         self._pass_on(version, sender)
 
     def _pass_on(self, version: int, sender: int | None = None) -> None:
-        """Sends letters to the other neighbours in the tree of a version, once; what is through here was passed on before."""
+        """Sends letters to the other neighbours in the tree of a version, once.
+
+        Versions that are finished here were passed on already.
+        """
         if version < self.next or version in self._passed_on:
             return
         self._passed_on.add(version)

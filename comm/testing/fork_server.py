@@ -129,7 +129,7 @@ class ForkServer:
             return self._ended.pop(pid, None)
 
     def close(self) -> None:
-        """Ends the server; copies that run go on. Again is harmless."""
+        """Ends the server; copies that run go on. Calling it again does nothing."""
         atexit.unregister(self.close)
         self._socket.close()
         self._process.wait()

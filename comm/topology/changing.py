@@ -29,9 +29,9 @@ class OnePeerExponential(Topology):
 class ShiftOne(Topology):
     """The two halves of the ranks pair up, shifted by one in every step; 1/2 each (BAGUA, `shift_one`).
 
-    In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2, so that every rank meets all of the other half in P/2
-    steps. With an odd number of ranks the second half lacks its last: its partner idles, and in (P + 1)/2 steps each rank
-    of the first half does so once.
+    In step s rank r < P/2 pairs with (s + r) mod (P/2) + P/2. So every rank meets all of the other half in P/2 steps.
+    With an odd number of ranks the second half lacks its last, whose partner idles. In (P + 1)/2 steps each rank of the
+    first half does so once.
     """
 
     @property

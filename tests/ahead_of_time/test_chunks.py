@@ -12,7 +12,7 @@ if knobs.TRITON_INTERPRET.get():
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from bagua_kernels.launchers.chunks import Record
-from bench.ahead_of_time import chunks_ptx
+from bench.gpu.ahead_of_time import chunks_ptx
 from tests.ahead_of_time.ptx import widths
 from tests.ahead_of_time.test_triton import TARGETS, cache, check
 from tests.grids import grid, only

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 if knobs.TRITON_INTERPRET.get():
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
-from bench.ahead_of_time import select_ptx
+from bench.gpu.ahead_of_time import select_ptx
 from tests.ahead_of_time.ptx import widths
 from tests.ahead_of_time.test_triton import TARGETS, cache, check
 from tests.grids import grid

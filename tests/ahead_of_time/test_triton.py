@@ -36,7 +36,7 @@ from bagua_kernels.jit._triton import EXACT
 from bagua_kernels.launchers.blockwise import _triton as blockwise
 from bagua_kernels.launchers.elementwise import _triton as elementwise
 from bagua_kernels.launchers.multitensor import _triton as multitensor
-from bench.ahead_of_time import (
+from bench.gpu.ahead_of_time import (
     BFLOAT16,
     BLOCKWISE,
     ELEMENTWISE_WARPS,

@@ -22,7 +22,7 @@ from bagua_kernels.algorithms import (
     TernGrad,
     TopK,
 )
-from bagua_kernels.algorithms.engine.vectors import Named
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.policy.guard import wider
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import AbsMaxInt4, AbsMaxInt8, Cast, Sign

@@ -6,7 +6,7 @@ import pytest
 
 from bagua_kernels.algorithms import GradientAllReduce
 from bagua_kernels.algorithms.engine import runtime
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.jit import compiling
 from tests import limits

@@ -10,7 +10,7 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import DGC, Algorithm, AutoTune, GradientAllReduce, OneBitAdam, QAdam, RandomK, TopK
-from bagua_kernels.algorithms.tuner.repaying import owed_by
+from bagua_kernels.algorithms.exchanges.repaying import owed_by
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill
 from tests.algorithms.test_contract import ALGORITHMS, ALL

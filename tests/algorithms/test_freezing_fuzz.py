@@ -10,7 +10,7 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, GradientAllReduce, PowerSGD
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import fill
 from tests.algorithms.test_freezing import MODES, OWN, ROWS

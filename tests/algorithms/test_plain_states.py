@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, Guard, OneBitAdam, PowerSGD, QAdam, SignSGD
-from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS
+from bagua_kernels.algorithms.choosing.turns import BLOCK
+from bagua_kernels.algorithms.policy.only_if_faster import BLOCKS
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Cast
 from tests.algorithms.ranks import Odd, batch
@@ -54,7 +55,7 @@ def optimizer_of(algorithm: Algorithm) -> torch.optim.Optimizer:
 @pytest.mark.filterwarnings("ignore:the mean of bucket:RuntimeWarning")
 @pytest.mark.parametrize("name", only(ROWS, *list(ROWS)[::4]))
 def test_states_survive_a_file_and_go_on_bit_for_bit(name: str) -> None:
-    first = BLOCK_STEPS * BLOCKS + 2 if "trial" in name else 4
+    first = BLOCK * BLOCKS + 2 if "trial" in name else 4
 
     def rank(communicator: Communicator) -> None:
         make = ROWS[name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|Note):$")
-_ITEM = re.compile(r"\s*([-*] |\d+\. |\w[\w.*, ]*(\([^)]*\))?: )")
+_ITEM = re.compile(r"\s*([-*] |\d+\. |\w([\w*, ]|\.(?! ))*(\([^)]*\))?: )")
 # Abbreviations whose full stop does not end a sentence.
 _STOPS = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|no|fig|sec|eq)\.", re.IGNORECASE)
 

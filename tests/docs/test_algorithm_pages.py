@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import re
 import threading
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from bagua_kernels.algorithms import (
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import Contractive
+from tests.docs.option_tables import own
 from tests.grids import folded, grid
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
@@ -145,38 +145,32 @@ def options(text: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", text, re.MULTILINE))
 
 
-def arguments(make: FunctionType) -> dict[str, str]:
-    """The options of a constructor and the text of their defaults."""
-    found = inspect.signature(make).parameters.values()
-    return {p.name: repr(p.default) for p in found if p.kind is p.KEYWORD_ONLY}
-
-
 @every_row
 def test_options_are_those_of_the_constructor(name: str) -> None:
     page, _ = ROWS[name]
-    assert options(PAGES[page]) == arguments(vars(algorithms.Algorithm.registered[name])["__init__"])
+    assert options(PAGES[page]) == own(algorithms.Algorithm.registered[name])
 
 
 def test_options_of_both_adams() -> None:
     """They stand together on one page, as `name=default`."""
-    own = arguments(vars(MomentumAllReduce)["__init__"])
-    del own["freeze_step"], own["codec"]
+    both = own(MomentumAllReduce)
+    del both["freeze_step"], both["codec"]
     rows = re.findall(r"^\| (`\w+=.*?) \|", PAGES["qadam.md"], re.MULTILINE)
-    assert dict(re.findall(r"`(\w+)=(.*?)`", " ".join(rows))) == own
+    assert dict(re.findall(r"`(\w+)=(.*?)`", " ".join(rows))) == both
 
 
 def test_options_of_all() -> None:
     on_gradients, _, rest = INDEX.partition("## Parameters instead of gradients")
     on_parameters, _, local_steps = rest.partition("## Local steps")
     assert options(on_parameters) == {
-        **arguments(vars(RoundAlgorithm)["__init__"]),
-        **arguments(vars(ModelAlgorithm)["__init__"]),
+        **own(RoundAlgorithm),
+        **own(ModelAlgorithm),
     }
-    assert options(local_steps) == arguments(vars(OuterLoop)["__init__"])
+    assert options(local_steps) == own(OuterLoop)
     assert options(on_gradients) == {
         "optimizer": "None",
-        **arguments(vars(GradientAlgorithm)["__init__"]),
-        **arguments(vars(Algorithm)["__init__"]),
+        **own(GradientAlgorithm),
+        **own(Algorithm),
     }
 
 

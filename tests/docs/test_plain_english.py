@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.docs.prose import Sentence, sentences
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +23,10 @@ SOURCES = [
 
 MOST_WORDS = 25
 
+# Folders whose sentences do not have to keep the last four of `PHRASES`, and the beginning of a sentence that may be longer.
+LATER = ("algorithms/asynchronous/", "algorithms/local_steps/", "algorithms/rounds/")
+LONGER = "how often the optimizer's first and second moments are averaged"
+
 # Beside each pattern, what to write instead.
 PHRASES = {
     r"\bwhoever\b|\bhis own\b|\bsomebody\b": "name the code, the rank or the caller",
@@ -33,6 +39,11 @@ PHRASES = {
     r"\b(bytes?|floats?|float32|bits?|seconds|calls?|sockets|connections?|scales?|one) an? "
     r"(rank|element|block|step|host|node|parameter|pair|bucket|call|tensor|process|second)\b": "per",
     r"\bfor ever so\b|\bhave the wire\b|\bfall short of it\b": "a plain verb",
+    # "All told" is the name of rows in committed results.
+    r"(?<!\ball )\btold\b": "sent, reported, called with, distinguished",
+    r"\bgone on with\b": "continued, reused",
+    r"(?<!there )\bis (?-i:none)\b(?! of (these|those|them)\b)": "is not one, is not from",
+    r"\bagain is harmless\b": "calling it again does nothing",
 }
 
 # Parts of names that have got a field term; on the right, the term.
@@ -59,12 +70,13 @@ def long_sentences(files: Iterable[Path]) -> list[str]:
         f"{place(each.file)}:{each.line}: {each.words} words, expected at most {MOST_WORDS}; divide: {each.text}"
         for file in files
         for each in sentences(file)
-        if each.words > MOST_WORDS
+        if each.words > MOST_WORDS and not each.text.startswith(LONGER)
     ]
 
 
 def found_phrases(each: Sentence) -> Iterator[str]:
-    for pattern, instead in PHRASES.items():
+    later = place(each.file).startswith(LATER)
+    for pattern, instead in list(PHRASES.items())[: -4 if later else None]:
         if found := re.search(pattern, each.text, re.IGNORECASE):
             yield f"{place(each.file)}:{each.line}: {found[0]!r}; write: {instead}: {each.text}"
 
@@ -172,3 +184,26 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert [message.split()[:2] for message in private_texts([file])] == [["faulty.py:8:", "'says';"]]
     assert [message.split()[0] for message in booleans_without_true([file, page])] == ["faulty.py:4:", "faulty.md:5:"]
     assert len(old_names([file])) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("The caller is told.", 1),
+        ("Buckets are gone on with.", 1),
+        ("A spec is none.", 1),
+        ("Ends it; again is harmless.", 1),
+        ("The value is None, if there is none, or is none of these. It goes on with all told.", 0),
+    ],
+)
+def test_phrases_are_found(tmp_path: Path, text: str, faults: int) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{text}\n")
+    assert len(private_phrases([page])) == faults
+
+
+def test_items_hide_no_sentence(tmp_path: Path) -> None:
+    """A name before a colon begins an argument's description; words with a full stop among them do not."""
+    file = tmp_path / "items.py"
+    file.write_text('"""Does it.\n\nArgs:\n    one, two: the first. It is\n        told. So: it ends.\n"""\n')
+    assert [each.text for each in sentences(file)] == ["Does it.", "the first.", "It is told.", "So: it ends."]

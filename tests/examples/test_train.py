@@ -1,4 +1,4 @@
-"""The example that the README starts with, from the command line to the picture."""
+"""The example of `make train`, from the command line to the picture."""
 
 import itertools
 import json

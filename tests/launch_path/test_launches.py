@@ -15,7 +15,7 @@ if knobs.TRITON_INTERPRET.get():
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from bagua_kernels.optim import AdamW, Extras
-from bench.ahead_of_time import CODECS, POINTERS
+from bench.gpu.ahead_of_time import CODECS, POINTERS
 from bench.gpu.fake_driver import FakeDriver, Kernel
 from tests.grids import grid, only
 from tests.launch_path.calls import BFLOAT16, BLOCKWISE, FLOAT16, FLOAT32, LONG, ODD, OPTIMIZERS, OTHERS, Call, Shape

@@ -139,7 +139,7 @@ class Largest(SparseCodec):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The counts that headers and ends give, shape (rows, 2), and the ends, offsets and values of all rows.
 
-        Values that are encoded take memory for all rows at once, which are few elements of each vector.
+        Encoded values of all rows are decoded at once; they are a small part of each vector.
         """
         header, ends, offsets, encoded = form.parts(payloads)
         ends, offsets = ends[:, : form.chunks], offsets[:, : form.capacity]

@@ -208,7 +208,7 @@ def panels(rank: int) -> dict[str, Any]:
     several = types.UniTuple(VECTOR, rank)
 
     def named(function: Any) -> Any:
-        # Kernels on disk are told apart by the names of what they call.
+        # The names of what they call distinguish kernels on disk.
         function.__name__ += f"_{rank}"
         return extending.intrinsic(function)
 

@@ -122,7 +122,7 @@ class Passes:
         return np.array([row for k in chosen for row in range(self._spans[k].start, self._spans[k].stop)], np.int64)
 
     def by_stack(self, chosen: Sequence[int], small: Any) -> list[list[bool]]:
-        """What is told of rows of the table, for each stack."""
+        """The values of rows of the table, for each stack."""
         return [small[self._spans[place]].tolist() for place in chosen]
 
     def tasks(self, places: Any, by_columns: bool = False) -> Any:

@@ -155,7 +155,7 @@ class Launch:
         return [view.detach().reshape(()) for view in self._views[counter]]
 
     def take(self) -> bool:
-        """Takes up this step's gradients. False if anything but these has changed."""
+        """Reads this step's gradients. Returns False if anything else has changed."""
         try:
             # Another backend, which `BAGUA_KERNELS_BACKEND` can name at any step, may read the tensors that a table has released.
             if needs_tensors(self.table.device) and not self._reads_tensors:

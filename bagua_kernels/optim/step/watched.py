@@ -1,4 +1,4 @@
-"""Finds out whether anything outside of an optimizer is told of its steps."""
+"""Finds out whether an optimizer's steps call anything outside of it."""
 
 from __future__ import annotations
 

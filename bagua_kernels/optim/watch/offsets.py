@@ -75,7 +75,7 @@ def find_fields() -> Fields:
     """Measures where the fields are.
 
     Raises:
-        LookupError: one is not where it can be told from others.
+        LookupError: one cannot be distinguished from others.
         AttributeError: PyTorch does not expose the values to look for.
     """
     base = torch.zeros(20_000, dtype=F32)

@@ -17,7 +17,7 @@ from bagua_kernels import knobs
 from bagua_kernels.jit.op import compiles_for_cpu
 from bagua_kernels.optim.watch.offsets import F32, STORAGE_WORDS, Fields, find_fields, words
 
-# One of thousands fails, where memory holds by chance what is looked for.
+# About one attempt in a thousand fails: memory may hold the searched value by chance.
 _ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def changes() -> list[Callable[[torch.nn.Parameter, Tensor], Any]]:
 
 @functools.cache
 def fields() -> Fields | None:
-    """Where the fields are; None where this cannot be told, or a change would be missed."""
+    """Where the fields are; None where this cannot be found, or a change would be missed."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     for attempt in range(_ATTEMPTS):

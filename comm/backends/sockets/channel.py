@@ -69,7 +69,7 @@ class Channel:
         """Hands the kernel as much as it takes.
 
         Args:
-            done: told each message that it has taken all of.
+            done: called with each message that it has taken all of.
 
         Returns:
             True if bytes are left.

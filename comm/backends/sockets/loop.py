@@ -36,7 +36,7 @@ class Loop:
     Args:
         name: of the thread.
         links: the connected sockets to each other rank; the loop owns them from now on.
-        sent: told the bytes of every message that this rank sends.
+        sent: called with the bytes of every message that this rank sends.
         beside: a further channel to each other rank, which messages of operations do not use.
 
     Attributes:

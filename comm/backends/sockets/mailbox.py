@@ -179,7 +179,7 @@ class SocketMailboxWork(Pending):
             still.own(self._operation.moved, now)
             for peer in behind:
                 stir, answered = mailbox._loop.stir(peer, self._asked.get(peer, math.inf))
-                # Its first answer is no progress: what it had told before is of an earlier wait.
+                # Its first answer is no progress: what it had sent before is of an earlier wait.
                 still.other((peer, answered), stir, now)
             late = now - still.since() - timeout
             if late >= 0 and (late >= min(timeout / 4, _LONGEST_PAUSE) or not self._unanswered(behind)):

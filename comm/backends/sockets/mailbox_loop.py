@@ -130,7 +130,7 @@ class MailboxLoop(Loop):
         return self.reasons.get(peer) or self._leaving.get(peer, "")
 
     def stir(self, peer: int, asked: float = 0.0) -> tuple[Stir, bool]:
-        """Returns what has moved between this rank and another one, what that one told last, and if that is an answer.
+        """Returns what has moved between this rank and another one, what that one reported last, and if that is an answer.
 
         Args:
             peer: the other rank.

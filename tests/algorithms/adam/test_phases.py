@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import GradientAllReduce
-from bagua_kernels.algorithms.adam import momentum_exchange
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.exchanges import momentum
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.adam.simulation import (
     BETAS,
@@ -259,7 +259,7 @@ def test_pieces_and_memory_formats_change_nothing(kind: Kind, monkeypatch: pytes
         return parameters(module)
 
     whole = run_ranks(2, rank)
-    monkeypatch.setattr(momentum_exchange, "_PIECE", 50)
+    monkeypatch.setattr(momentum, "_PIECE", 50)
     cut = run_ranks(2, rank)
     for name, value in whole[0].items():
         assert value.isfinite().all()

@@ -29,7 +29,7 @@ def test_what_ddp_asks_of_a_hook() -> None:
         ("bytegrad", {"bucket_bytes": 3}, "bucket_bytes means nothing to a hook"),
         ("bytegrad", {"apply_in_backward": True}, "apply_in_backward means nothing to a hook"),
         ("bytegrad", {"lanes": 0}, "lanes must be at least 1"),
-        ("sign:majority_vote=true", {}, "gives all ranks the same voice"),
+        ("sign:majority_vote=true", {}, "counts one vote per rank"),
     ],
 )
 def test_refusals(spec: str, options: dict[str, Any], message: str) -> None:

@@ -15,8 +15,8 @@ from bagua_kernels.algorithms import (
     GradientAllReduce,
 )
 from bagua_kernels.algorithms.engine import buckets as buckets_module
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients

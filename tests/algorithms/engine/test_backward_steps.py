@@ -26,8 +26,8 @@ from bagua_kernels.algorithms import (
     SignSGD,
     TopK,
 )
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.low_rank import LowRankExchange
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, LocalCommunicator, Work, run_ranks
 from bagua_kernels.optim.step.compressed import PayloadStep

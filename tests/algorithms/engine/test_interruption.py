@@ -13,9 +13,9 @@ from torch import nn
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, PowerSGD
 from bagua_kernels.algorithms.engine.buckets import fill
-from bagua_kernels.algorithms.engine.exchange import Exchange
 from bagua_kernels.algorithms.engine.interruption import Interruption
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from bagua_kernels.errors import CommunicationError

@@ -19,10 +19,10 @@ from bagua_kernels.algorithms import (
     Guard,
     PowerSGD,
 )
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.engine.low_rank_exchange import LowRankExchange
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.low_rank import LowRankExchange
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests.algorithms.ranks import batch, fill, gradients

@@ -14,7 +14,7 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, Exchange, GradientAlgorithm, GradientAllReduce
-from bagua_kernels.algorithms.gradient_all_reduce import Mean
+from bagua_kernels.algorithms.exchanges.mean import Mean
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work, run_ranks
 from tests import limits

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
-from bagua_kernels.algorithms.engine.exchange import Exchange
-from bagua_kernels.algorithms.local_steps.gathered_mean import GatheredMean
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum_merges import QuorumMerges
 from bagua_kernels.bucket import Bucket

@@ -27,15 +27,16 @@ from bagua_kernels.algorithms import (
     TopK,
     from_spec,
 )
-from bagua_kernels.algorithms.engine.compressed_exchange import CompressedExchange
-from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS, OnlyIfFaster, Trial
+from bagua_kernels.algorithms.choosing.turns import BLOCK
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange
+from bagua_kernels.algorithms.policy.only_if_faster import BLOCKS, OnlyIfFaster, Trial
 from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, train
 from tests.algorithms.training import ODD, Everyone, Given, draw, same
 from tests.grids import grid
 
-STEPS = BLOCK_STEPS * BLOCKS
+STEPS = BLOCK * BLOCKS
 
 SLOWER, FASTER = {"compressed": 3.0, "plain": 2.0}, {"compressed": 1.0, "plain": 2.0}
 
@@ -84,7 +85,7 @@ def trial_of(algorithm: Algorithm) -> Trial:
 
 def timed(algorithm: Algorithm, compressed: float, plain: float) -> Algorithm:
     """Forces what comes out of the trial."""
-    trial_of(algorithm).clock = Clock(algorithm, compressed, plain)
+    algorithm._engine.timer.clock = Clock(algorithm, compressed, plain)
     return algorithm
 
 
@@ -137,7 +138,7 @@ def test_nothing_is_lost_and_ranks_agree(name: str, seconds: dict[str, float]) -
     outcomes, means, kinds, _ = everyone[0]
     verdict = "plain" if seconds is SLOWER else "compressed"
     assert outcomes == ["", "", "running", verdict, verdict]
-    turns = [place // BLOCK_STEPS % 2 == 0 for place in range(STEPS)]
+    turns = [place // BLOCK % 2 == 0 for place in range(STEPS)]
     assert kinds == [False] * before + turns + [seconds is FASTER] * after
     assert same(means, everyone[1][1])
     assert everyone[1][0] == outcomes
@@ -192,7 +193,7 @@ def test_adams_lose_no_momentum(wrap: type, seconds: dict[str, float]) -> None:
 
     everyone = run_ranks(2, rank)
     momenta, kinds, *_ = everyone[0]
-    turns = [place // BLOCK_STEPS % 2 == 0 for place in range(STEPS)]
+    turns = [place // BLOCK % 2 == 0 for place in range(STEPS)]
     assert kinds == [False] * freeze + turns + [seconds is FASTER] * after
     assert all(np.array_equal(a, b) for a, b in zip(everyone[0][3], everyone[1][3], strict=True))
     kept = [(a + b) / 2 for a, b in zip(everyone[0][2], everyone[1][2], strict=True)]
@@ -279,7 +280,7 @@ def test_checkpoint_within_a_trial_begins_it_anew() -> None:
         return kinds
 
     for kinds in run_ranks(2, rank):
-        assert kinds == [place // BLOCK_STEPS % 2 == 0 for place in range(STEPS)] + [False] * 2
+        assert kinds == [place // BLOCK % 2 == 0 for place in range(STEPS)] + [False] * 2
 
 
 @pytest.mark.slow

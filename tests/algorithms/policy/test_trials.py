@@ -6,32 +6,30 @@ from collections.abc import Callable
 
 import pytest
 
-from bagua_kernels.algorithms.policy.only_if_faster import BLOCK_STEPS, BLOCKS, Trial
+from bagua_kernels.algorithms.choosing.turns import BLOCK
+from bagua_kernels.algorithms.policy.only_if_faster import BLOCKS, Trial
 
-STEPS = BLOCK_STEPS * BLOCKS
+STEPS = BLOCK * BLOCKS
 
 
-def run_alone(trial: Trial, first: int, cost: Callable[[int, bool], float]) -> list[bool]:
+def run_alone(trial: Trial, cost: Callable[[int, bool], float]) -> list[bool]:
     kinds = []
-    for step in range(first, first + STEPS):
-        kinds.append(trial.compresses(step))
-        if step == first:
-            trial.begin(step)
-        assert not trial.due
-        trial.note(step, cost(step - first, kinds[-1]))
+    for place in range(STEPS):
+        kinds.append(trial.compresses)
+        assert not trial.turns.ended
+        trial.note(cost(place, kinds[-1]))
     return kinds
 
 
-@pytest.mark.parametrize("first", [0, 5, 1001])
-def test_blocks_take_turns(first: int) -> None:
+def test_blocks_take_turns() -> None:
     trial = Trial()
     assert trial.outcome == ""
-    assert run_alone(trial, first, lambda place, _: float(place)) == (
+    assert run_alone(trial, lambda place, _: float(place)) == (
         [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
     )  # fmt: skip
-    assert trial.due
+    assert trial.turns.ended
     assert trial.outcome == "running"
-    assert trial.seconds == [place for place in range(4, STEPS) if place % 4]
+    assert sorted(trial.turns.seconds) == [place for place in range(4, STEPS) if place % 4]
 
 
 @pytest.mark.parametrize(("with_", "without", "outcome"), [(1, 2, "compressed"), (2, 2, "compressed"), (3, 2, "plain")])
@@ -44,18 +42,20 @@ def test_median_decides(with_: float, without: float, outcome: str) -> None:
         return with_ if compressed else without
 
     trial = Trial()
-    run_alone(trial, 3, cost)
-    trial.decide([trial.seconds, [0.0] * len(trial.seconds)])
+    run_alone(trial, cost)
+    trial.decide([trial.turns.seconds, [0.0] * len(trial.turns.seconds)])
     assert (trial.outcome, trial.medians) == (outcome, (with_, without))
     assert trial.decided
-    assert not trial.due
-    assert [trial.compresses(step) for step in (0, 40, 44, 10**6)] == [outcome == "compressed"] * 4
+    assert trial.compresses == (outcome == "compressed")
 
 
 def test_step_is_as_slow_as_its_slowest_rank() -> None:
     """Each rank by itself, or the mean, would have it otherwise."""
     trial = Trial()
-    kinds = [kind for place, kind in enumerate(run_alone(trial, 0, lambda *_: 0.0)) if place >= 4 and place % 4]
+    run_alone(trial, lambda *_: 0.0)
+    # Those of compressed steps come first.
+    kinds = [kind == "compressed" for kind, times in trial.turns.times.items() for _ in times]
+    assert kinds == [True] * 12 + [False] * 12
     turns = [
         [9.0 if kind and i % 2 == rank else 1.0 if kind else 6.0 for i, kind in enumerate(kinds)] for rank in (0, 1)
     ]
@@ -66,8 +66,8 @@ def test_step_is_as_slow_as_its_slowest_rank() -> None:
 
 def test_resumes_with_a_verdict_only() -> None:
     trial = Trial()
-    run_alone(trial, 0, lambda *_: 1.0)
+    run_alone(trial, lambda *_: 1.0)
     trial.resume("running")
-    assert (trial.outcome, trial.seconds) == ("", [])
+    assert (trial.outcome, trial.turns.seconds) == ("", [])
     trial.resume("plain")
-    assert not trial.compresses(0)
+    assert not trial.compresses

@@ -7,7 +7,7 @@ import torch
 
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceScatter, all_reduce_for, passes
+from bagua_kernels.comm.compressed import CompressedAllGather, CompressedReduceScatter, all_reduce_for, phases
 from bagua_kernels.compression import Cast, Codec, MinMaxUInt8, RandomK, TernGrad, TopK
 from tests.comm.compressed import simulation
 from tests.comm.compressed.lazy import make_late
@@ -76,13 +76,13 @@ def test_halves(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_buffer_a_message_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests are for: they fail if a message is written while the one before it is under way."""
 
-    def one_memory(self: passes.Slots, piece: int) -> torch.Tensor:
+    def one_memory(self: phases.Slots, piece: int) -> torch.Tensor:
         size = self._sizes[piece]
         return self._memory[0][: self._rows * size].view(self._rows, size)
 
     inputs = vectors(2)
     make_late(monkeypatch)
-    monkeypatch.setattr(passes.Slots, "__getitem__", one_memory)
+    monkeypatch.setattr(phases.Slots, "__getitem__", one_memory)
 
     def rank(communicator: Communicator) -> torch.Tensor:
         all_reduce = all_reduce_for(TWO_PASSES[0], communicator, N, pieces=PIECES)

@@ -1,0 +1,95 @@
+"""Vectors like a bucket's, taken apart into one tensor per parameter and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
+
+Named = Mapping[str, torch.Tensor]
+
+
+def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns each tensor's share of a vector like `bucket.flat`, or like that and the exact tensors.
+
+    Shares are flat, in the order of the tensor's indices: a run may go on with another memory format.
+    """
+    return {
+        name: _shaped(vector, span, view).reshape(-1).clone()
+        for name, span, view in _shares(bucket)
+        if span.start < span.stop <= vector.numel()
+    }
+
+
+def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
+    """Undoes `scatter`, for a bucket of any tensors; what is lacking is zero.
+
+    Args:
+        bucket: its tensors.
+        named: their shares.
+        exact: True if the vector covers exact tensors too.
+
+    Raises:
+        ValueError: a tensor has another number of elements than its parameter.
+    """
+    numel = bucket.whole.numel() - bucket.flags.numel() if exact else bucket.flat.numel()
+    dtype = torch.promote_types(bucket.whole.dtype, torch.float32)
+    vector = torch.zeros(numel, dtype=dtype, device=bucket.flat.device)
+    for name, span, view in _shares(bucket):
+        if span.stop > vector.numel() or name not in named:
+            continue
+        count = span.stop - span.start
+        if named[name].numel() == count:
+            _shaped(vector, span, view).copy_(named[name].view(view.shape))
+        else:
+            raise ValueError(f"the state of {name!r} has {named[name].numel()} elements, the parameter {count}")
+    return vector
+
+
+def _shares(bucket: Bucket) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    yield from zip(bucket.names, bucket.spans, bucket.views, strict=True)
+
+
+def _shaped(vector: torch.Tensor, span: slice, view: torch.Tensor) -> torch.Tensor:
+    """The part of a vector that lies beside a tensor, in the tensor's shape and strides."""
+    return vector.as_strided(view.shape, view.stride(), vector.storage_offset() + span.start)
+
+
+def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm of a tensor of one element or more, a float64 scalar; not finite if an element is not.
+
+    Squares are taken in units of the power of two above the greatest magnitude: others may leave the range of float32.
+    The units of k x are k times those of x for any power of two k.
+    """
+    x = x.detach()
+    if x.device.type == "cpu":
+        # There a number is at hand, and most gradients need no units: their norm has the same bits without.
+        norm = torch.linalg.vector_norm(x, dtype=torch.float32)
+        if 2.0**-40 < float(norm) < 2.0**60:
+            return torch.Tensor.double(norm)
+    low, high = torch.aminmax(x)
+    _, exponent = torch.frexp(torch.maximum(low.abs(), high.abs()).float())
+    # The power and its inverse are both to be normal numbers.
+    unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=x.device), exponent.clamp(-125, 126))
+    scaled = x.float() * unit.reciprocal().float()
+    norm = torch.linalg.vector_norm(scaled, dtype=torch.float32)
+    return torch.Tensor.double(norm) * unit
+
+
+def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The mean of what several ranks remember, by keys and names; one rank's own is returned bit for bit."""
+    if len(several) == 1:
+        return {key: dict(named) for key, named in several[0].items()}
+    keys = {key: set(named) for one in several for key, named in one.items()}
+    return {
+        key: {name: _mean([one[key][name] for one in several]) for name in sorted(names)} for key, names in keys.items()
+    }
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32, in which means of less are exact enough; of float64 and of whole numbers in float64."""
+    mean = reduce_in_order(torch.stack([tensor.double() for tensor in tensors]), ReduceOp.AVG)
+    return mean.float() if tensors[0].is_floating_point() and tensors[0].dtype != torch.float64 else mean
