@@ -43,7 +43,8 @@ from bagua_kernels.algorithms.local_steps.penalty import Penalty as Penalty
 from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as PostLocalSGD
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
-from bagua_kernels.algorithms.model_algorithm import ModelAlgorithm as ModelAlgorithm
+from bagua_kernels.algorithms.models.model_algorithm import ModelAlgorithm as ModelAlgorithm
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
@@ -57,7 +58,6 @@ from bagua_kernels.algorithms.quantized.signsgd import SignSGD as SignSGD
 from bagua_kernels.algorithms.quantized.terngrad import TernGrad as TernGrad
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.sparse.dgc import DGC as DGC
 from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK

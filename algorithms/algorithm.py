@@ -197,15 +197,6 @@ class Algorithm(WrappedModule, abc.ABC):
     def _before_forward(self) -> None:
         """What has to happen on all ranks before a forward pass."""
 
-    def _check_untrained(self) -> None:
-        """Raises if a parameter is trained that was frozen when the module was wrapped: replicas would drift apart."""
-        for name, parameter in self._untrained:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when the module was wrapped, so that it is not exchanged: "
-                    "wrap the module again after requires_grad_(True), or wrap it before you freeze parameters"
-                )
-
     def _synchronize_buffers(self, source: int = 0, average: bool = True) -> None:
         """Gives all ranks the buffers of rank `source`, or where that is asked for their means."""
         if self._averaged_buffers and average:

@@ -25,6 +25,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.clipping import is_clipping
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
+from bagua_kernels.algorithms.wrapping.frozen import check_frozen
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
 from bagua_kernels.algorithms.wrapping.wrapped import check_weights
 from bagua_kernels.bucket import Bucket
@@ -198,7 +199,7 @@ class GradientAlgorithm(Algorithm):
             return
         self._engine.check_idle()
         if self._engine.enabled and self.training:
-            self._check_untrained()
+            check_frozen(self._untrained)
             source = 0
             if self._joining:
                 source = self._announced if self._announced is not None else self._announce(1.0)

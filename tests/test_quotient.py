@@ -33,7 +33,7 @@ RIGHT = {
     "bagua_kernels/launchers/chunks/__init__.py": "by a tensor",
     "bagua_kernels/compression/powersgd/orthonormal.py": "by a tensor",
     "algorithms/gossip/consensus_step.py": "a simulation on the CPU",
-    "algorithms/rounds/mixing.py": "a statistic",
+    "algorithms/gossip/mixing.py": "a statistic",
     "algorithms/exchanges/gathered.py": "a codec's method",
 }
 

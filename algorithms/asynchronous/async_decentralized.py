@@ -7,12 +7,12 @@ from typing import Unpack
 
 import torch
 
+from bagua_kernels.algorithms.asynchronous.averages import Averages
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
-from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
-from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.pairwise import Encoded, PairwiseAverage
 from bagua_kernels.comm.topology import Ring, Topology
 from bagua_kernels.compression.codec import Codec, from_spec
@@ -59,38 +59,55 @@ class AsyncDecentralized(CourierAlgorithm):
         """
         self.topology, self.seed = topology, seed
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
-        self._encoded: Encoded | None = None
         super().__init__(module, optimizer, **options)
 
-    def make_average(self, courier: Courier, model: PublishedModel) -> PairwiseAverage:
-        """See `CourierAlgorithm.make_average`."""
-        if self._communicator.device.type != "cpu":
+    def averages_for(self, local: LocalModel) -> PairwiseAverages:
+        """See `CourierAlgorithm.averages_for`."""
+        if local.communicator.device.type != "cpu":
             raise ValueError(
                 f"{type(self).__name__} needs messages that are matched by number, which NCCL does not have: take "
                 "AsyncModelAverage or Wagma on GPUs"
             )
-        topology = self.topology or Ring(self._communicator.size)
-        topology.check(self._communicator)
-        neighbours = topology.neighbours_out(self._communicator.rank)
-        if self.codec is not None:
-            self._encoded = Encoded(self.codec, self._communicator.rank, [bucket.flat for bucket in self.flat.buckets])
-        self._pairwise = PairwiseAverage(courier, neighbours, model, seed=self.seed, wire=self._encoded)
-        return self._pairwise
+        topology = self.topology or Ring(local.communicator.size)
+        topology.check(local.communicator)
+        return PairwiseAverages(local, topology, self.seed, self.codec)
+
+
+class PairwiseAverages(Averages):
+    """Asks a neighbour after each step."""
+
+    def __init__(self, local: LocalModel, topology: Topology, seed: int, codec: Codec | None) -> None:
+        """Makes the courier; collective.
+
+        Args:
+            local: as for `Loop`.
+            topology: whose neighbours in its first step a rank asks.
+            seed: of the choices of neighbours.
+            codec: of what models differ from references; None for full precision.
+        """
+        super().__init__(local)
+        rank = local.communicator.rank
+        vectors = [bucket.flat for bucket in local.flat.buckets]
+        self._encoded = None if codec is None else Encoded(codec, rank, vectors)
+        neighbours = topology.neighbours_out(rank)
+        self.average = self._pairwise = PairwiseAverage(
+            self.courier, neighbours, self.model, seed=seed, wire=self._encoded
+        )
 
     @property
     def has_references(self) -> bool:
-        """See `CourierAlgorithm.has_references`."""
-        return self.codec is not None
+        """See `Averages.has_references`."""
+        return self._encoded is not None
 
     def set_references(self, vectors: list[torch.Tensor]) -> None:
-        """See `CourierAlgorithm.set_references`."""
+        """See `Averages.set_references`."""
         if self._encoded is not None:
             self._encoded.restart(vectors)
 
     def after_step(self) -> None:
-        """See `CourierAlgorithm.after_step`: step 2."""
+        """See `Averages.after_step`: step 2."""
         self._pairwise.start()
 
-    def stats(self) -> Stats:
-        """See `Algorithm.stats`; rounds are questions of this rank that were answered."""
-        return replace(super().stats(), rounds=self._pairwise.exchanges if self._points is not None else 0)
+    def stats(self, stats: Stats) -> Stats:
+        """See `Loop.stats`; rounds are questions of this rank that were answered."""
+        return replace(super().stats(stats), rounds=self._pairwise.exchanges)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
 
+from bagua_kernels.algorithms.asynchronous.averages import Averages
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
-from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.member import Member
 from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
 from bagua_kernels.algorithms.exchanges.mean import Mean
-from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
 from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
-from bagua_kernels.comm.mailbox.courier import Courier, weakly
+from bagua_kernels.comm.mailbox.courier import weakly
 from bagua_kernels.comm.mailbox.groups import Whole
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 from bagua_kernels.compression.codec import Codec, from_spec
@@ -78,109 +79,154 @@ class AsyncModelAverage(CourierAlgorithm):
         if interval is None and interval_ms is None:
             self.interval_ms = 500.0
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
-        self._encoded: list[EncodedMean] = []
-        self._paused, self._warm = False, 0
-        self._engine: Engine | None = None
-        self._duplicates: list[Communicator] = []
-        self._rounds, self._ended = 0, -math.inf
+        self._timed: TimedAverages | None = None
         super().__init__(module, optimizer, **options)
 
-    def make_average(self, courier: Courier, model: PublishedModel) -> TriggeredAverage:
-        """See `CourierAlgorithm.make_average`."""
-        codec, mailbox = self.codec, courier.mailbox
-        if codec is not None:
-            self._encoded = [EncodedMean(mailbox, codec, bucket.flat) for bucket in self.flat.buckets]
-        groups = Whole(self._communicator.size)
-        groups.check(self._communicator)
-        self._triggered = TriggeredAverage(
-            courier,
-            groups,
-            None,
-            model,
-            replaces=False,
-            group_mean=None if codec is None else weakly(self._encoded_mean),
-            on_execution=weakly(self._count),
-        )
-        if self.interval_ms is not None:
-            self._seconds = self.interval_ms / 1000
-            courier.every(max(self._seconds / 4, 0.001), weakly(self._start_if_due))
-        return self._triggered
-
-    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Algorithm._start`: step 1 in the beginning."""
-        super()._start(module, optimizer)
-        self._warm_up()
-        self._setup_bytes = self._bytes_sent
-
-    def _warm_up(self) -> None:
-        """Lets backward passes average gradients until the first steps are over; collective."""
-        warm = self._warm >= self.warmup_steps
-        if warm and self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        elif not warm and self._engine is None and self.flat.parameters:
-            rows = sparse_parameters(self.module)
-            members = [Member(name, p, sparse=p in rows) for name, p in self.flat.parameters.items()]
-            options = EngineOptions(BucketOptions(1, self._bucket_bytes), name=self.name, title=type(self).__name__)
-            self._engine = Engine(members, Mean, self._communicator, self._duplicate, Policy(), options)
-            self._engine.enabled = self.require_backward_grad_sync
-
-    def _duplicate(self) -> Communicator:
-        self._duplicates.append(self._world.duplicate())
-        return self._duplicates[-1]
-
-    def _communicators(self) -> list[Communicator]:
-        """See `Algorithm._communicators`."""
-        return [*super()._communicators(), *self._duplicates]
+    def averages_for(self, local: LocalModel) -> TimedAverages:
+        """See `CourierAlgorithm.averages_for`."""
+        rows = sparse_parameters(self.module)
+        members = [Member(name, p, sparse=p in rows) for name, p in local.flat.parameters.items()]
+        warm_up = WarmUp(self.warmup_steps, members, self._bucket_bytes)
+        self._timed = TimedAverages(local, self.interval_ms, self.interval, self.codec, warm_up)
+        self._timed.set_sync(self.require_backward_grad_sync)
+        return self._timed
 
     def _set_sync(self, value: bool) -> None:
         """See `WrappedModule._set_sync`; there is something to withhold in the first steps only."""
         super()._set_sync(value)
+        if self._timed is not None:
+            self._timed.set_sync(value)
+
+    def pause(self) -> None:
+        """Lets this rank start no more rounds; it takes part in those that others start."""
+        if self._timed is not None:
+            self._timed.paused = True
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        if self._timed is not None:
+            self._timed.paused = False
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The first steps, in which gradients are averaged.
+
+    Attributes:
+        steps: their number.
+        members: the parameters whose gradients are averaged.
+        bucket_bytes: the size of the buckets.
+    """
+
+    steps: int
+    members: list[Member]
+    bucket_bytes: int
+
+
+class TimedAverages(Averages):
+    """Starts averages of all ranks at times, or after numbers of steps.
+
+    Attributes:
+        paused: True if this rank starts none.
+    """
+
+    def __init__(
+        self, local: LocalModel, interval_ms: float | None, interval: int | None, codec: Codec | None, warm_up: WarmUp
+    ) -> None:
+        """Makes the courier; collective.
+
+        Args:
+            local: as for `Loop`.
+            interval_ms: milliseconds from the end of a round to the beginning of the next one; None for `interval`.
+            interval: steps of this rank for each of which it starts a round; None for a time.
+            codec: of what models differ from the last mean; None for full precision.
+            warm_up: the first steps.
+        """
+        super().__init__(local)
+        self.paused = False
+        self._interval, self._codec, self._warm_up = interval, codec, warm_up
+        mailbox = local.mailbox
+        self._encoded = [] if codec is None else [EncodedMean(mailbox, codec, each.flat) for each in local.flat.buckets]
+        self._warm, self._syncs = 0, True
+        self._engine: Engine | None = None
+        self._rounds, self._ended = 0, -math.inf
+        groups = Whole(local.communicator.size)
+        groups.check(local.communicator)
+        self.average = self._triggered = TriggeredAverage(
+            self.courier,
+            groups,
+            None,
+            self.model,
+            replaces=False,
+            group_mean=None if codec is None else weakly(self._encoded_mean),
+            on_execution=weakly(self._count),
+        )
+        if interval_ms is not None:
+            self._seconds = interval_ms / 1000
+            self.courier.every(max(self._seconds / 4, 0.001), weakly(self._start_if_due))
+
+    def begin(self) -> None:
+        """See `Loop.begin`: step 1 in the beginning."""
+        super().begin()
+        self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        """Lets backward passes average gradients until the first steps are over; collective."""
+        warm, local = self._warm >= self._warm_up.steps, self.local
+        if warm and self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        elif not warm and self._engine is None and self._warm_up.members:
+            options = EngineOptions(BucketOptions(1, self._warm_up.bucket_bytes), name=local.name, title=local.title)
+            members = self._warm_up.members
+            self._engine = Engine(members, Mean, local.communicator, self._duplicate, Policy(), options)
+            self._engine.enabled = self._syncs
+
+    def _duplicate(self) -> Communicator:
+        self.local.opened.append(made := self.local.communicator.duplicate())
+        return made
+
+    def set_sync(self, value: bool) -> None:
+        """Lets backward passes average gradients, or not, while the first steps last."""
+        self._syncs = value
         if self._engine is not None:
             self._engine.enabled = value
 
     def at_forward(self, training: bool) -> None:
-        """See `ModelAlgorithm.at_forward`."""
+        """See `Loop.at_forward`."""
         super().at_forward(training)
         if self._engine is not None:
             self._engine.check_idle()
 
     def after_step(self) -> None:
-        """See `CourierAlgorithm.after_step`."""
+        """See `Averages.after_step`."""
         self._warm += 1
-        self._warm_up()
-        if self.interval is not None and self._steps % self.interval == self.interval - 1 and self._is_running():
+        self._average_gradients()
+        interval = self._interval
+        if interval is not None and self.local.steps % interval == interval - 1 and self._is_running():
             self._triggered.start()
 
     def numbers(self) -> dict[str, float]:
-        """See `ModelAlgorithm.numbers`."""
+        """See `Loop.numbers`."""
         return {"warm": float(self._warm)}
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        """See `ModelAlgorithm.load_numbers`."""
+        """See `Loop.load_numbers`."""
         self._warm = int(numbers.get("warm", self._warm))
-        self._warm_up()
+        self._average_gradients()
 
-    def _stop(self) -> None:
-        """See `Algorithm._stop`."""
-        super()._stop()
+    def stop(self) -> None:
+        """See `Loop.stop`."""
+        super().stop()
         if self._engine is not None:
-            self._engine.shut_down(self._communicators())
+            self._engine.shut_down([self.local.communicator, *self.local.opened])
             self._engine = None
 
-    def pause(self) -> None:
-        """Lets this rank start no more rounds; it takes part in those that others start."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._paused = False
-
     def _is_running(self) -> bool:
-        return not self._paused and self._warm >= self.warmup_steps and not self._triggered.rests
+        return not self.paused and self._warm >= self._warm_up.steps and not self._triggered.rests
 
     def _start_if_due(self) -> None:
-        if self._is_running() and self.mailbox.clock.now() >= self._ended + self._seconds:
+        if self._is_running() and self.local.mailbox.clock.now() >= self._ended + self._seconds:
             self._triggered.start()
 
     def _encoded_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
@@ -188,22 +234,22 @@ class AsyncModelAverage(CourierAlgorithm):
 
     def _count(self, execution: Execution) -> None:
         self._rounds += 1
-        self._ended = self.mailbox.clock.now()
+        self._ended = self.local.mailbox.clock.now()
 
     @property
     def has_references(self) -> bool:
-        """See `CourierAlgorithm.has_references`."""
-        return self.codec is not None
+        """See `Averages.has_references`."""
+        return self._codec is not None
 
     def set_references(self, vectors: list[torch.Tensor]) -> None:
-        """See `CourierAlgorithm.set_references`; what payloads have lacked is forgotten."""
+        """See `Averages.set_references`; what payloads have lacked is forgotten."""
         for mean, vector in zip(self._encoded, vectors, strict=False):
             mean.restart(vector)
 
     def residual_norm(self) -> float:
-        """See `Algorithm.residual_norm`."""
+        """See `Loop.residual_norm`."""
         return math.hypot(*(norm for mean in self._encoded for norm in mean.residual_norms()))
 
-    def stats(self) -> Stats:
-        """See `Algorithm.stats`."""
-        return replace(super().stats(), rounds=self._rounds)
+    def stats(self, stats: Stats) -> Stats:
+        """See `Loop.stats`."""
+        return replace(super().stats(stats), rounds=self._rounds)

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from bagua_kernels.algorithms.asynchronous.order import Event, Order
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.algorithms.rounds.writes import Writes
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.writes import Writes
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution

@@ -12,7 +12,7 @@ import torch
 
 from bagua_kernels.algorithms.asynchronous.order import Event
 from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, WRITE, PublishedModel, StaleRule
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.comm.mailbox.clock import Clock, RealClock
 from bagua_kernels.comm.mailbox.group_mean import mean_of_rows
 from bagua_kernels.comm.mailbox.groups import Groups

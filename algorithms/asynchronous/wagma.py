@@ -10,13 +10,15 @@ from typing import Literal, Unpack
 
 import torch
 
+from bagua_kernels.algorithms.asynchronous.averages import Averages
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
 from bagua_kernels.algorithms.asynchronous.order import Order, file_of, load
-from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel, StaleRule
-from bagua_kernels.algorithms.model_algorithm import ModelOptions
+from bagua_kernels.algorithms.asynchronous.published_model import StaleRule
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.comm.mailbox.courier import Courier, weakly
+from bagua_kernels.comm.mailbox.courier import weakly
 from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, Shuffled
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 
@@ -79,55 +81,67 @@ class Wagma(CourierAlgorithm):
         self.group, self.period, self.groups, self.seed = group, period, groups, seed
         self.stale_rule, self.activate = stale_rule, activate
         self.record, self.replay = record, replay
-        self._staleness: Counter[int] = Counter()
-        self._fresh = self._version = 0
         super().__init__(module, optimizer, **options)
 
-    def order(self) -> Order | None:
-        """See `CourierAlgorithm.order`."""
-        if self.record is None and self.replay is None:
-            return None
-        rank = self._communicator.rank
-        events = None if self.replay is None else load(file_of(self.replay, rank))
-        return Order(None if self.record is None else file_of(self.record, rank), events)
-
-    def make_average(self, courier: Courier, model: PublishedModel) -> TriggeredAverage:
-        """See `CourierAlgorithm.make_average`."""
-        size = self._communicator.size
+    def averages_for(self, local: LocalModel) -> GroupAverages:
+        """See `CourierAlgorithm.averages_for`."""
+        size = local.communicator.size
         groups = self.groups or _groups(size, max(2, self.group or 1 << round(math.log2(size) / 2)), self.seed)
-        groups.check(self._communicator)
-        self._version = -1
-        self._triggered = TriggeredAverage(
-            courier, groups, self.period, model, activate=self.activate, on_execution=weakly(self._count)
+        order = None
+        if self.record is not None or self.replay is not None:
+            rank = local.communicator.rank
+            events = None if self.replay is None else load(file_of(self.replay, rank))
+            order = Order(None if self.record is None else file_of(self.record, rank), events)
+        return GroupAverages(local, groups, self.period, self.activate, self.stale_rule, order)
+
+
+class GroupAverages(Averages):
+    """Starts a version of the model for its group after each step."""
+
+    def __init__(
+        self,
+        local: LocalModel,
+        groups: Groups,
+        period: int | None,
+        activate: Literal["group", "all"],
+        stale_rule: StaleRule,
+        order: Order | None,
+    ) -> None:
+        """Makes the courier; collective. Arguments as for `Wagma` and `Averages`."""
+        super().__init__(local, stale_rule, order)
+        groups.check(local.communicator)
+        self._staleness: Counter[int] = Counter()
+        self._fresh, self._version = 0, -1
+        self.average = self._triggered = TriggeredAverage(
+            self.courier, groups, period, self.model, activate=activate, on_execution=weakly(self._count)
         )
-        return self._triggered
 
     def next_version(self) -> int:
-        """See `CourierAlgorithm.next_version`."""
+        """See `Averages.next_version`."""
         self._version = self._triggered.arrived + 1
         return self._version
 
     def resumed(self) -> None:
-        """See `CourierAlgorithm.resumed`: versions go on from the last one of the ranks that have taken most steps."""
+        """See `Averages.resumed`: versions go on from the last one of the ranks that have taken most steps."""
         self._version = self.model.version = self._triggered.arrived
 
     def after_step(self) -> None:
-        """See `CourierAlgorithm.after_step`: steps 1 and 2."""
+        """See `Averages.after_step`: steps 1 and 2."""
         self._triggered.arrive(self._version)
 
     def before_training(self) -> None:
-        """See `CourierAlgorithm.before_training`: step 3."""
+        """See `Averages.before_training`: step 3."""
         self._triggered.wait(self._version)
 
     def _count(self, execution: Execution) -> None:
         self._fresh += execution.fresh
         self._staleness[execution.staleness] += 1
 
-    def stats(self) -> Stats:
-        """See `Algorithm.stats`."""
+    def stats(self, stats: Stats) -> Stats:
+        """See `Loop.stats`."""
         versions = sum(self._staleness.values())
         return replace(
-            super().stats(),
+            super().stats(stats),
             rounds=versions,
             fresh=self._fresh / versions if versions else None,
             staleness=dict(sorted(self._staleness.items())),

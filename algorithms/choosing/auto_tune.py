@@ -36,9 +36,9 @@ from bagua_kernels.algorithms.engine.options import BucketOptions, Manner
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.repaying import owed_by
 from bagua_kernels.algorithms.gradient_algorithm import BUCKET_BYTES, GradientAlgorithm, GradientOptions
+from bagua_kernels.algorithms.models.points import misfit
 from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_moment
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.points import misfit
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes, StripedCommunicator
 from bagua_kernels.comm.hierarchical.arguments import given

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.utils.data import Sampler
 
-from bagua_kernels.algorithms.local_steps.local_rounds import LocalRounds
+from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop
 from bagua_kernels.algorithms.wrapping.agreement import agreed
 from bagua_kernels.options import checked
 
@@ -21,7 +21,7 @@ class RoundSampler(Sampler[list[int]]):
     """
 
     @checked
-    def __init__(self, samples: int, batch_size: int, model: LocalRounds, *, seed: int = 0) -> None:
+    def __init__(self, samples: int, batch_size: int, model: OuterLoop, *, seed: int = 0) -> None:
         """Begins with the first round of a model; collective.
 
         Args:
@@ -52,7 +52,7 @@ class RoundSampler(Sampler[list[int]]):
         """
         self._end_round()
         epoch = self._place // self._samples
-        own = self._model.rank
+        own = self._model.ranks.rank
         while self._place // self._samples == epoch:
             self._steps = self._steps or self._model.steps_of_ranks
             begin = self._place + (sum(self._steps[:own]) + self._drawn) * self._batch_size
@@ -70,7 +70,7 @@ class RoundSampler(Sampler[list[int]]):
     def _end_round(self) -> bool:
         """Goes on to the next round if all of this one has been drawn, and the model has come to its end, too."""
         steps, begun = self._steps, self._model.rounds_begun
-        if not steps or self._drawn < steps[self._model.rank] or (len(steps) > 1 and begun <= self._after):
+        if not steps or self._drawn < steps[self._model.ranks.rank] or (len(steps) > 1 and begun <= self._after):
             return False
         self._place += sum(steps) * self._batch_size
         self._steps, self._drawn, self._after = [], 0, begun

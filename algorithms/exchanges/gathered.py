@@ -120,6 +120,7 @@ class SparseMean(GatheredMean):
     """The mean of sparse payloads, which are made together with their residuals elsewhere.
 
     Attributes:
+        sparse_codec: of the payloads.
         contributors: True if each element is divided by the number of ranks that have sent it, False by that of all ranks.
         payload: of this rank.
     """
@@ -127,7 +128,7 @@ class SparseMean(GatheredMean):
     def __init__(self, bucket: Bucket, communicator: Communicator, codec: ChunkedTopK, contributors: bool) -> None:
         """Begins without a payload."""
         super().__init__(bucket, communicator, codec, Feedback(workers=False))
-        self._sparse, self.contributors = codec, contributors
+        self.sparse_codec, self.contributors = codec, contributors
         self.payload = self.empty()
 
     def encode(self, step: int) -> torch.Tensor:
@@ -140,4 +141,4 @@ class SparseMean(GatheredMean):
 
     def combine(self, payloads: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
         """See `GatheredMean.combine`; all payloads have the same weight."""
-        self._sparse.mean(torch.stack([*payloads]), out, contributors=self.contributors)
+        self.sparse_codec.mean(torch.stack([*payloads]), out, contributors=self.contributors)

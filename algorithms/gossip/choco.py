@@ -8,12 +8,15 @@ from typing import Unpack
 import torch
 
 from bagua_kernels.algorithms.gossip.consensus_step import tuned
-from bagua_kernels.algorithms.gossip.differences import Differences
+from bagua_kernels.algorithms.gossip.differences import DifferenceRound, Differences, Neighbourhood
+from bagua_kernels.algorithms.gossip.mixing import Peers, sum_of_squares
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.algorithms.models.round_algorithm import RoundOptions
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm import Work
 from bagua_kernels.comm.topology import whole
 from bagua_kernels.compression import Codec, Unbiased, decode_apply
 from bagua_kernels.launchers import elementwise
@@ -69,41 +72,59 @@ class Choco(Differences):
         if eta is not None and not 0 < eta <= 1:
             raise ValueError(f"eta must be above 0 and at most 1, or None, got {eta=}")
         self.eta = eta
-        self.factor = 1.0
         super().__init__(module, optimizer, codec=codec, peers=peers, seed=seed, **options)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
-        bias = self.codec.bias
-        if isinstance(bias, Unbiased):
-            self.factor = 1 / (1 + bias.omega)
+    def open(self, local: LocalModel) -> RoundsOptions:
+        """See `RoundAlgorithm.open`."""
+        options = super().open(local)
         if self.eta is None:
-            mine = tuned(self.codec, self.topology) if mailbox.rank == 0 else 0.0
-            self.eta = float(self._communicator.broadcast_object(mine))
+            mine = tuned(self.codec, self._neighbourhood.topology) if local.mailbox.rank == 0 else 0.0
+            self.eta = float(local.communicator.broadcast_object(mine))
+        return options
+
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
+        assert self.eta is not None
+        return PublicRound(local, bucket, self._neighbourhood, self.remedy, self.eta)
+
+
+class PublicRound(DifferenceRound):
+    """Keeps the public copy of this rank's parameters, and how far the neighbours' are from it."""
+
+    def __init__(self, local: LocalModel, bucket: Bucket, hood: Neighbourhood, remedy: str, eta: float) -> None:
+        """Begins before the first round.
+
+        Args:
+            local: as for `Round`.
+            bucket: as for `Round`.
+            hood: the neighbours.
+            remedy: as for `DifferenceRound`.
+            eta: the consensus step.
+        """
+        super().__init__(local, bucket, hood, remedy)
+        bias = hood.codec.bias
+        self._eta, self._factor = eta, 1 / (1 + bias.omega) if isinstance(bias, Unbiased) else 1.0
+        self._own, self._gap = self.kept("own"), self.kept("gap")
+        factors, self._divisor = whole(hood.by_rank(hood.weights))
+        factors[hood.rank] -= self._divisor
+        # As whole numbers, weights of what a rank sent sum to zero over all ranks.
+        self._weights = list(factors.values())
 
     def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
-        for bucket in self.flat.buckets:
-            self.flat.kept(bucket, "own").copy_(bucket.flat)
-            self.flat.kept(bucket, "gap").zero_()
+        """See `Round.restart`."""
+        self._own.copy_(self.bucket.flat)
+        self._gap.zero_()
 
-    def disagreement(self) -> float:
-        """See `ModelAlgorithm.disagreement`; between this rank's public copy and the weighted mean of its neighbours'."""
-        gaps = [(self.flat.kept(bucket, "gap"), bucket.own) for bucket in self.flat.buckets]
-        return root_mean_square(gap[span] for gap, spans in gaps for span in spans)
+    def disagreement(self) -> tuple[float, int]:
+        """See `Round.disagreement`; between this rank's public copy and the weighted mean of its neighbours'."""
+        return sum_of_squares(self._gap[span] for span in self.bucket.own)
 
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        own, gap = self.flat.kept(bucket, "own"), self.flat.kept(bucket, "gap")
-        yield from self.encode(bucket, turn, CHOCO, [bucket.flat, own], [self.factor])
-        factors, divisor = whole(dict(zip(self.ranks, self.weights, strict=True)))
-        factors[self.mailbox.rank] -= divisor
-        # As whole numbers, weights of what a rank sent sum to zero over all ranks.
-        weights = list(factors.values())
-        decode_apply(self.codec, self.payloads(bucket), ADDED, [gap], weights=weights, scale=1 / divisor)
+    def run(self, number: int) -> Iterator[Work]:
+        """Steps 1 and 2; see `Round.run`."""
+        yield from self.encode(number, CHOCO, [self.bucket.flat, self._own], [self._factor])
+        scale = 1 / self._divisor
+        decode_apply(self.hood.codec, self.payloads, ADDED, [self._gap], weights=self._weights, scale=scale)
 
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        assert self.eta is not None
-        elementwise.apply(TOWARDS, [bucket.flat, self.flat.kept(bucket, "gap")], [self.eta])
+    def merge(self, number: int) -> None:
+        """Step 3; see `Round.merge`."""
+        elementwise.apply(TOWARDS, [self.bucket.flat, self._gap], [self._eta])

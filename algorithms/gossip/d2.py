@@ -8,11 +8,14 @@ from typing import Unpack
 import numpy as np
 import torch
 
+from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm import Work
 from bagua_kernels.comm.topology import Topology
 
 _TOLERANCE = 1e-9  # of eigenvalues in float64
@@ -60,34 +63,44 @@ class D2(RoundAlgorithm):
         self.peers = checked_peers(peers)
         super().__init__(module, optimizer, **options)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
-        topology = topology_of(self.peers, mailbox.size)
-        self.mixer = Mixer(mailbox, topology, self.flat)
-        self.mixer.check(self._communicator, "symmetric")
+    def open(self, local: LocalModel) -> RoundsOptions:
+        """See `RoundAlgorithm.open`."""
+        topology = topology_of(self.peers, local.mailbox.size)
+        self._mixing = Mixing(local.mailbox, topology)
+        self._mixing.check(local.communicator, "symmetric")
         check_spectrum(topology)
+        return RoundsOptions(decay=topology.rho)
+
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
+        return CorrectedRound(local, bucket, self._mixing.mixer())
+
+
+class CorrectedRound(Round):
+    """Mixes the parameters without a correction, which takes up what flows from the neighbours."""
+
+    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer) -> None:
+        """Begins without a correction."""
+        super().__init__(local, bucket)
+        self._mixer = mixer
+        self._correction, self._sent = self.kept("correction"), self.kept("sent", saved=False)
 
     def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
-        for bucket in self.flat.buckets:
-            self.flat.kept(bucket, "correction").zero_()
+        """See `Round.restart`."""
+        self._correction.zero_()
 
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        assert self.mixer is not None
-        correction, sent = self._vectors(bucket)
-        torch.sub(bucket.flat, correction, out=sent)
-        yield from self.mixer.exchange(bucket, sent, turn, self.number(bucket, turn))
+    def run(self, number: int) -> Iterator[Work]:
+        """Step 1; see `Round.run`."""
+        torch.sub(self.bucket.flat, self._correction, out=self._sent)
+        yield from self._mixer.exchange(self._sent, number, self.exchange_number(number))
 
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        assert self.mixer is not None
-        correction, sent = self._vectors(bucket)
-        self.mixer.terms(bucket, sent, turn).flow(correction, bucket.flat)
+    def merge(self, number: int) -> None:
+        """Steps 2 and 3; see `Round.merge`."""
+        self._mixer.terms(self._sent, number).flow(self._correction, self.bucket.flat)
 
-    def _vectors(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.flat.kept(bucket, "correction"), self.flat.kept(bucket, "sent", saved=False)
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`."""
+        return self._mixer.disagreement()
 
 
 def check_spectrum(topology: Topology) -> None:

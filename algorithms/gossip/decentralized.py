@@ -7,12 +7,15 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.gossip.sharded import ShardedMixer
+from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.sharded import ShardedMixing
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round, When
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Nodes, ReduceOp, Work
+from bagua_kernels.comm import Nodes, ReduceOp, Work
 from bagua_kernels.comm.topology import Complete
 
 
@@ -31,7 +34,6 @@ class Decentralized(RoundAlgorithm):
     """
 
     name = "decentralized"
-    due = "step"
 
     def __init__(
         self,
@@ -59,35 +61,60 @@ class Decentralized(RoundAlgorithm):
             ValueError: the topology does not fit, nodes have different numbers of ranks, or as for `RoundAlgorithm`.
         """
         self.peers, self.hierarchical, self.nodes = checked_peers(peers), hierarchical, nodes
-        # Collectives inside nodes run one after the other on all ranks.
-        self.several = hierarchical
         super().__init__(module, optimizer, **options)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
+    def open(self, local: LocalModel) -> RoundsOptions:
+        """See `RoundAlgorithm.open`."""
         if self.hierarchical:
-            self.mixer = ShardedMixer(self._communicator, mailbox, self.peers, self.nodes, self.flat)
+            self._mixing: Mixing = ShardedMixing(local, self.peers, self.nodes)
         else:
-            self.mixer = Mixer(mailbox, topology_of(self.peers, mailbox.size), self.flat)
+            self._mixing = Mixing(local.mailbox, topology_of(self.peers, local.mailbox.size))
+        self._mixing.check(local.communicator, "doubly")
+        # Collectives inside nodes run one after the other on all ranks.
+        return RoundsOptions(several=self.hierarchical, decay=self._mixing.topology.rho)
+
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
         # All weights are equal: an all-reduce sends less.
-        self._all = isinstance(self.mixer.topology, Complete) and not self.hierarchical
-        self.mixer.check(self._communicator, "doubly")
+        if isinstance(self._mixing.topology, Complete) and not self.hierarchical:
+            return MeanRound(local, bucket)
+        return MixedRound(local, bucket, self._mixing.mixer())
 
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        assert self.mixer is not None
-        if self._all:
-            mean = self.flat.kept(bucket, "mean", saved=False)
-            mean.copy_(bucket.flat)
-            yield self._communicator.all_reduce(mean, ReduceOp.AVG)
-        else:
-            yield from self.mixer.exchange(bucket, bucket.flat, turn, self.number(bucket, turn))
 
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        assert self.mixer is not None
-        if self._all:
-            bucket.flat.copy_(self.flat.kept(bucket, "mean", saved=False))
-        else:
-            self.mixer.terms(bucket, bucket.flat, turn).mix()
+class MixedRound(Round):
+    """Mixes the parameters with those of neighbours."""
+
+    when = When.BESIDE_STEP
+
+    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer) -> None:
+        """Begins before the first round."""
+        super().__init__(local, bucket)
+        self._mixer = mixer
+
+    def run(self, number: int) -> Iterator[Work]:
+        """Steps 1 and 2; see `Round.run`."""
+        return self._mixer.exchange(self.bucket.flat, number, self.exchange_number(number))
+
+    def merge(self, number: int) -> None:
+        """Step 3; see `Round.merge`."""
+        self._mixer.terms(self.bucket.flat, number).mix()
+
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`."""
+        return self._mixer.disagreement()
+
+
+class MeanRound(Round):
+    """Takes the mean of all ranks' parameters."""
+
+    when = When.BESIDE_STEP
+
+    def run(self, number: int) -> Iterator[Work]:
+        """Steps 1 and 2; see `Round.run`."""
+        mean = self.kept("mean", saved=False)
+        mean.copy_(self.bucket.flat)
+        yield self.local.communicator.all_reduce(mean, ReduceOp.AVG)
+
+    def merge(self, number: int) -> None:
+        """Step 3; see `Round.merge`."""
+        self.bucket.flat.copy_(self.kept("mean", saved=False))

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Unpack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.rounds.mixing import Peers, checked_peers, topology_of
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.gossip.mixing import Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm import Work
 from bagua_kernels.comm.compressed.layout import own_counts
 from bagua_kernels.comm.topology import Topology, weighted_sum
 from bagua_kernels.compression import BlockCodec, Codec, encode_rule, fold_seed, from_spec
 from bagua_kernels.errors import DivergenceError
 from bagua_kernels.rules.messages import MessageRule
+
+T = TypeVar("T")
 
 _SAMPLE = 1 << 16  # elements of a bucket that the guard looks at
 _EVERY = 8  # rounds from one look of the guard to the next
@@ -27,14 +32,45 @@ _GROWTH = 8.0  # by how much differences have grown, over what they should be, w
 _FIRST = 4  # looks by whose medians it is known what they should be
 
 
+@dataclass(frozen=True)
+class Neighbourhood:
+    """Who sends encoded differences to this rank.
+
+    Attributes:
+        codec: encodes differences.
+        topology: the mixing matrix, symmetric and the same in all rounds.
+        rank: this one.
+        neighbours: to whom it sends.
+        ranks: this rank and its neighbours, ascending.
+        weights: of `ranks`, in their order.
+        seed: of random numbers.
+        guards: of all buckets.
+    """
+
+    codec: Codec
+    topology: Topology
+    rank: int
+    neighbours: Sequence[int]
+    ranks: list[int]
+    weights: list[float]
+    seed: int
+    guards: list[Guard] = field(default_factory=list)
+
+    @property
+    def place(self) -> int:
+        """Of this rank in `ranks`."""
+        return self.ranks.index(self.rank)
+
+    def by_rank(self, values: Iterable[T]) -> dict[int, T]:
+        """Returns values of `ranks`, by rank."""
+        return dict(zip(self.ranks, values, strict=True))
+
+
 class Differences(RoundAlgorithm):
     """Base of the algorithms that send encoded differences to all neighbours of one symmetric topology.
 
     Attributes:
         codec: encodes differences.
-        topology: the mixing matrix.
-        ranks: this rank and its neighbours, ascending.
-        weights: of `ranks`, in their order.
         remedy: what else to use where an algorithm diverges.
     """
 
@@ -55,12 +91,7 @@ class Differences(RoundAlgorithm):
         if not isinstance(self.codec, Codec):
             raise TypeError(f"expected a codec, or the spec of one, got {codec!r}")
         self.peers, self.seed = checked_peers(peers), seed
-        self._guards: dict[int, _Guard] = {}
-        self._decay: float | None = None
-        self._payloads: dict[int, torch.Tensor] = {}
-        # The first elements of each bucket before the step after which the guard looks.
-        self._before: dict[int, torch.Tensor] = {}
-        self._counts: dict[int, torch.Tensor | None] = {}
+        self._guards: list[Guard] = []
         super().__init__(module, optimizer, **options)
 
     def alignment_of(self, kind: Any) -> int:
@@ -73,127 +104,135 @@ class Differences(RoundAlgorithm):
             return f"codecs take float32, float16 and bfloat16, and parameter {double[0]!r} is float64: convert the module before"
         return super()._misfit(trained)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
-        self.topology: Topology = topology_of(self.peers, mailbox.size)
-        self.topology.check(self._communicator, "symmetric")
-        if self.topology.period != 1:
+    def open(self, local: LocalModel) -> RoundsOptions:
+        """See `RoundAlgorithm.open`."""
+        mailbox, topology = local.mailbox, topology_of(self.peers, local.mailbox.size)
+        topology.check(local.communicator, "symmetric")
+        if topology.period != 1:
             raise ValueError(
                 f"{type(self).__name__} keeps what its neighbours have, and expects one matrix for all steps, got "
-                f"{self.topology!r}: use a static topology such as a ring"
+                f"{topology!r}: use a static topology such as a ring"
             )
-        self._decay = self.topology.rho()
-        self.neighbours = self.topology.neighbours_in(mailbox.rank)
-        weights = {rank: weight for rank, weight in self.topology.weights(mailbox.rank).items() if weight}
-        self.ranks, self.weights = list(weights), list(weights.values())
+        weights = {rank: weight for rank, weight in topology.weights(mailbox.rank).items() if weight}
         if mailbox.rank not in weights:
             raise ValueError(
-                f"{type(self).__name__} expects each rank to keep a part of its own, got {self.topology!r}: use Lazy"
+                f"{type(self).__name__} expects each rank to keep a part of its own, got {topology!r}: use Lazy"
             )
-        for bucket in self.flat.buckets:
-            self._guards[bucket.index] = _Guard(type(self).__name__, self.codec, self.remedy)
-            self._counts[bucket.index] = None
-            if isinstance(self.codec, BlockCodec):
-                counts = own_counts(bucket.own, bucket.flat.numel(), self.codec.block)
-                # waits: once for each bucket.
-                self._counts[bucket.index] = counts.to(bucket.flat.device)
+        neighbours, ranks = topology.neighbours_in(mailbox.rank), list(weights)
+        self._neighbourhood = Neighbourhood(
+            self.codec, topology, mailbox.rank, neighbours, ranks, list(weights.values()), self.seed, self._guards
+        )
+        return RoundsOptions(decay=topology.rho)
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        return replace(super().stats(), guards={"grown": sum(guard.grown for guard in self._guards)})
+
+    def noise(self) -> float:
+        """Returns the codec's squared error relative to what was encoded, |C(z) - z|^2 / |z|^2, when the guard last looked."""
+        return max((guard.noise for guard in self._guards), default=0.0)
+
+
+class DifferenceRound(Round):
+    """Encodes differences of a bucket, and exchanges them with all neighbours.
+
+    Attributes:
+        hood: the neighbours.
+    """
+
+    def __init__(self, local: LocalModel, bucket: Bucket, hood: Neighbourhood, remedy: str) -> None:
+        """Begins before the first round.
+
+        Args:
+            local: as for `Round`.
+            bucket: as for `Round`.
+            hood: the neighbours.
+            remedy: what else to use where an algorithm diverges.
+        """
+        super().__init__(local, bucket)
+        self.hood, self._guard = hood, Guard(local.title, hood.codec, remedy)
+        hood.guards.append(self._guard)
+        self._payloads: torch.Tensor | None = None
+        # The first elements before the step after which the guard looks.
+        self._before: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        if isinstance(hood.codec, BlockCodec):
+            counts = own_counts(bucket.own, bucket.flat.numel(), hood.codec.block)
+            # waits: once for each bucket.
+            self._counts = counts.to(bucket.flat.device)
 
     def encode(
         self,
-        bucket: Bucket,
-        turn: int,
+        number: int,
         rule: MessageRule,
         arrays: Sequence[torch.Tensor],
         scalars: Sequence[float] = (),
         replicas: torch.Tensor | None = None,
     ) -> Iterator[Work]:
-        """Encodes what a rule makes of vectors, and exchanges it; afterwards `payloads` has those of all of `ranks`.
+        """Encodes what a rule makes of vectors, and exchanges it; afterwards `payloads` has those of all of the neighbourhood.
 
         Args:
-            bucket: to which the vectors belong.
-            turn: number of the round.
+            number: of the round.
             rule: see `bagua_kernels.compression.encode_rule`, as for the other arguments.
             arrays: of the rule, the parameters first.
             scalars: of the rule.
             replicas: of which the weighted sum is the rule's last array, if there are any.
         """
-        payloads, place = self.payloads(bucket), self.ranks.index(self.mailbox.rank)
-        looks = turn % _EVERY == 0
+        hood, flat, payloads = self.hood, self.bucket.flat, self.payloads
+        looks = number % _EVERY == 0
         # Of a large bucket the first elements show as much.
         expected = self._value(rule, [each[:_SAMPLE] for each in arrays], scalars, replicas) if looks else None
         # Some rules write new parameters.
-        now = bucket.flat[:_SAMPLE].to(torch.float32, copy=True) if looks else bucket.flat
-        seed = fold_seed(self.seed, turn, bucket.index, self.mailbox.rank)
-        options: dict[str, Any] = {"replicas": replicas, "weights": None if replicas is None else self.weights}
-        encode_rule(
-            self.codec,
-            rule,
-            arrays,
-            scalars,
-            seed=seed,
-            out=payloads[place],
-            counts=self._counts[bucket.index],
-            **options,
-        )
+        now = flat[:_SAMPLE].to(torch.float32, copy=True) if looks else flat
+        seed = fold_seed(hood.seed, number, self.bucket.index, hood.rank)
+        options: dict[str, Any] = {"replicas": replicas, "weights": None if replicas is None else hood.weights}
+        out = payloads[hood.place]
+        encode_rule(hood.codec, rule, arrays, scalars, seed=seed, out=out, counts=self._counts, **options)
         if expected is not None:
-            decoded = self.codec.decode(payloads[place], torch.empty_like(bucket.flat, dtype=torch.float32))
-            # Padding between parameters holds what nobody reads.
-            spans = [slice(span.start, min(span.stop, _SAMPLE)) for span in bucket.own if span.start < _SAMPLE]
-            difference, decoded, x = (
-                torch.cat([vector[span] for span in spans]) for vector in (expected, decoded, now)
-            )
-            before = self._before.pop(bucket.index, None)
-            step = None if before is None else x - torch.cat([before[span] for span in spans])
-            # waits: a guard looks at few rounds.
-            rate = max(float(group.get("lr", 1.0)) for group in self._optimizer.param_groups)
-            self._guards[bucket.index].look(difference, decoded, x, step, rate, turn)
-        rooms = {rank: payloads[each] for each, rank in enumerate(self.ranks) if each != place}
-        number = self.number(bucket, turn)
-        yield self.mailbox.exchange(rooms, dict.fromkeys(self.neighbours, payloads[place]), number)
+            self._look(expected, hood.codec.decode(out, torch.empty_like(flat, dtype=torch.float32)), now, number)
+        rooms = {rank: payloads[place] for place, rank in enumerate(hood.ranks) if place != hood.place}
+        sent = dict.fromkeys(hood.neighbours, out)
+        yield self.local.mailbox.exchange(rooms, sent, self.exchange_number(number))
 
-    def wait(self) -> None:
-        """See `ModelAlgorithm.wait`."""
-        looks_next = self._under_way and (self._turn + 1) % _EVERY == 0
-        super().wait()
-        if looks_next:
-            for bucket in self.flat.buckets:
-                self._before[bucket.index] = bucket.flat[:_SAMPLE].to(torch.float32, copy=True)
+    def _look(self, expected: torch.Tensor, decoded: torch.Tensor, now: torch.Tensor, number: int) -> None:
+        """Lets the guard look at the first elements of what was encoded."""
+        # Padding between parameters holds what nobody reads.
+        spans = [slice(span.start, min(span.stop, _SAMPLE)) for span in self.bucket.own if span.start < _SAMPLE]
+        difference, decoded, x = (torch.cat([vector[span] for span in spans]) for vector in (expected, decoded, now))
+        before, self._before = self._before, None
+        step = None if before is None else x - torch.cat([before[span] for span in spans])
+        # waits: a guard looks at few rounds.
+        rate = max(float(group.get("lr", 1.0)) for group in self.local.optimizer.param_groups)
+        self._guard.look(difference, decoded, x, step, rate, number)
 
-    def stats(self) -> Stats:
-        """See `Algorithm.stats`."""
-        return replace(super().stats(), guards={"grown": sum(guard.grown for guard in self._guards.values())})
+    def placed(self, number: int) -> None:
+        """See `Round.placed`."""
+        if (number + 1) % _EVERY == 0:
+            self._before = self.bucket.flat[:_SAMPLE].to(torch.float32, copy=True)
 
     def _value(
         self, rule: MessageRule, arrays: list[torch.Tensor], scalars: Sequence[float], replicas: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns what a rule without `before` encodes of the first elements."""
+        hood = self.hood
         if replicas is not None:
-            rows = {rank: row[:_SAMPLE] for rank, row in zip(self.ranks, replicas, strict=True)}
-            weights = dict(zip(self.ranks, self.weights, strict=True))
-            arrays = [*arrays, weighted_sum(rows, weights, torch.empty_like(rows[self.mailbox.rank]))]
+            rows = hood.by_rank(row[:_SAMPLE] for row in replicas)
+            weights = hood.by_rank(hood.weights)
+            arrays = [*arrays, weighted_sum(rows, weights, torch.empty_like(rows[hood.rank]))]
         value: torch.Tensor = rule.value(*(each.float() for each in arrays), *scalars)
         return value
 
-    def payloads(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the memory of the payloads of all of `ranks`, one row each."""
-        if bucket.index not in self._payloads:
-            size = self.codec.payload_size(bucket.flat.numel())
-            shape = len(self.ranks), size
-            self._payloads[bucket.index] = torch.zeros(shape, dtype=torch.uint8, device=bucket.flat.device)
-        return self._payloads[bucket.index]
-
     @property
-    def decay(self) -> float | None:
-        """See `ModelAlgorithm.decay`."""
-        return self._decay
+    def payloads(self) -> torch.Tensor:
+        """The memory of the payloads of all of the neighbourhood, one row each."""
+        if self._payloads is None:
+            flat, codec = self.bucket.flat, self.hood.codec
+            shape = len(self.hood.ranks), codec.payload_size(flat.numel())
+            self._payloads = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
+        return self._payloads
 
-    def noise(self) -> float:
-        """Returns the codec's squared error relative to what was encoded, |C(z) - z|^2 / |z|^2, when the guard last looked."""
-        return max((guard.noise for guard in self._guards.values()), default=0.0)
 
-
-class _Guard:
+class Guard:
     """Looks now and then how large the differences of a bucket are, and how much of them the codec loses.
 
     Differences are larger where steps are, as while a learning rate rises. A codec that keeps the part `sqrt(noise)` of their
@@ -208,6 +247,13 @@ class _Guard:
     """
 
     def __init__(self, name: str, codec: Codec, remedy: str) -> None:
+        """Begins without looks.
+
+        Args:
+            name: of the algorithm.
+            codec: of the differences.
+            remedy: what else to use where it diverges.
+        """
         self.noise = 0.0
         self.grown = 0
         self._name = name
@@ -226,6 +272,19 @@ class _Guard:
         rate: float,
         turn: int,
     ) -> None:
+        """Looks at what was encoded in a round.
+
+        Args:
+            difference: that was to be encoded, float32.
+            decoded: of its payload.
+            parameters: at the same places.
+            step: that they took since the last round; None if that is not known.
+            rate: the learning rate of the step.
+            turn: number of the round.
+
+        Raises:
+            DivergenceError: differences grow beyond what steps explain.
+        """
         # waits: a guard looks at few rounds.
         size = float(difference.double().square().sum())
         # waits: a guard looks at few rounds.

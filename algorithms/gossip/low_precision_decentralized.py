@@ -7,10 +7,12 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.gossip.differences import Differences
+from bagua_kernels.algorithms.gossip.differences import DifferenceRound, Differences, Neighbourhood
+from bagua_kernels.algorithms.gossip.mixing import Peers, sum_of_squares
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round, When
+from bagua_kernels.algorithms.models.round_algorithm import RoundOptions
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Peers, root_mean_square
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.topology import weighted_sum
@@ -37,8 +39,6 @@ class LowPrecisionDecentralized(Differences):
     """
 
     name = "lowprec"
-    due = "round"
-    _carries = 0  # rounds in which parameters that were written get what is still lacking
 
     def __init__(
         self,
@@ -64,83 +64,86 @@ class LowPrecisionDecentralized(Differences):
             TypeError: as for `RoundAlgorithm`, or a value that should be a codec is not one.
             ValueError: the topology does not fit, or as for `RoundAlgorithm`.
         """
+        self._made: list[ReplicaRound] = []
         super().__init__(module, optimizer, codec=codec, peers=peers, seed=seed, **options)
 
-    def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
-        for bucket in self.flat.buckets:
-            self._rows(bucket).copy_(bucket.flat)
-
-    def take_written(self, values: list[torch.Tensor]) -> None:
-        """See `ModelAlgorithm.take_written`.
-
-        A difference to parameters that were written is large, and so is what the codec loses of it. In the rounds that follow,
-        what a round has lacked is added in the next.
-        """
-        super().take_written(values)
-        self._carries = _CARRIES
-        for bucket in self.flat.buckets:
-            self._rest(bucket).zero_()
-
-    def _rest(self, bucket: Bucket) -> torch.Tensor:
-        return self.flat.kept(bucket, "rest")
-
-    def numbers(self) -> dict[str, float]:
-        """See `ModelAlgorithm.numbers`."""
-        return super().numbers() | ({"carries": float(self._carries)} if self._carries else {})
-
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        """See `ModelAlgorithm.load_numbers`."""
-        super().load_numbers(numbers)
-        self._carries = int(numbers.get("carries", 0))
-
-    def _target(self, bucket: Bucket) -> torch.Tensor:
-        """Adds to the parameters what they lack, and returns what they would become without a codec, in float32."""
-        bucket.flat.add_(self._rest(bucket))
-        rows = self._rows(bucket)
-        mixed = weighted_sum(
-            dict(zip(self.ranks, rows, strict=True)),
-            dict(zip(self.ranks, self.weights, strict=True)),
-            torch.empty_like(rows[0]),
-        )
-        return mixed.sub_(rows[self.ranks.index(self.mailbox.rank)]).add_(bucket.flat)
-
-    def _rows(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the replicas of a bucket, one row for each of `ranks`."""
-        return self.flat.rows(bucket, "replica of rank", self.ranks)
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
+        self._made.append(ReplicaRound(local, bucket, self._neighbourhood, self.remedy))
+        return self._made[-1]
 
     def replicas(self) -> dict[int, dict[int, torch.Tensor]]:
         """Returns copies of the replicas, by number of the bucket and by rank; padding between parameters is left out."""
+        assert self.rounds is not None
         # Replicas are changed beside training.
-        self.await_exchanges()
-        return {
-            bucket.index: {
-                rank: torch.cat([row[span] for span in bucket.own])
-                for rank, row in zip(self.ranks, self._rows(bucket), strict=True)
-            }
-            for bucket in self.flat.buckets
-        }
+        self.rounds.await_exchanges()
+        return {each.bucket.index: each.replicas() for each in self._made}
 
-    def disagreement(self) -> float:
-        """See `ModelAlgorithm.disagreement`; between the first two of `ranks`."""
-        # Replicas are changed beside training.
-        self.await_exchanges()
-        rows = [self._rows(bucket) for bucket in self.flat.buckets if len(self.ranks) > 1]
-        spans = [(row, span) for row, bucket in zip(rows, self.flat.buckets, strict=False) for span in bucket.own]
-        return root_mean_square(row[0, span] - row[1, span] for row, span in spans)
 
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        rows = self._rows(bucket)
-        own = rows[self.ranks.index(self.mailbox.rank)]
+class ReplicaRound(DifferenceRound):
+    """Keeps replicas of this rank's and of its neighbours' parameters.
+
+    A difference to parameters that were written from outside is large, and so is what the codec loses of it. In the rounds that
+    follow a write, what a round has lacked is added in the next.
+    """
+
+    when = When.BEFORE_NEXT
+    changes_beside = True
+
+    def __init__(self, local: LocalModel, bucket: Bucket, hood: Neighbourhood, remedy: str) -> None:
+        """Begins before the first round; arguments as for `DifferenceRound`."""
+        super().__init__(local, bucket, hood, remedy)
+        self._carries = 0  # rounds in which parameters that were written get what is still lacking
+        self._rows = local.flat.rows(bucket, "replica of rank", hood.ranks)
+
+    def restart(self) -> None:
+        """See `Round.restart`."""
+        self._rows.copy_(self.bucket.flat)
+
+    def follow(self) -> None:
+        """See `Round.follow`."""
+        self._carries = _CARRIES
+        self._rest.zero_()
+
+    @property
+    def _rest(self) -> torch.Tensor:
+        return self.kept("rest")
+
+    def run(self, number: int) -> Iterator[Work]:
+        """See `Round.run`."""
+        rows, flat = self._rows, self.bucket.flat
         # The rule writes the new parameters, which are the new replica.
-        steps = self.encode(bucket, turn, DCD, [bucket.flat, own], replicas=rows)
+        steps = self.encode(number, DCD, [flat, rows[self.hood.place]], replicas=rows)
         if self._carries:
-            target = self._target(bucket)
+            target = self._target()
             encoded = next(steps)
-            self._rest(bucket).copy_(target).sub_(bucket.flat)
-            if bucket is self.flat.buckets[-1]:
-                self._carries -= 1
+            self._rest.copy_(target).sub_(flat)
+            self._carries -= 1
             yield encoded
         yield from steps
-        decode_add(self.codec, self.payloads(bucket), rows)
+        decode_add(self.hood.codec, self.payloads, rows)
+
+    def numbers(self) -> dict[str, float]:
+        """See `Round.numbers`."""
+        return {"carries": float(self._carries)} if self._carries else {}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `Round.load_numbers`."""
+        self._carries = int(numbers.get("carries", 0))
+
+    def _target(self) -> torch.Tensor:
+        """Adds to the parameters what they lack, and returns what they would become without a codec, in float32."""
+        hood, rows = self.hood, self._rows
+        self.bucket.flat.add_(self._rest)
+        mixed = weighted_sum(hood.by_rank(rows), hood.by_rank(hood.weights), torch.empty_like(rows[0]))
+        return mixed.sub_(rows[hood.place]).add_(self.bucket.flat)
+
+    def replicas(self) -> dict[int, torch.Tensor]:
+        """Returns copies of the replicas, by rank; padding between parameters is left out."""
+        return self.hood.by_rank(torch.cat([row[span] for span in self.bucket.own]) for row in self._rows)
+
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`; between the first two ranks of the neighbourhood."""
+        if len(self.hood.ranks) < 2:
+            return None
+        return sum_of_squares(self._rows[0, span] - self._rows[1, span] for span in self.bucket.own)

@@ -7,11 +7,14 @@ from typing import Unpack
 
 import torch
 
+from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.algorithms.rounds.mixing import Mixer, Peers, checked_peers, topology_of
-from bagua_kernels.algorithms.rounds.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Mailbox, Work
+from bagua_kernels.comm import Work
 
 
 @register
@@ -52,100 +55,151 @@ class StochasticGradientPush(RoundAlgorithm):
             ValueError: the topology does not fit, or as for `RoundAlgorithm`.
         """
         self.peers = checked_peers(peers)
-        self._weight = torch.ones(1, dtype=torch.float64, device="cpu")
+        self._weight = PushWeight()
         super().__init__(module, optimizer, **options)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
-        topology = topology_of(self.peers, mailbox.size)
-        self.mixer = Mixer(mailbox, topology, self.flat)
-        self.mixer.check(self._communicator, "columns")
-        self._weighs = not topology.doubly_stochastic
-        # waits: at start.
-        self._weight = self._weight.to(mailbox.device)
+    def open(self, local: LocalModel) -> RoundsOptions:
+        """See `RoundAlgorithm.open`."""
+        topology = topology_of(self.peers, local.mailbox.size)
+        self._mixing = Mixing(local.mailbox, topology)
+        self._mixing.check(local.communicator, "columns")
+        self._weight = PushWeight(local.mailbox.device)
+        return RoundsOptions(decay=topology.rho)
+
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
+        if self._mixing.topology.doubly_stochastic:
+            return CopyRound(local, bucket, self._mixing.mixer(), self._weight)
+        return NumeratorRound(local, bucket, self._mixing.mixer(), self._weight)
 
     @property
     def push_weight(self) -> float:
         """The weight w of this rank."""
-        # waits: for statistics and checkpoints.
-        return float(self._weight)
+        return self._weight.value
+
+
+class PushWeight:
+    """The weight of a rank, which all of its buckets share.
+
+    Attributes:
+        vector: the weight, float64, shape (1,).
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Begins with 1, on the CPU if no device is given."""
+        # waits: at start.
+        self.vector = torch.ones(1, dtype=torch.float64, device=device or torch.device("cpu"))
 
     @property
-    def _divisor(self) -> torch.Tensor:
-        """The weight as a tensor of no dimensions, which leaves quotients in the dtype of the vector."""
-        return self._weight[0]
+    def value(self) -> float:
+        """As a number."""
+        # waits: for statistics and checkpoints.
+        return float(self.vector)
+
+    @property
+    def divisor(self) -> torch.Tensor:
+        """As a tensor of no dimensions, which leaves quotients in the dtype of the vector."""
+        return self.vector[0]
+
+
+class PushedRound(Round):
+    """Base of the rounds that push a vector beside the parameters.
+
+    Attributes:
+        mixer: mixes it.
+        weight: of this rank.
+    """
+
+    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer, weight: PushWeight) -> None:
+        """Begins before the first round.
+
+        Args:
+            local: as for `Round`.
+            bucket: as for `Round`.
+            mixer: of the vector.
+            weight: of this rank.
+        """
+        super().__init__(local, bucket)
+        self.mixer, self.weight = mixer, weight
 
     def restart(self) -> None:
-        """See `ModelAlgorithm.restart`."""
-        self._weight.fill_(1.0)
-        if self._weighs:
-            for bucket in self.flat.buckets:
-                self.flat.kept(bucket, "numerator").copy_(bucket.flat)
+        """See `Round.restart`."""
+        self.weight.vector.fill_(1.0)
 
-    def take_written(self, values: list[torch.Tensor]) -> None:
-        """See `ModelAlgorithm.take_written`; the numerator follows, and the weight stays."""
-        super().take_written(values)
-        self._take_numerators()
-
-    def _take_numerators(self) -> None:
-        if self._weighs:
-            for bucket in self.flat.buckets:
-                self.flat.kept(bucket, "numerator").copy_(bucket.flat).mul_(self._divisor)
-
-    @torch.no_grad()
-    def _in_place(self, call: str) -> bool:
-        """See `ModelAlgorithm._in_place`; what was written is what means are taken of."""
-        several = super()._in_place(call)
-        if several and call in ("synchronize()", "averaged()") and self.has_to_keep():
-            self._take_numerators()
-        return several
-
-    def mean_source(self, bucket: Bucket) -> torch.Tensor:
-        """See `ModelAlgorithm.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""
-        if not self._weighs:
-            return bucket.flat
-        numerator = self.flat.kept(bucket, "numerator")
-        return numerator + self._learned(bucket, numerator)
-
-    def _learned(self, bucket: Bucket, numerator: torch.Tensor) -> torch.Tensor:
-        """Returns what steps have added to the parameters since they were set to n / w, whatever their dtype."""
-        before = (numerator / self._divisor).to(bucket.flat.dtype)
-        return bucket.flat.to(numerator.dtype) - before.to(numerator.dtype)
-
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        assert self.mixer is not None
-        vector, weight = self._pushed(bucket), None
-        if self._weighs:
-            vector.add_(self._learned(bucket, vector))
-            # The last bucket brings the weight: those before have read the old one by then.
-            weight = self._weight if bucket.index == len(self.flat.buckets) - 1 else None
-        else:
-            # A copy: the parameters are the caller's to read and to write until the next forward pass.
-            vector.copy_(bucket.flat)
-        yield from self.mixer.exchange(bucket, vector, turn, self.number(bucket, turn), weight)
-
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        assert self.mixer is not None
-        vector = self._pushed(bucket)
-        self.mixer.terms(bucket, vector, turn).mix()
-        if not self._weighs:
-            bucket.flat.copy_(vector)
-        elif bucket.index == len(self.flat.buckets) - 1:
-            # The weight that goes with all numerators came with the last one.
-            for each in self.flat.buckets:
-                each.flat.copy_(self._pushed(each) / self._divisor)
-
-    def _pushed(self, bucket: Bucket) -> torch.Tensor:
-        """Returns what is pushed of a bucket: the numerator, or a copy of the parameters while weights stay 1."""
-        return self.flat.kept(bucket, "numerator") if self._weighs else self.flat.kept(bucket, "pushed", saved=False)
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`."""
+        return self.mixer.disagreement()
 
     def numbers(self) -> dict[str, float]:
-        """See `ModelAlgorithm.numbers`."""
-        return {"weight": self.push_weight}
+        """See `Round.numbers`."""
+        return {"weight": self.weight.value}
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        """See `ModelAlgorithm.load_numbers`."""
-        self._weight.fill_(numbers["weight"])
+        """See `Round.load_numbers`."""
+        self.weight.vector.fill_(numbers.get("weight", 1.0))
+
+
+class CopyRound(PushedRound):
+    """Where weights stay 1: pushes a copy, for the parameters are the caller's until the next forward pass."""
+
+    def run(self, number: int) -> Iterator[Work]:
+        """See `Round.run`."""
+        copy = self.kept("pushed", saved=False)
+        copy.copy_(self.bucket.flat)
+        yield from self.mixer.exchange(copy, number, self.exchange_number(number))
+
+    def merge(self, number: int) -> None:
+        """See `Round.merge`."""
+        copy = self.kept("pushed", saved=False)
+        self.mixer.terms(copy, number).mix()
+        self.bucket.flat.copy_(copy)
+
+
+class NumeratorRound(PushedRound):
+    """Pushes the numerator; the last bucket brings the weight."""
+
+    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer, weight: PushWeight) -> None:
+        """Begins with the parameters as the numerator; arguments as for `PushedRound`."""
+        super().__init__(local, bucket, mixer, weight)
+        self._numerator = self.kept("numerator")
+
+    def restart(self) -> None:
+        """See `Round.restart`."""
+        super().restart()
+        self._numerator.copy_(self.bucket.flat)
+
+    def follow(self) -> None:
+        """See `Round.follow`; the weight stays."""
+        self._numerator.copy_(self.bucket.flat).mul_(self.weight.divisor)
+
+    def arrived(self, call: str) -> None:
+        """See `Round.arrived`; what was written is what means are taken of."""
+        if call in ("synchronize()", "averaged()") and self.local.has_to_keep():
+            with torch.no_grad():
+                self.follow()
+
+    def mean_source(self) -> torch.Tensor:
+        """See `Round.mean_source`: the sum of numerators is that of the parameters, for weights sum to P."""
+        return self._numerator + self._learned()
+
+    def _learned(self) -> torch.Tensor:
+        """Returns what steps have added to the parameters since they were set to n / w, whatever their dtype."""
+        flat, numerator = self.bucket.flat, self._numerator
+        before = (numerator / self.weight.divisor).to(flat.dtype)
+        return flat.to(numerator.dtype) - before.to(numerator.dtype)
+
+    def run(self, number: int) -> Iterator[Work]:
+        """Steps 1 and 2; see `Round.run`."""
+        self._numerator.add_(self._learned())
+        # The buckets before have read the old weight by then.
+        last = self.bucket.index == len(self.local.flat.buckets) - 1
+        weight = self.weight.vector if last else None
+        yield from self.mixer.exchange(self._numerator, number, self.exchange_number(number), weight)
+
+    def merge(self, number: int) -> None:
+        """See `Round.merge`."""
+        self.mixer.terms(self._numerator, number).mix()
+
+    def merged(self, number: int) -> None:
+        """Step 3; see `Round.merged`: the weight that goes with all numerators came with the last one."""
+        self.bucket.flat.copy_(self._numerator / self.weight.divisor)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 
 from bagua_kernels.algorithms.local_steps.fragments import fragments_of
-from bagua_kernels.algorithms.local_steps.kind import kind_of
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_nesterov import check_outer
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRule
+from bagua_kernels.algorithms.local_steps.outer_rule import Nesterov
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.bucket import Bucket
-from bagua_kernels.launchers import elementwise
-from bagua_kernels.rules.outer import NESTEROV
 
 
 class DiLoCoOptions(OuterOptions, total=False):
@@ -89,17 +86,6 @@ class DiLoCo(OuterLoop):
         """See `OuterLoop.part`: its fragment."""
         return self._fragment[name]
 
-    def buckets_of(self, turn: int) -> Sequence[Bucket]:
-        """See `RoundAlgorithm.buckets_of`."""
-        return [bucket for bucket in self.flat.buckets if kind_of(bucket).part == turn % self.fragments]
-
-    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
-        """See `OuterLoop.outer_step`."""
-        momentum = self.flat.kept(bucket, "outer_momentum")
-        elementwise.apply(NESTEROV, [start, momentum, mean], [self.outer_lr, self.outer_momentum])
-
-    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
-        """See `OuterLoop.load_vectors`. No step reads the sums of differences that checkpoints of a delayed momentum have."""
-        # What is loaded is kept, in memory and in all later checkpoints.
-        kept = [{key: named for key, named in state["vectors"].items() if key != "gathered"} for state in states]
-        super().load_vectors([{**state, "vectors": vectors} for state, vectors in zip(states, kept, strict=True)])
+    def rule(self) -> OuterRule:
+        """See `OuterLoop.rule`."""
+        return Nesterov(self.outer_lr, self.outer_momentum)

@@ -7,8 +7,9 @@ from typing import Unpack
 import torch
 
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRule
+from bagua_kernels.algorithms.local_steps.outer_rule import Plain
 from bagua_kernels.algorithms.registry import register
-from bagua_kernels.bucket import Bucket
 
 
 @register
@@ -50,6 +51,6 @@ class LocalSGD(OuterLoop):
         """See `OuterLoop.follows_writes`; plain means of parameters are the same, whatever they are told apart from."""
         return bool(self.assignment.default.codecs) or self.penalty is not None
 
-    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
-        """See `OuterLoop.outer_step`."""
-        start.sub_(mean)
+    def rule(self) -> OuterRule:
+        """See `OuterLoop.rule`."""
+        return Plain()

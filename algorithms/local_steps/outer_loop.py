@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+import contextlib
+from collections.abc import Iterator
+from typing import TypedDict
 
 import torch
 
@@ -13,16 +13,23 @@ from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Fe
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.exchanges.mean import Mean
-from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
+from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.kind import Kind, kind_of
+from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound, OuterRule, OuterSettings
+from bagua_kernels.algorithms.local_steps.outer_rounds import Moments, OuterRounds
+from bagua_kernels.algorithms.local_steps.pace import Pace
+from bagua_kernels.algorithms.local_steps.paced import PacedPlan
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
-from bagua_kernels.algorithms.local_steps.quorum_merges import only_codec
-from bagua_kernels.algorithms.local_steps.quorum_rounds import QuorumRounds
+from bagua_kernels.algorithms.local_steps.quorum import Quorum
+from bagua_kernels.algorithms.local_steps.quorum_merges import check_quorum, only_codec
+from bagua_kernels.algorithms.local_steps.weighing import Weighing
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.plan import Plan
+from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Mailbox, Work
-from bagua_kernels.launchers import elementwise
-from bagua_kernels.rules.outer import BLENDED, REBASED
+from bagua_kernels.comm import Communicator
 
 
 class LoopOptions(TypedDict, total=False):
@@ -56,7 +63,7 @@ class OuterOptions(DenseOptions, total=False):
     error_feedback: bool | None
 
 
-class OuterLoop(QuorumRounds):
+class OuterLoop(RoundAlgorithm):
     """Base of the algorithms that take many steps alone, and then one together (DiLoCo, Douillard et al., 2023).
 
     All ranks have the same outer parameters, `start`, in float32. After each `interval` optimizer's steps:
@@ -87,7 +94,14 @@ class OuterLoop(QuorumRounds):
         blend: the share of x in step 4; None for the sum.
         quorum: ranks whose pseudo-gradients are enough for a step; None for all.
         grace: seconds for which a quorum waits for further ranks.
+        fragments: the number of rounds in which each parameter is exchanged once.
+        weighs: False if all ranks have the same weight, whatever their numbers of samples.
+        takes_quorum: True if an outer step needs no more of other ranks than their mean.
     """
+
+    fragments = 1
+    weighs = True
+    takes_quorum = True
 
     def __init__(
         self,
@@ -145,21 +159,25 @@ class OuterLoop(QuorumRounds):
             raise ValueError(f"delay must be from 0 to interval - 1, got {delay=} and {interval=}")
         if blend is not None and not 0 <= blend <= 1:
             raise ValueError(f"blend must be from 0 to 1, or None, got {blend=}")
+        if sync_state is not None and (len(sync_state) != 2 or min(sync_state) < 1):
+            raise ValueError(f"sync_state must be two numbers of rounds, each at least 1, or None, got {sync_state=}")
+        refused = {"by_speed": by_speed, "penalty": penalty is not None, "sync_state": sync_state is not None}
+        check_quorum(quorum, grace, refused)
+        if quorum is not None and not self.takes_quorum:
+            raise ValueError(f"{type(self).__name__} needs all ranks in step, got {quorum=}: use DiLoCo instead")
         self.delay, self.blend = delay, blend
-        self._rebases = delay > 0 and blend is None
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
+        self.sync_state, self.penalty, self.by_speed = sync_state, penalty, by_speed
+        self.quorum, self.grace = quorum, grace
         self._policy = Scheduled(self.assignment.last_start)
-        self._differences: list[Bucket] = []
-        self._exchanges: list[Exchange] = []
+        self._lane: Communicator | None = None
+        self._collection: InStep | Quorum | None = None
+        self._pace: Pace | None = None
+        self._warned: set[str] = set()
         super().__init__(
             module,
             optimizer,
-            sync_state=sync_state,
-            penalty=penalty,
-            by_speed=by_speed,
-            quorum=quorum,
-            grace=grace,
             interval=interval,
             communicator=communicator,
             bucket_bytes=bucket_bytes,
@@ -167,15 +185,8 @@ class OuterLoop(QuorumRounds):
         )
 
     @abc.abstractmethod
-    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
-        """Changes `start` by the mean pseudo-gradient, on the training thread.
-
-        Args:
-            bucket: of the parameters.
-            start: the outer parameters, float32, of as many elements as `bucket.flat`.
-            mean: of the pseudo-gradients of all ranks, float32.
-            turn: number of the round, from 0.
-        """
+    def rule(self) -> OuterRule:
+        """Returns the outer step."""
 
     def part(self, name: str, parameter: torch.Tensor) -> int:
         """Returns the number of the part of the model to which a parameter belongs; a bucket has parameters of one part."""
@@ -190,138 +201,114 @@ class OuterLoop(QuorumRounds):
         """See `ModelAlgorithm.alignment_of`: whole blocks of the codecs that encode the kind."""
         return 1 if kind.schedule is None else max(codec.block for codec in kind.schedule.codecs)
 
-    def open(self, mailbox: Mailbox) -> None:
-        """See `ModelAlgorithm.open`."""
-        super().open(mailbox)
-        for bucket in self.flat.buckets:
-            # Sums of pseudo-gradients are not to be rounded as parameters are.
-            dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
-            difference = Bucket(
-                [view.to(dtype) for view in bucket.views],
-                align=bucket.align,
-                index=bucket.index,
-                kind=kind_of(bucket).schedule,
-                names=bucket.names,
-            )
-            self._differences.append(difference)
-            self._exchanges.append(self.exchange_for(difference, self.rounds))
-        self.open_quorum(mailbox, self._exchanges)
-
-    def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
-        """Returns what replaces a bucket of pseudo-gradients by their mean; a `GatheredMean` for a quorum."""
-        if self.quorum is not None:
-            codec = only_codec(kind_of(self.flat.buckets[difference.index]).schedule)
-            return GatheredMean(difference, communicator, codec, self.feedback)
-        if difference.kind is None:
-            return Mean(difference, communicator)
-        return CompressedExchange(difference, communicator, self._policy, self.feedback)
-
-    def restart(self) -> None:
-        """See `ModelAlgorithm.restart`; momentum and residuals stay."""
-        for bucket in self.flat.buckets:
-            self.start(bucket).copy_(bucket.flat)
-
     @property
     def follows_writes(self) -> bool:
         """True if outer parameters must become what parameters were written to, since they would be moved away from there."""
         return True
 
-    @property
-    def compares_writes(self) -> bool:
-        """See `RoundAlgorithm.compares_writes`."""
-        return self.follows_writes
+    def plan(self) -> Plan:
+        """Returns which steps have a round."""
+        return Plan(self.interval) if self._pace is None else PacedPlan(self._pace, self.interval)
 
-    def take_written(self, values: list[torch.Tensor]) -> None:
-        """See `ModelAlgorithm.take_written`; outer parameters follow, momentum stays, and residuals are dropped.
-
-        Raises:
-            RuntimeError: with a quorum, after the first round.
-        """
-        super().take_written(values)
-        if not self.follows_writes:
-            return
-        if self.quorum is not None and self.rounds_begun:
-            raise RuntimeError(
-                f"parameters were written after the first round of a {type(self).__name__} with a quorum, whose ranks have no "
-                "common moment for it: write them before, or wrap the module anew"
-            )
-        self.restart()
-        self.forget()
-        self.tell_written()
-
-    def forget(self) -> None:
-        """Drops what earlier payloads have lacked."""
-        for exchange in self._exchanges:
-            exchange.load({})
-
-    def start(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the outer parameters of a bucket, float32, which are the same on all ranks."""
-        return self.flat.kept(bucket, "start")
-
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        difference = self._differences[bucket.index]
-        self.take_difference(bucket, difference)
-        if self._rebases:
-            self._sent(bucket).copy_(bucket.flat)
-        if self.quorum is None:
-            return self.weighed(difference, self._exchanges[bucket.index].run(turn))
-        self.post(bucket, turn)
-        return iter(())
-
-    @property
-    def has_own(self) -> bool:
-        """See `ModelAlgorithm.has_own`: not behind a round of all ranks whose result is in place everywhere."""
-        turn = self.turn_at(self._steps - 1) if self._steps and not self._under_way else None
-        whole = not self.delay and self.quorum is None
-        return super().has_own and not (
-            turn is not None and whole and len(self.buckets_of(turn)) == len(self.flat.buckets)
+    def loop_for(self, local: LocalModel) -> OuterRounds:
+        """See `ModelAlgorithm.loop_for`."""
+        self._lane = local.communicator.duplicate()
+        local.opened.append(self._lane)
+        if self.by_speed:
+            self._pace = Pace(self.interval, self._lane.rank, self._lane.size, least=self.delay + 1)
+        options = RoundsOptions(
+            # Residuals and two passes take several collectives.
+            several=True,
+            delay=self.delay,
+            # Steps that are left out do not count here.
+            cure_of_lateness="with fewer batches on some ranks, train within join()",
+            compares_writes=self.follows_writes,
         )
+        moments = None if self.sync_state is None else Moments(self._lane, self.sync_state, self.fragments)
+        if self.quorum is None:
+            self._collection = in_step = InStep(local, self.interval, self._pace, self.weighs)
+            rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
+            self.rounds = made = OuterRounds(local, rounds, self.plan(), options, in_step, moments)
+            return made
+        needs_all = frozenset({"consensus()", *(["synchronize()"] if self.average_states else [])})
+        self._collection = quorum = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
+        rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
+        quorum.open(rounds).courier.end_with(self)
+        self.rounds = made = OuterRounds(local, rounds, self.plan(), options, quorum, moments)
+        return made
 
-    def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
-        """Takes a bucket's pseudo-gradient, on the training thread.
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `RoundAlgorithm.round_for`."""
+        return OuterRound(local, bucket, self.parts_for(bucket), self.rule())
+
+    @property
+    def lane(self) -> Communicator:
+        """The communicator of the exchanges, which are made beside training."""
+        assert self._lane is not None
+        return self._lane
+
+    def parts_for(self, bucket: Bucket, gathered: GatheredMean | None = None) -> OuterParts:
+        """Returns what the rounds of a bucket are made of; called for each bucket, in the same order on all ranks.
 
         Args:
             bucket: of the parameters.
-            difference: for the pseudo-gradient, in float32.
+            gathered: replaces the pseudo-gradient by its mean; None for what suits the codec.
         """
-        # From `start` as parameters can hold it: without a step the difference is zero.
-        difference.flat.copy_(self.start(bucket).to(bucket.flat.dtype)).sub_(bucket.flat)
-
-    def merge(self, bucket: Bucket, turn: int) -> None:
-        """See `RoundAlgorithm.merge`."""
-        start, own = self.start(bucket), (turn, self._differences[bucket.index].flat)
-        for number, mean in [own] if self.quorum is None else self.merged(bucket):
-            self.outer_step(bucket, start, mean, number)
-        if self.blend:
-            elementwise.apply(BLENDED, [bucket.flat, start], [self.blend])
-        elif self._rebases:
-            elementwise.apply(REBASED, [bucket.flat, start, self._sent(bucket)], [])
+        assert self._collection is not None
+        difference, lane = pseudo_gradient(bucket) if gathered is None else gathered.bucket, self.lane
+        if gathered is None and self.quorum is not None:
+            # Ranks of a quorum decode what they have received.
+            gathered = GatheredMean(difference, lane, only_codec(kind_of(bucket).schedule), self.feedback)
+        exchange: Exchange
+        if gathered is not None:
+            exchange = gathered
+        elif difference.kind is None:
+            exchange = Mean(difference, lane)
         else:
-            bucket.flat.copy_(start)
+            exchange = CompressedExchange(difference, lane, self._policy, self.feedback)
+        weighing = None
+        if lane.size > 1 and (self.by_speed or self.penalty is not None):
+            weighing = Weighing(lane, bucket.index, self.penalty, self._pace, self._warned)
+        settings = OuterSettings(self.fragments, self.blend, self.delay > 0 and self.blend is None, self.follows_writes)
+        return OuterParts(difference, exchange, gathered, self._collection, weighing, settings)
 
-    def _sent(self, bucket: Bucket) -> torch.Tensor:
-        return self.flat.kept(bucket, "sent", saved=False)
+    @property
+    def ranks(self) -> Communicator:
+        """The communicator of all ranks, for calls to which all come."""
+        return self._communicator
 
-    def residual_norm(self) -> float:
-        """See `Algorithm.residual_norm`."""
-        return math.hypot(*(each.residual_norm() for each in self._exchanges))
+    @property
+    def steps_of_ranks(self) -> list[int]:
+        """The steps that each rank takes in the round under way."""
+        return [self.interval] * self._communicator.size if self._pace is None else list(self._pace.steps)
 
-    def vectors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """See `ModelAlgorithm.vectors`: with the residuals of the exchanges."""
-        state = super().vectors()
-        for exchange in self._exchanges:
-            for key, named in exchange.state().items():
-                state.setdefault(key, {}).update(named)
-        return state
+    def count_samples(self, samples: float) -> None:
+        """Adds to this rank's samples in the round under way; without it each step counts as one.
 
-    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
-        """See `ModelAlgorithm.load_vectors`. Outer parameters and momentum are the same on all ranks, and any number of them."""
-        mean = mean_of([state["vectors"] for state in states])
-        residuals: dict[str, Named] = {key: mean.pop(key) for key in ("worker", "owner") if key in mean}
-        # One rank alone may have had none: then they are the parameters, as `restart` has set them.
-        mean.setdefault("start", self.flat.state().get("start", {}))
-        self.flat.load(mean)
-        for exchange in self._exchanges:
-            exchange.load(residuals)
-        self.load_quorum(states[0]["numbers"])
+        Call it for each batch on all ranks, where batches differ in size.
+
+        Args:
+            samples: of a batch.
+        """
+        if self._collection is not None:
+            self._collection.samples += samples
+
+    @contextlib.contextmanager
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """See `RoundAlgorithm.join`.
+
+        Raises:
+            RuntimeError: ranks take steps in proportion to their speeds.
+        """
+        if self.by_speed:
+            raise RuntimeError("with by_speed=True no rank can join() early: RoundSampler ends all at the same round")
+        with super().join(optimizer):
+            yield
+
+
+def pseudo_gradient(bucket: Bucket) -> Bucket:
+    """Returns a bucket for the pseudo-gradients of one of parameters; its kind is the schedule of codecs that encode them."""
+    # Sums of pseudo-gradients are not to be rounded as parameters are.
+    dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
+    views = [view.to(dtype) for view in bucket.views]
+    return Bucket(views, align=bucket.align, index=bucket.index, kind=kind_of(bucket).schedule, names=bucket.names)

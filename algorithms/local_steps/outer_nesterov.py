@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.rounds.points import is_left_out
+from bagua_kernels.algorithms.models.points import is_left_out
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.options import checked
 from bagua_kernels.rules.outer import NESTEROV

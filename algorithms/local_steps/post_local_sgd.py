@@ -8,6 +8,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterOptions
+from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.registry import register
 
 
@@ -50,9 +51,6 @@ class PostLocalSGD(LocalSGD):
         self.first_phase = first_phase
         super().__init__(module, optimizer, interval=interval, **options)
 
-    def turn_at(self, step: int) -> int | None:
-        """See `RoundAlgorithm.turn_at`."""
-        if step < self.first_phase:
-            return step
-        later = super().turn_at(step - self.first_phase)
-        return None if later is None else self.first_phase + later
+    def plan(self) -> Plan:
+        """See `OuterLoop.plan`."""
+        return Plan(self.interval, self.first_phase) if self.first_phase else super().plan()

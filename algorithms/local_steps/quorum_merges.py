@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -15,17 +14,7 @@ from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.quorum import Post, Quorum
 from bagua_kernels.compression import Codec
 
-
-class Merged(NamedTuple):
-    """The mean of one merge.
-
-    Attributes:
-        number: of the merges of its part, from 0.
-        means: by the number of the bucket, float32.
-    """
-
-    number: int
-    means: Mapping[int, torch.Tensor]
+Means = Mapping[GatheredMean, torch.Tensor]  # of each bucket's exchange, float32
 
 
 def check_quorum(quorum: int | None, grace: float, refused: Mapping[str, bool]) -> None:
@@ -86,7 +75,7 @@ class QuorumMerges:
         for exchange, part in zip(exchanges, parts, strict=True):
             self._exchanges.setdefault(part, []).append(exchange)
             exchange.compile()
-        self._merged: dict[int, deque[Merged]] = {part: deque() for part in self._exchanges}
+        self._merged: dict[int, deque[Means]] = {part: deque() for part in self._exchanges}
         self._used: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._earlier: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._posts = 0
@@ -102,12 +91,12 @@ class QuorumMerges:
         self._posts += 1
         self._quorum.post(part, weight, payloads)
 
-    def wait(self, part: int) -> list[Merged]:
+    def wait(self, part: int) -> list[Means]:
         """Returns the merges of a part since the last call; waits until there is one. Errors as of `Quorum.wait`."""
         self._quorum.wait(part, self._used[part])
         return self.new(part)
 
-    def new(self, part: int) -> list[Merged]:
+    def new(self, part: int) -> list[Means]:
         """Returns the merges of a part since the last call."""
         with self.courier.changed:
             found = list(self._merged[part])
@@ -138,9 +127,8 @@ class QuorumMerges:
     def _merge(self, part: int, posts: Sequence[Post]) -> None:
         means = {}
         for place, exchange in enumerate(self._exchanges[part]):
-            mean = means[exchange.bucket.index] = torch.empty_like(exchange.bucket.flat)
+            mean = means[exchange] = torch.empty_like(exchange.bucket.flat)
             exchange.combine([post.payloads[place] for post in posts], [post.weight for post in posts], mean)
             exchange.bucket.clear_gaps(mean)
         with self.courier.changed:
-            queue = self._merged[part]
-            queue.append(Merged(self._earlier[part] + self._used[part] + len(queue), means))
+            self._merged[part].append(means)

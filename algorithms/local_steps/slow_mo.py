@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.kind import kind_of
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
+from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp, Work
@@ -68,9 +69,6 @@ class SlowMo(OuterLoop):
         if optimizer is not None:
             groups = enumerate(optimizer.param_groups)
             self._group = {p: number for number, group in groups for p in group["params"]}
-        # Learning rates of the groups: at the end of the round that is sent, and of the one before.
-        self._sent_at: dict[int, float] = {}
-        self._last: dict[int, float] = {}
         super().__init__(module, optimizer, interval=interval, **options)
 
     @property
@@ -82,51 +80,76 @@ class SlowMo(OuterLoop):
         """See `OuterLoop.part`: its group in the optimizer, with a learning rate of its own."""
         return self._group[parameter]
 
-    def exchange(self, bucket: Bucket, turn: int) -> Iterator[Work]:
-        """See `RoundAlgorithm.exchange`."""
-        number = kind_of(bucket).part
+    def rule(self) -> SlowMomentum:
+        """See `OuterLoop.rule`."""
+        return SlowMomentum(self.slow_lr, self.slow_momentum)
+
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `RoundAlgorithm.round_for`."""
+        return SlowRound(local, bucket, self.parts_for(bucket), self.rule())
+
+
+class SlowMomentum:
+    """Step 3 of `SlowMo`, of one bucket.
+
+    Attributes:
+        rate: the optimizer's learning rate at the end of the round that is sent.
+        last: that of the round before; None in the first one.
+    """
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        """Begins before the first round; arguments as of `SlowMo`."""
+        self._lr, self._momentum = lr, momentum
+        self.rate: float | None = None
+        self.last: float | None = None
+
+    def step(self, part: OuterRound, start: torch.Tensor, mean: torch.Tensor) -> None:
+        """See `OuterRule.step`."""
+        assert self.rate is not None
+        before = self.rate if self.last is None else self.last
+        # Without a learning rate there was no step that a momentum could be made of.
+        ratio = self.rate / before if before else 0.0
+        momentum = part.kept("slow_momentum")
+        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self._lr, self._momentum * ratio])
+        self.last = self.rate
+
+
+class SlowRound(OuterRound):
+    """Agrees on the learning rate of a bucket's group in each round."""
+
+    def __init__(self, local: LocalModel, bucket: Bucket, parts: OuterParts, rule: SlowMomentum) -> None:
+        """Begins before the first round; arguments as for `OuterRound`."""
+        super().__init__(local, bucket, parts, rule)
+        self._slow, self._lane = rule, parts.exchange.communicator
+
+    def run(self, number: int) -> Iterator[Work]:
+        """See `Round.run`."""
         # Before a scheduler sets that of the next step.
         # A rank that is through takes no more steps, and has its last one's.
-        own = 0.0 if self.is_through else float(self._optimizer.param_groups[number]["lr"])
-        rate = torch.full((1,), own, dtype=torch.float64, device=bucket.flat.device)
-        yield from super().exchange(bucket, turn)
-        if self._communicator.size > 1:
+        group = self.local.optimizer.param_groups[self.kind.part]
+        own = 0.0 if self.local.is_through else float(group["lr"])
+        rate = torch.full((1,), own, dtype=torch.float64, device=self.bucket.flat.device)
+        yield from super().run(number)
+        if self._lane.size > 1:
             # Outer parameters would differ between ranks if their learning rates did.
-            yield self.rounds.all_reduce(rate, ReduceOp.MAX)
+            yield self._lane.all_reduce(rate, ReduceOp.MAX)
         # waits: once a round: the outer step of the host takes the rate.
-        self._sent_at[number] = float(rate)
-
-    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
-        """See `OuterLoop.outer_step`."""
-        number = kind_of(bucket).part
-        rate = self._sent_at[number]
-        before = self._last.get(number, rate)
-        # Without a learning rate there was no step that a momentum could be made of.
-        ratio = rate / before if before else 0.0
-        momentum = self.flat.kept(bucket, "slow_momentum")
-        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self.slow_lr, self.slow_momentum * ratio])
-
-    def wait(self) -> None:
-        """See `ModelAlgorithm.wait`."""
-        super().wait()
-        # Other buckets of a group need that of before until all are through.
-        self._last |= self._sent_at
-
-    def load_vectors(self, states: list[Mapping[str, Any]]) -> None:
-        """See `ModelAlgorithm.load_vectors`; with the learning rates that belong to the momentum."""
-        super().load_vectors(states)
-        self._load_rates(states[0]["numbers"])
+        self._slow.rate = float(rate)
 
     def numbers(self) -> dict[str, float]:
-        """See `ModelAlgorithm.numbers`."""
-        return super().numbers() | {f"lr of group {number}": rate for number, rate in self._last.items()}
+        """See `Round.numbers`."""
+        own = {} if self._slow.last is None else {self._key: self._slow.last}
+        return super().numbers() | own
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        """See `ModelAlgorithm.load_numbers`."""
+        """See `Round.load_numbers`."""
         super().load_numbers(numbers)
-        self._load_rates(numbers)
+        self.load_common(numbers)
 
-    def _load_rates(self, numbers: Mapping[str, float]) -> None:
-        rates = {name: rate for name, rate in numbers.items() if name.startswith("lr of group ")}
-        self._last = {int(name.rpartition(" ")[2]): rate for name, rate in rates.items()}
-        self._sent_at = dict(self._last)
+    def load_common(self, numbers: Mapping[str, float]) -> None:
+        """See `OuterRound.load_common`: the learning rate that belongs to the momentum."""
+        self._slow.rate = self._slow.last = numbers.get(self._key)
+
+    @property
+    def _key(self) -> str:
+        return f"lr of group {self.kind.part}"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import SparseMean
 from bagua_kernels.algorithms.local_steps.kind import Kind
-from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
+from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop, pseudo_gradient
+from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound, OuterRule
+from bagua_kernels.algorithms.local_steps.outer_rule import Plain
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator
 from bagua_kernels.compression import ChunkedTopK, Codec
 from bagua_kernels.compression.codec import from_spec
 
@@ -109,40 +109,67 @@ class SparseLoCo(OuterLoop):
         schedule, exact = Assignment.make(self.dense, exact=named, min_numel=least).place(name, parameter)
         return Kind(found.part, None if exact else schedule)
 
-    def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
-        """See `OuterLoop.exchange_for`."""
-        if difference.kind == self.assignment.default:
-            return SparseMean(difference, communicator, self.codec, self.reduce == "contributors")
-        return super().exchange_for(difference, communicator)
+    def rule(self) -> OuterRule:
+        """See `OuterLoop.rule`."""
+        return Plain(self.outer_lr)
 
-    def take_difference(self, bucket: Bucket, difference: Bucket) -> None:
-        """See `OuterLoop.take_difference`; one pass makes the payload and the residual."""
-        exchange = self._exchanges[bucket.index]
-        if isinstance(exchange, SparseMean) and (self._communicator.size > 1 or self.quorum is not None):
-            self.codec.encode_outer(
-                self.start(bucket), bucket.flat, self._residual(bucket), self.beta, out=exchange.payload
-            )
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `RoundAlgorithm.round_for`."""
+        difference = pseudo_gradient(bucket)
+        if difference.kind != self.assignment.default:
+            return super().round_for(local, bucket)
+        sparse = SparseMean(difference, self.lane, self.codec, self.reduce == "contributors")
+        meets = local.communicator.size > 1 or self.quorum is not None
+        return SparseRound(local, bucket, self.parts_for(bucket, sparse), self.rule(), sparse, self.beta, meets)
+
+
+class SparseRound(OuterRound):
+    """Sends the largest elements of a residual; one pass makes it and the payload."""
+
+    def __init__(
+        self,
+        local: LocalModel,
+        bucket: Bucket,
+        parts: OuterParts,
+        rule: OuterRule,
+        sparse: SparseMean,
+        beta: float,
+        meets: bool,
+    ) -> None:
+        """Begins without a residual.
+
+        Args:
+            local: as for `Round`.
+            bucket: as for `Round`.
+            parts: as for `OuterRound`.
+            rule: as for `OuterRound`.
+            sparse: the exchange.
+            beta: of step 2.
+            meets: False for one rank alone, whose pseudo-gradient is its own mean.
+        """
+        super().__init__(local, bucket, parts, rule)
+        self._sparse, self._beta, self._meets = sparse, beta, meets
+
+    def take_difference(self) -> None:
+        """See `OuterRound.take_difference`."""
+        if self._meets:
+            flat, residual, sparse = self.bucket.flat, self._residual, self._sparse
+            sparse.sparse_codec.encode_outer(self.start, flat, residual, self._beta, out=sparse.payload)
         else:
-            super().take_difference(bucket, difference)
-
-    def outer_step(self, bucket: Bucket, start: torch.Tensor, mean: torch.Tensor, turn: int) -> None:
-        """See `OuterLoop.outer_step`."""
-        start.sub_(mean if self.outer_lr == 1.0 else mean.mul_(self.outer_lr))
+            super().take_difference()
 
     def residual_norm(self) -> float:
-        """See `Algorithm.residual_norm`: of sparse and of dense parameters."""
-        sparse = (b for b in self.flat.buckets if isinstance(self._exchanges[b.index], SparseMean))
-        return math.hypot(super().residual_norm(), *(float(self._residual(bucket).norm()) for bucket in sparse))
+        """See `Round.residual_norm`."""
+        return float(self._residual.norm())
 
     def forget(self) -> None:
-        """See `OuterLoop.forget`."""
+        """See `OuterRound.forget`."""
         super().forget()
-        for bucket in self.flat.buckets:
-            if isinstance(self._exchanges[bucket.index], SparseMean):
-                self._residual(bucket).zero_()
+        self._residual.zero_()
 
-    def _residual(self, bucket: Bucket) -> torch.Tensor:
-        return self.flat.kept(bucket, "residual")
+    @property
+    def _residual(self) -> torch.Tensor:
+        return self.kept("residual")
 
 
 def _dense_codec(given: Codec | str | None) -> Codec | None:

@@ -15,24 +15,27 @@ from bagua_kernels.comm import Communicator, Work
 
 
 class Weighing:
-    """Multiplies pseudo-gradients by weights on their way, in a small collective before that of each bucket.
+    """Multiplies a bucket's pseudo-gradients by weights on their way, in a small collective before theirs.
 
     A rank's weight is the number of its samples in the round, and less by a penalty. With equal weights nothing is multiplied.
     """
 
-    def __init__(self, communicator: Communicator, buckets: int, penalty: Penalty | None, pace: Pace | None) -> None:
+    def __init__(
+        self, communicator: Communicator, index: int, penalty: Penalty | None, pace: Pace | None, warned: set[str]
+    ) -> None:
         """Begins without norms.
 
         Args:
             communicator: of all ranks.
-            buckets: their number.
+            index: of the bucket.
             penalty: for norms; None for none.
             pace: gets the speeds of the ranks; None if all take as many steps.
+            warned: of what there was a warning, in any bucket.
         """
-        self._communicator, self._penalty, self._pace = communicator, penalty, pace
-        self._norms = [] if penalty is None else [Norms(penalty) for _ in range(buckets)]
+        self._communicator, self._index, self._penalty, self._pace = communicator, index, penalty, pace
+        self._norms = None if penalty is None else Norms(penalty)
         self._void = 0
-        self._told: set[str] = set()
+        self._warned = warned
 
     def weigh(self, difference: Bucket, samples: float, speed: float) -> Iterator[Work]:
         """Multiplies this rank's pseudo-gradient by its weight over the mean weight.
@@ -43,8 +46,8 @@ class Weighing:
             speed: this rank's steps per second.
         """
         norm = 0.0
-        if self._penalty is not None:
-            norm = self._judged(difference)
+        if self._norms is not None:
+            norm = self._judged(self._norms, difference)
         # waits: once a round, if ranks are weighed.
         own = torch.tensor([samples, speed, norm], dtype=torch.float64, device=difference.flat.device)
         everyone = own.new_empty((self._communicator.size, 3))
@@ -75,23 +78,21 @@ class Weighing:
             difference.flat.mul_(factor)
 
     def counts(self) -> dict[str, int]:
-        """Returns what the penalty has done here, in exchanges of a bucket: see `Stats.guards`."""
-        if self._penalty is None:
+        """Returns what the penalty has done here, in exchanges of the bucket: see `Stats.guards`."""
+        if self._norms is None:
             return {}
-        return {
-            "left out": sum(norms.left_out for norms in self._norms),
-            "void": self._void,
-            "restarted": sum(norms.restarts for norms in self._norms),
-        }
+        return {"left out": self._norms.left_out, "void": self._void, "restarted": self._norms.restarts}
 
-    def _judged(self, difference: Bucket) -> float:
-        norms, length = self._norms[difference.index], _norm(difference)
+    def _judged(self, norms: Norms, difference: Bucket) -> float:
+        length = _norm(difference)
         restarts, judged = norms.restarts, norms.judged(length)
-        about = f"rank {self._communicator.rank} in bucket {difference.index}, whose pseudo-gradient has the norm {length:.3g}"
+        about = (
+            f"rank {self._communicator.rank} in bucket {self._index}, whose pseudo-gradient has the norm {length:.3g}"
+        )
         if math.isinf(judged):
-            self._tell("left out", f"the penalty leaves out {about}")
+            self._warn("left out", f"the penalty leaves out {about}")
         if norms.restarts > restarts:
-            self._tell(
+            self._warn(
                 "restarted", f"the penalty takes such norms for usual from now on, and no longer leaves out {about}"
             )
         return judged
@@ -100,25 +101,27 @@ class Weighing:
         if all(map(math.isinf, norms)):
             self._void += 1
             if self._communicator.rank == 0:
-                self._tell("void", "the penalty leaves out all ranks, so that a round changes nothing in a bucket")
+                self._warn("void", "the penalty leaves out all ranks, so that a round changes nothing in a bucket")
 
-    def _tell(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             more = "see Penalty, and stats().guards for how often; this is told once"
             warnings.warn(f"{text}: {more}", RuntimeWarning, stacklevel=2)
 
     def numbers(self) -> dict[str, float]:
         """Returns what a checkpoint contains of it."""
-        return {f"norm {k} {name}": x for k, norms in enumerate(self._norms) for name, x in norms.numbers().items()}
+        return {} if self._norms is None else {f"{self._prefix}{name}": x for name, x in self._norms.numbers().items()}
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """Restores what `numbers` returned; of a bucket that is lacking the norms begin anew."""
-        for index, norms in enumerate(self._norms):
-            prefix = f"norm {index} "
-            own = {name.removeprefix(prefix): x for name, x in numbers.items() if name.startswith(prefix)}
-            if own:
-                norms.load(own)
+        """Restores what `numbers` returned; if that is lacking the norms begin anew."""
+        own = {name.removeprefix(self._prefix): x for name, x in numbers.items() if name.startswith(self._prefix)}
+        if own and self._norms is not None:
+            self._norms.load(own)
+
+    @property
+    def _prefix(self) -> str:
+        return f"norm {self._index} "
 
 
 def _norm(difference: Bucket) -> float:

@@ -1,1 +1,1 @@
-"""What algorithms share that exchange parameters instead of gradients."""
+"""The former folder of `bagua_kernels.algorithms.models`, for one release."""

@@ -43,7 +43,7 @@ def pseudo_gradients(algorithm: OuterLoop) -> Named:
     """Returns `start - x` of this rank, by name of the parameter; called after the last step of a round."""
     found: dict[str, torch.Tensor] = {}
     for bucket in algorithm.flat.buckets:
-        found |= scatter(bucket, algorithm.start(bucket) - bucket.flat)
+        found |= scatter(bucket, algorithm.flat.kept(bucket, "start") - bucket.flat)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 
 from bagua_kernels.algorithms import ModelAlgorithm, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms import parts
 from tests.algorithms.ranks import Odd, batch, loss_of
 
 SPECS = ["decentralized", "diloco:interval=2", "async_model_average:interval=1", "async_decentralized", "wagma"]
@@ -31,8 +32,9 @@ def test_copies_exchange_nothing(spec: str) -> None:
         copies = [copy.deepcopy(net), copy.deepcopy(copy.deepcopy(net)), copy.deepcopy(model), loaded]
         copies += [pickle.loads(pickle.dumps(model)), torch.optim.swa_utils.AveragedModel(net)]
         called: list[bool] = []
-        at_forward = model.at_forward
-        model.at_forward = lambda training: (called.append(training), at_forward(training))[1]  # type: ignore[method-assign]
+        loop = parts.loop(model)
+        at_forward = loop.at_forward
+        loop.at_forward = lambda training: (called.append(training), at_forward(training))[1]  # type: ignore[method-assign]
         for each in copies:
             each.train()
             each(batch(communicator.rank, 1)).sum().backward()

@@ -23,7 +23,8 @@ from bagua_kernels.algorithms import (
 )
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
 from bagua_kernels.algorithms.gossip.differences import Differences
-from bagua_kernels.algorithms.rounds.mixing import topology_of
+from bagua_kernels.algorithms.gossip.mixing import topology_of
+from bagua_kernels.algorithms.models.round import When
 from bagua_kernels.comm import Communicator, run_ranks, topology
 from tests.comm.mailbox.common import over_sockets
 from tests.docs.test_algorithm_pages import INDEX, ROWS
@@ -114,7 +115,7 @@ def test_bytes_are_those_of_the_table(name: str) -> None:
             return sent, payload, 2 * (RANKS - 1) / RANKS
         if isinstance(model, Differences):
             payload = model.codec.payload_size(10**6) / 10**6
-        graph = model.topology if isinstance(model, Differences) else model.mixer.topology
+        graph = model._neighbourhood.topology if isinstance(model, Differences) else model._mixing.topology
         sent = model.stats().bytes_sent
         neighbours = len(graph.neighbours_out(communicator.rank))
         model.close()
@@ -144,8 +145,18 @@ def test_index_says_when_exchanges_run(name: str) -> None:
     if issubclass(kind, CourierAlgorithm):
         assert ROWS[name][1][4] == "beside training"
         return
-    assert issubclass(kind, RoundAlgorithm)
-    assert ROWS[name][1][4] == ("once in H steps" if issubclass(kind, OuterLoop) else beside[kind.due])
+    if issubclass(kind, OuterLoop):
+        assert ROWS[name][1][4] == "once in H steps"
+        return
+
+    def rank(communicator: Communicator) -> When:
+        model = trained(name, communicator)
+        assert isinstance(model, RoundAlgorithm)
+        assert model.rounds is not None
+        with model:
+            return model.rounds.when
+
+    assert {ROWS[name][1][4]} == {beside[when.value] for when in run_ranks(RANKS, rank)}
 
 
 def test_threads_are_as_many_as_the_index_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ SOURCES = [
 MOST_WORDS = 25
 
 # Folders whose sentences do not have to keep the last four of `PHRASES`, and the beginning of a sentence that may be longer.
-LATER = ("algorithms/asynchronous/", "algorithms/local_steps/", "algorithms/rounds/")
+LATER = ("algorithms/asynchronous/", "algorithms/local_steps/", "algorithms/models/")
 LONGER = "how often the optimizer's first and second moments are averaged"
 
 # Beside each pattern, what to write instead.

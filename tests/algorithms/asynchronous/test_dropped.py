@@ -29,7 +29,7 @@ KINDS: dict[str, Any] = {
 
 
 def courier_of(model: Any) -> Any:
-    return model._merges.courier if isinstance(model, DiLoCo) else model.courier
+    return model.rounds.collection.merges.courier if isinstance(model, DiLoCo) else model.averages.courier
 
 
 @grid(cover=1, make=KINDS)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
 from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.errors import RankLostError

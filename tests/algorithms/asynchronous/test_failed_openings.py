@@ -7,7 +7,7 @@ import torch
 
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.algorithms.asynchronous import courier_algorithm
+from bagua_kernels.algorithms.asynchronous import averages
 from bagua_kernels.comm import run_ranks
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.errors import RankLostError
@@ -23,7 +23,7 @@ def test_the_error_of_an_opening_is_not_masked(
     def fails(*_: object) -> None:
         raise RankLostError("it cannot be opened", [1])
 
-    monkeypatch.setattr(courier_algorithm, part, fails)
+    monkeypatch.setattr(averages, part, fails)
 
     def rank(c: LocalCommunicator) -> None:
         net = torch.nn.Linear(4, 4)

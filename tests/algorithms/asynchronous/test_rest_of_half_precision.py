@@ -10,9 +10,10 @@ from torch import nn
 
 from bagua_kernels.algorithms import AsyncDecentralized, AsyncModelAverage
 from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
 from bagua_kernels.comm.mailbox.triggered import Execution
+from tests.algorithms import parts
 from tests.grids import grid
 
 N = 8
@@ -63,7 +64,7 @@ def test_a_checkpoint_has_the_rest_and_a_mean_uses_it(kind: Any) -> None:
         nn.init.ones_(module.weight)
         model = kind(module, torch.optim.SGD(module.parameters(), lr=0.1), communicator=communicator)
         # On both ranks a rest of 3/8 of a unit, and on one a unit more: the mean is nearer to the next number.
-        model.model.owe([torch.full((N,), 2.0**-7 * (0.375 + communicator.rank))])
+        parts.averages(model).model.owe([torch.full((N,), 2.0**-7 * (0.375 + communicator.rank))])
         state = model.algorithm_state_dict()
         assert state["vectors"]["debt"]["weight"].tolist() == [0.375 * 2.0**-7] * N
         model.load_algorithm_state_dict(state)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel, StaleRule
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.comm import Communicator, open_mailbox
 from bagua_kernels.comm.mailbox.triggered import Execution
 from tests.algorithms.asynchronous.common import ALL, made, train

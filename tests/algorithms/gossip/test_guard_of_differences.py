@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import Choco
-from bagua_kernels.algorithms.gossip.differences import _Guard
+from bagua_kernels.algorithms.gossip.differences import Guard
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import MinMaxUInt2
 from bagua_kernels.errors import DivergenceError
@@ -20,7 +20,7 @@ N = 64
 
 def looked(values: list[tuple[float, float, float]], noise: float, size: float = 1.0) -> tuple[int, int]:
     """Shows a guard norms of differences and steps, at learning rates; returns its count, and the look that raised, or -1."""
-    guard = _Guard("Some", MinMaxUInt2(), "another")
+    guard = Guard("Some", MinMaxUInt2(), "another")
     one = torch.full((N,), N**-0.5)
     for look, (norm, step, rate) in enumerate(values):
         lost = norm * noise**0.5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_kernels.algorithms.rounds.mixing import topology_of
+from bagua_kernels.algorithms.gossip.mixing import topology_of
 from bagua_kernels.comm.topology import Complete, GivenMatrix, Graph, OnePeerExponential, RandomMatching, Ring, Topology
 from tests.algorithms.gossip.common import (
     CASES,

@@ -23,6 +23,7 @@ import torch
 
 from bagua_kernels.algorithms import Algorithm, DiLoCo, GradientAllReduce, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms import parts
 from tests.algorithms.local_steps.draws import Net, Segment, Training, draw
 from tests.algorithms.local_steps.replicas import Replicas
 
@@ -130,7 +131,7 @@ def train(communicator: Communicator, training: Training, segments: Sequence[Seg
         loop.run(segment)
     model: Any = loop.model
     model.wait()
-    outer = [model.start(bucket).clone() for bucket in model.flat.buckets]
+    outer = [parts.start(model, bucket).clone() for bucket in model.flat.buckets]
     net = loop.net
     outcome = Outcome(
         [p.detach().clone() for p in net.parameters()], [b.clone() for b in net.buffers()], outer, model.stats().steps

@@ -12,6 +12,7 @@ import torch
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SparseLoCo
 from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.clocked import Clock, N, Vector, on_clock
 from tests.grids import grid
@@ -117,7 +118,8 @@ def test_an_exchange_that_ends_early_on_one_rank_changes_no_plan() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model = LocalSGD(module, optimizer, interval=6, communicator=communicator, by_speed=True)
         on_clock(model, clock)
-        begin = model._runtime.start
+        runtime = parts.outer_rounds(model)._runtime
+        begin = runtime.start
 
         def late(*args: Any) -> Any:
             task = begin(*args)
@@ -125,7 +127,7 @@ def test_an_exchange_that_ends_early_on_one_rank_changes_no_plan() -> None:
             return task
 
         if communicator.rank == communicator.size - 1:
-            model._runtime.start = late
+            runtime.start = late
         steps = []
         for turn in range(5):
             steps.append(model.steps_of_ranks)

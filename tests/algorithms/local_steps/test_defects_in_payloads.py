@@ -10,13 +10,14 @@ import torch
 from bagua_kernels.algorithms import DiLoCo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.common import Tensors, normal, step
 from tests.grids import grid
 
 
 def residual(model: Any) -> torch.Tensor:
-    named = model.vectors()["residual"]
+    named = parts.vectors(model)["residual"]
     return torch.cat([named[name].flatten() for name in named])
 
 

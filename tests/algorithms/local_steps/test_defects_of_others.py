@@ -13,6 +13,7 @@ from bagua_kernels.algorithms import DiLoCo, LocalSGD, OuterNesterov, SlowMo, Sp
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from tests import limits
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.common import ALL, Case, Tensors, normal, step
 from tests.grids import grid
@@ -61,8 +62,8 @@ def test_an_outer_learning_rate_acts_once(kind: Any, name: str, options: dict[st
             for number in range(4):
                 step(module, optimizer, communicator.rank, number)
             model.wait()
-            starts = torch.cat([model.start(bucket) for bucket in model.flat.buckets])
-            vectors = model.vectors()
+            starts = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            vectors = parts.vectors(model)
         kept = [each for key in ("residual", "worker", "owner") for each in vectors.get(key, {}).values()]
         return starts, torch.cat([*kept, torch.zeros(1)])
 
@@ -115,7 +116,7 @@ def test_values_that_are_not_finite_on_one_rank_are_seen_by_all(case: Case, bad:
                         module.p0[17, 5] = bad
             model.wait()
             norm = model.stats().residual_norm
-            return torch.cat([model.start(bucket) for bucket in model.flat.buckets]), start, norm
+            return torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets]), start, norm
 
     everyone = run_ranks(size, rank)
     first, start, _ = everyone[0]
@@ -191,7 +192,7 @@ def test_the_first_round_goes_downhill(case: Case, size: int) -> None:
                 module.p0.grad = module.p0.detach() * (1 + 0.5 * communicator.rank / size)
                 optimizer.step()
             model.wait()
-            start = torch.cat([model.start(bucket) for bucket in model.flat.buckets])
+            start = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
         return before, float(start.square().sum())
 
     for before, after in run_ranks(size, rank):
@@ -214,7 +215,7 @@ def test_a_blend_leaves_outer_parameters_as_they_are(delay: int) -> None:
                 step(module, optimizer, communicator.rank, 2)
             own = flat(module)
             model.wait()
-            (start,) = (model.start(bucket) for bucket in model.flat.buckets)
+            (start,) = (parts.start(model, bucket) for bucket in model.flat.buckets)
             steps = [normal((8, 8), 1, r, number).flatten() for r in range(2) for number in range(2)]
             assert torch.allclose(start, begin - 0.1 * torch.stack(steps).sum(0) / 2, atol=1e-6)
             assert torch.allclose(flat(module), 0.25 * own + 0.75 * start, atol=1e-6)
@@ -270,7 +271,7 @@ def test_results_of_a_delay_are_not_used_before_they_are_due() -> None:
                 communicator.barrier().wait()
                 before = flat(module)
                 with torch.no_grad():
-                    model.at_forward(True)
+                    parts.loop(model).at_forward(True)
                 changed.append(not torch.equal(flat(module), before))
         return changed
 

@@ -11,6 +11,7 @@ import torch
 from bagua_kernels.algorithms import DiLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression.codec import names
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import BUCKET_BYTES, Quadratic, Task, falling, flat
 from tests.grids import grid, only
 
@@ -72,8 +73,8 @@ def test_all_ranks_have_the_same_bits_after_each_round(codec: str, dtype: torch.
                 model.wait()
                 assert not torch.equal(flat(module), apart)
                 for bucket in model.flat.buckets:
-                    assert torch.equal(bucket.flat, model.start(bucket).to(dtype))
-                rounds += [flat(module).float(), *(model.start(bucket).clone() for bucket in model.flat.buckets)]
+                    assert torch.equal(bucket.flat, parts.start(model, bucket).to(dtype))
+                rounds += [flat(module).float(), *(parts.start(model, bucket).clone() for bucket in model.flat.buckets)]
         model.close()
         return rounds
 
@@ -91,8 +92,8 @@ def test_rounds_without_steps_change_nothing(codec: str, dtype: torch.dtype, opt
         model, module, optimizer, _ = made(communicator, dtype, codec=codec, interval=4, **options)
         with torch.no_grad():
             for bucket in model.flat.buckets:  # as after rounds whose steps were smaller than a parameter's last bit
-                model.start(bucket).mul_(1 + 2.0**-12 if dtype != torch.float32 else 1.0)
-                bucket.flat.copy_(model.start(bucket))
+                parts.start(model, bucket).mul_(1 + 2.0**-12 if dtype != torch.float32 else 1.0)
+                bucket.flat.copy_(parts.start(model, bucket))
         before = flat(module)
         for _ in range(12):
             optimizer.step()
@@ -121,7 +122,7 @@ def test_nothing_is_lost(codec: str, size: int) -> None:
                 size_of_all += float(np.linalg.norm(before - flat(module).double().numpy()))
                 model.wait()
         applied = begin - flat(module).double().numpy()
-        vectors = model.vectors()
+        vectors = parts.vectors(model)
         kept = np.zeros_like(begin)
         for key in {"worker", "owner"} & vectors.keys():
             kept += torch.cat([vectors[key][name].flatten() for name, _ in module.named_parameters()]).double().numpy()

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, OuterNesterov, SlowMo
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import Quadratic, Task, falling, flat
 from tests.algorithms.local_steps.common import ALL, Case, trained
 from tests.algorithms.ranks import Odd, batch
@@ -90,7 +93,7 @@ def test_outer_parameters_are_the_same_on_all_ranks_after_each_round(case: Case)
             model(batch(communicator.rank, step)).square().mean().backward()
             optimizer.step()
             model.wait()
-            seen.append(torch.cat([model.start(bucket) for bucket in model.flat.buckets]).clone())
+            seen.append(torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets]).clone())
         model.close()
         return seen
 
@@ -169,7 +172,7 @@ def test_the_first_round_lowers_the_loss(case: Case) -> None:
             (model(torch.ones(1)).square() / 2).sum().backward()
             optimizer.step()
         model.wait()
-        (start,) = (model.start(bucket) for bucket in model.flat.buckets)
+        (start,) = (parts.start(model, bucket) for bucket in model.flat.buckets)
         model.close()
         return float(start[0])
 
@@ -180,20 +183,21 @@ def test_the_first_round_lowers_the_loss(case: Case) -> None:
 def test_every_fragment_is_sent_once_in_an_interval(fragments: int) -> None:
     sent: dict[int, list[tuple[int, tuple[str, ...]]]] = {0: [], 1: []}
 
+    class WatchedRound(OuterRound):
+        def run(self, number: int) -> Any:
+            sent[self.local.communicator.rank].append((self.local.steps, tuple(self.bucket.names)))
+            return super().run(number)
+
     class Watched(DiLoCo):
         name = f"watched {fragments}"
 
-        def exchange(self, bucket: Bucket, turn: int) -> Any:
-            sent[communicators[self].rank].append((self.stats().steps, tuple(bucket.names)))
-            return super().exchange(bucket, turn)
-
-    communicators: dict[nn.Module, Communicator] = {}
+        def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+            return WatchedRound(local, bucket, self.parts_for(bucket), self.rule())
 
     def rank(communicator: Communicator) -> list[str]:
         module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model = Watched(module, optimizer, communicator=communicator, interval=6, fragments=fragments)
-        communicators[model] = communicator
         for _ in range(12):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).square().mean().backward()

@@ -15,6 +15,7 @@ from bagua_kernels.algorithms import DiLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.testing import run_processes
 from tests import limits
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import Quadratic, Task, error, falling, flat
 from tests.algorithms.local_steps.common import ALL, Case, follow
 from tests.algorithms.local_steps.test_every_codec import CODECS, EVERYTHING
@@ -40,7 +41,7 @@ def outer_parameters(communicator: Communicator, case: Case, dtype: torch.dtype)
             optimizer.zero_grad()
             task.loss(model, communicator.rank, step).backward()
             optimizer.step()
-            seen.append(digest(*(model.start(bucket) for bucket in model.flat.buckets)))
+            seen.append(digest(*(parts.start(model, bucket) for bucket in model.flat.buckets)))
     return seen
 
 

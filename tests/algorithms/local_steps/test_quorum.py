@@ -13,15 +13,18 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
-from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
+from bagua_kernels.algorithms.local_steps.outer_loop import pseudo_gradient
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum_merges import QuorumMerges
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Schedule, run_ranks
 from bagua_kernels.compression import ChunkedTopK
 from bagua_kernels.errors import RankLostError
 from tests import limits
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import Quadratic, Task, falling, flat
 from tests.algorithms.local_steps.common import Case, trained
 from tests.grids import grid
@@ -50,9 +53,11 @@ class Gathered(DiLoCo):
 
     name = "gathered_diloco"
 
-    def exchange_for(self, difference: Bucket, communicator: Communicator) -> Exchange:
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        difference = pseudo_gradient(bucket)
         codec = None if difference.kind is None else difference.kind.codecs[0]  # type: ignore[attr-defined]
-        return GatheredMean(difference, communicator, codec, self.feedback)
+        gathered = GatheredMean(difference, self.lane, codec, self.feedback)
+        return OuterRound(local, bucket, self.parts_for(bucket, gathered), self.rule())
 
 
 @pytest.mark.parametrize("codec", ["absmax_int4", "minmax_uint8", "sign"])
@@ -70,7 +75,7 @@ def late(communicator: Communicator, **options: Any) -> dict[str, Any]:
     module, me, used = Quadratic(), communicator.rank, []
     task, optimizer = Task(flat(module).numel()), torch.optim.SGD(module.parameters(), lr=falling(0))
     model = DiLoCo(module, optimizer, interval=INTERVAL, quorum=2, communicator=communicator, **options)
-    merges: Any = model._merges
+    merges: Any = parts.outer_rounds(model).collection.merges
     for step in range(STEPS[me]):
         optimizer.param_groups[0]["lr"] = falling(step)
         optimizer.zero_grad()

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import LocalSGD, SparseLoCo
+from bagua_kernels.algorithms.local_steps.sparse_loco import SparseRound
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import SHAPES, Quadratic, Task, error, falling, flat
 from tests.algorithms.local_steps.common import Case, trained
 from tests.grids import grid
@@ -91,19 +93,21 @@ def test_nothing_is_lost(dtype: torch.dtype) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         codec = ChunkedTopK(4, 64)
         model = SparseLoCo(module, optimizer, interval=3, beta=0.5, codec=codec, communicator=communicator)
-        take, rounds = model.take_difference, []
+        (part,) = parts.outer_rounds(model).all
+        assert isinstance(part, SparseRound)
+        take, rounds = part.take_difference, []
 
-        def checked(bucket: Any, difference: Any) -> None:
-            start, residual = (model.flat.kept(bucket, key) for key in ("start", "residual"))
-            owed = 0.5 * residual + (start.to(dtype).float() - bucket.flat.float())
-            take(bucket, difference)
-            payload = model._exchanges[bucket.index].payload  # type: ignore[attr-defined]
+        def checked() -> None:
+            start, residual = part.kept("start"), part.kept("residual")
+            owed = 0.5 * residual + (start.to(dtype).float() - part.bucket.flat.float())
+            take()
+            payload = part._sparse.payload
             sent = codec.decode(payload, torch.empty_like(residual))
             assert torch.allclose(residual + sent, owed, rtol=2**-23, atol=0)
             assert int((sent != 0).sum()) == 4 * 32
             rounds.append(sent)
 
-        model.take_difference = checked  # type: ignore[method-assign]
+        part.take_difference = checked  # type: ignore[method-assign]
         for step in range(9):
             optimizer.zero_grad()
             model(torch.randn(2, 64).to(dtype) * (step + communicator.rank + 1)).square().mean().backward()
@@ -229,7 +233,7 @@ def test_residuals_are_resumed_on_another_number_of_ranks() -> None:
             optimizer.step()
         model.wait()
         state = copy.deepcopy(model.algorithm_state_dict())
-        residual = torch.cat([each.flatten() for each in model.vectors()["residual"].values()])
+        residual = torch.cat([each.flatten() for each in parts.vectors(model)["residual"].values()])
         model.close()
         return state, residual
 
@@ -240,7 +244,7 @@ def test_residuals_are_resumed_on_another_number_of_ranks() -> None:
         module = Quadratic()
         model = case().make(module, torch.optim.SGD(module.parameters(), lr=0.1), communicator)
         model.load_algorithm_state_dict([state for state, _ in saved])
-        found = torch.cat([each.flatten() for each in model.vectors()["residual"].values()])
+        found = torch.cat([each.flatten() for each in parts.vectors(model)["residual"].values()])
         model.close()
         return found
 

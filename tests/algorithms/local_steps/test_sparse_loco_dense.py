@@ -12,6 +12,7 @@ from torch import nn
 from bagua_kernels.algorithms import LocalSGD, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import AbsMaxInt8, ChunkedTopK, from_spec
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.common import Tensors, step
 from tests.grids import grid, only
@@ -27,12 +28,12 @@ def test_the_norm_is_of_all_residuals() -> None:
             for number in range(4):
                 step(module, optimizer, communicator.rank, number)
             model.wait()
-            vectors = {key: torch.cat(list(named.values())).double() for key, named in model.vectors().items()}
+            vectors = {key: torch.cat(list(named.values())).double() for key, named in parts.vectors(model).items()}
             return model.stats().residual_norm, vectors
 
     everyone = run_ranks(3, rank)
-    parts = [everyone[0][1]["owner"], *(vectors[key] for _, vectors in everyone for key in ("residual", "worker"))]
-    squares = [float(part.square().sum()) for part in parts]
+    residuals = [everyone[0][1]["owner"], *(vectors[key] for _, vectors in everyone for key in ("residual", "worker"))]
+    squares = [float(each.square().sum()) for each in residuals]
     assert min(squares) > 1e-2 * sum(squares)
     assert sum(norm**2 for norm, _ in everyone) == pytest.approx(sum(squares), rel=1e-5)
 
@@ -52,7 +53,7 @@ def test_nothing_is_lost(size: int, dense: str) -> None:
                 step(module, optimizer, communicator.rank, 2 * number + 1)
                 learned += before - flat(module).double()
                 model.wait()
-            vectors = model.vectors()
+            vectors = parts.vectors(model)
             kept = [torch.cat(list(vectors[key].values())) for key in {"worker", "owner"} & vectors.keys()]
             return learned, begin - flat(module).double(), torch.stack(kept).double().sum(0)
 
@@ -111,7 +112,7 @@ def test_resumes_bit_for_bit(size: int, shapes: Any, dense: str) -> None:
             for number in range(7, 13):
                 step(module, optimizer, communicator.rank, number)
             model.wait()
-            vectors = model.vectors()
+            vectors = parts.vectors(model)
             runs.append([flat(module), *(each for named in vectors.values() for each in named.values())])
             assert dense == "qsgd" or vectors["worker"]["p0"].any()
             model.close()
@@ -133,8 +134,8 @@ def test_a_state_of_a_run_without_a_codec_is_taken(dense: Any) -> None:
             with SparseLoCo(module, optimizer, communicator=communicator, interval=2, dense=each) as model:
                 for state in states:
                     model.load_algorithm_state_dict(state)
-                    assert torch.equal(model.vectors()["residual"]["p1"], state["vectors"]["residual"]["p1"])
-                    assert not model.vectors().get("worker", {}).get("p0", torch.zeros(1)).any() or dense
+                    assert torch.equal(parts.vectors(model)["residual"]["p1"], state["vectors"]["residual"]["p1"])
+                    assert not parts.vectors(model).get("worker", {}).get("p0", torch.zeros(1)).any() or dense
                 for number in range(4):
                     step(module, optimizer, communicator.rank, number)
                 states.append(copy.deepcopy(model.algorithm_state_dict()))
@@ -186,7 +187,7 @@ def test_a_model_without_small_tensors_has_no_other_residual() -> None:
             for number in range(4):
                 step(module, optimizer, communicator.rank, number)
             model.wait()
-            assert model.vectors().keys() == {"start", "residual"}
+            assert parts.vectors(model).keys() == {"start", "residual"}
             return flat(module), model.stats().bytes_sent, model.stats().residual_norm
 
     (with_codec, _), (without, _) = (run_ranks(2, rank, dense) for dense in ("absmax_int8", None))
@@ -211,7 +212,8 @@ def test_kinds_of_parameters() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         options: dict[str, Any] = {"exact": ("1d", "norm.*", "second.weight")}
         with SparseLoCo(module, optimizer, communicator=communicator, **options) as model:
-            return {name: each for bucket in model._differences for each in [bucket.kind] for name in bucket.names}
+            rounds = parts.outer_rounds(model)._outer
+            return {name: each.difference.kind for each in rounds for name in each.difference.names}
 
     kinds = run_ranks(2, rank)[0]
     codecs = {name: None if kind is None else kind.at(0) for name, kind in kinds.items()}

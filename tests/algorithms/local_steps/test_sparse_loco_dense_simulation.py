@@ -11,6 +11,7 @@ import torch
 from bagua_kernels.algorithms import SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import Quadratic, Task, error, falling, flat
 from tests.algorithms.local_steps.common import Case, trained
 from tests.algorithms.local_steps.test_sparse_loco import CHUNK, K, select_from
@@ -122,7 +123,7 @@ def test_residuals_are_those_of_the_simulation(size: int) -> None:
                 TASK.loss(model, communicator.rank, number).backward()
                 optimizer.step()
             model.wait()
-            return dict(model.vectors())
+            return dict(parts.vectors(model))
 
     result, owed, decided = simulated(size, LEVELS["absmax_int8"])
     compared = decided[places(DENSE)]

@@ -11,6 +11,7 @@ from torch import nn
 from bagua_kernels.algorithms import DiLoCo, GradientAllReduce, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.compression import ChunkedTopK
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import BUCKET_BYTES, Quadratic, Task, falling, flat
 from tests.algorithms.local_steps.common import ALL, Case, trained
 from tests.algorithms.ranks import Odd, batch
@@ -164,7 +165,7 @@ def test_a_rank_without_gradients_ends_with_the_bits_of_the_others(case: Case, s
                 (loss * (communicator.rank != 2)).backward()
             optimizer.step()
         model.wait()
-        starts = torch.cat([model.start(bucket) for bucket in model.flat.buckets])
+        starts = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
         model.close()
         return starts
 

@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 
 from bagua_kernels import algorithms
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.rounds import Rounds
 from bagua_kernels.errors import DivergenceError
 from bench.convergence import gossip, local_steps, measure, pseudo_gradients
 from bench.convergence.dealing import order_by_label, order_of
@@ -96,13 +98,20 @@ class Diverging(algorithms.Decentralized):
     name = "diverging"
     poisoned = False
 
-    def at_step_end(self) -> None:
-        """See `ModelAlgorithm.at_step_end`."""
-        super().at_step_end()
-        if self._communicator.rank == 1 and self.stats().steps == 2:
-            if self.poisoned:
-                next(self.module.parameters()).data.fill_(math.nan)
-            raise DivergenceError("it diverges")
+    def loop_for(self, local: LocalModel) -> Rounds:
+        """See `ModelAlgorithm.loop_for`."""
+        loop = super().loop_for(local)
+        end = loop.at_step_end
+
+        def at_step_end() -> None:
+            end()
+            if local.communicator.rank == 1 and local.steps == 2:
+                if self.poisoned:
+                    next(self.module.parameters()).data.fill_(math.nan)
+                raise DivergenceError("it diverges")
+
+        loop.at_step_end = at_step_end  # type: ignore[method-assign]
+        return loop
 
 
 class Poisoned(Diverging):

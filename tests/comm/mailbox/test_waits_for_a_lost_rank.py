@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua_kernels.algorithms.rounds.letters import Letters
+from bagua_kernels.algorithms.models.letters import Letters
 from bagua_kernels.comm import Communicator, Mailbox, Schedule, open_mailbox, run_ranks
 from bagua_kernels.comm.mailbox.courier import Courier
 from bagua_kernels.comm.mailbox.group_mean import group_mean

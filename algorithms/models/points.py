@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bagua_kernels.algorithms.rounds.scaled_steps import ScaledSteps, watch
+from bagua_kernels.algorithms.models.scaled_steps import ScaledSteps, watch
 
 
 class Listener(Protocol):

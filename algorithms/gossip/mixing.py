@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.topology import (
     Complete,
@@ -134,37 +132,27 @@ class Terms:
         return [*weights.values(), float(divisor)]
 
 
-class Mixer:
-    """Mixes vectors beside buckets with those of neighbours.
-
-    Keeps one vector for each neighbour that sends at a time.
+class Mixing:
+    """Who mixes with whom, and with which weights.
 
     Attributes:
+        mailbox: carries the vectors.
         topology: the mixing matrices.
-        communicators: that it has opened.
+        ranks: of the mailbox; rank i of the topology is `ranks[i]`.
+        rank: this rank's number in the topology.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, topology: Topology, flat: FlatParameters, ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, topology: Topology, ranks: Sequence[int] | None = None) -> None:
         """Mixes over some ranks of a mailbox.
 
         Args:
             mailbox: carries the vectors.
             topology: its rank i is rank `ranks[i]` of the mailbox.
-            flat: the parameters beside which the vectors are.
             ranks: all ranks in order if None.
         """
-        self.mailbox = mailbox
-        self.topology = topology
-        self.communicators: list[Communicator] = []
-        self._ranks = list(range(mailbox.size)) if ranks is None else list(ranks)
-        self._rank = self._ranks.index(mailbox.rank)
-        self._flat = flat
-        self._rooms: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._decay: float | None = None
-        self._received: dict[int, dict[int, torch.Tensor]] = {}
-        self._disagreement: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        self.mailbox, self.topology = mailbox, topology
+        self.ranks = list(range(mailbox.size)) if ranks is None else list(ranks)
+        self.rank = self.ranks.index(mailbox.rank)
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """Calls `Topology.check`; collective.
@@ -175,75 +163,81 @@ class Mixer:
         """
         self.topology.check(communicator, needs)
 
-    def exchange(
-        self, bucket: Bucket, x: torch.Tensor, turn: int, number: int, scalar: torch.Tensor | None = None
-    ) -> Iterator[Work]:
+    def mixer(self) -> Mixer:
+        """Returns what mixes one vector."""
+        return Mixer(self)
+
+
+class Mixer:
+    """Mixes one vector with those of neighbours. Keeps one for each neighbour that sends at a time."""
+
+    def __init__(self, mixing: Mixing) -> None:
+        """Begins without memory for the vectors of neighbours."""
+        self.mixing = mixing
+        self._rooms: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._received: dict[int, torch.Tensor] = {}
+        self._square: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def exchange(self, x: torch.Tensor, turn: int, number: int, scalar: torch.Tensor | None = None) -> Iterator[Work]:
         """Sends a vector to the neighbours of a round and receives theirs; yields what it waits for.
 
         Args:
-            bucket: beside which the vectors are.
             x: this rank's vector, which stays as it is until the exchange has ended.
             turn: number of the matrix W.
             number: of the exchange, the same on all ranks.
             scalar: one float64 number, which is replaced by the weighted sum of all; not sent if None.
         """
-        rank, ranks = self._rank, self._ranks
-        heard, told = self.topology.neighbours_in(rank, turn), self.topology.neighbours_out(rank, turn)
-        values = {peer: self._room(bucket, place, x) for place, peer in enumerate(heard)}
+        rank, ranks, mailbox = self.mixing.rank, self.mixing.ranks, self.mixing.mailbox
+        topology = self.mixing.topology
+        heard, told = topology.neighbours_in(rank, turn), topology.neighbours_out(rank, turn)
+        values = {peer: self._room(place, x) for place, peer in enumerate(heard)}
         rooms = {ranks[peer]: room for peer, room in values.items()}
-        yield self.mailbox.exchange(rooms, {ranks[peer]: x for peer in told}, 2 * number)
-        self._received[bucket.index] = values
+        yield mailbox.exchange(rooms, {ranks[peer]: x for peer in told}, 2 * number)
+        self._received = values
         if scalar is not None:
             numbers = {peer: torch.empty_like(scalar) for peer in heard}
             rooms = {ranks[peer]: room for peer, room in numbers.items()}
-            yield self.mailbox.exchange(rooms, {ranks[peer]: scalar for peer in told}, 2 * number + 1)
+            yield mailbox.exchange(rooms, {ranks[peer]: scalar for peer in told}, 2 * number + 1)
             numbers[rank] = scalar
-            weights = self.topology.weights(rank, turn)
+            weights = topology.weights(rank, turn)
             # On the host, in one order: a GPU's own product and sum may be rounded once.
             # waits: once a round, on a communication thread, where weights are pushed.
             scalar.fill_(sum(float(numbers[peer]) * weight for peer, weight in weights.items() if weight))
 
-    def terms(self, bucket: Bucket, x: torch.Tensor, turn: int) -> Terms:
+    def terms(self, x: torch.Tensor, turn: int) -> Terms:
         """Returns what is added up after `exchange` of the same arguments."""
-        received = self._received[bucket.index]
+        received, rank = self._received, self.mixing.rank
         if received:
             square = _difference(x, next(iter(received.values())))
-            self._disagreement[bucket.index] = square, event_behind(square)
-        weights = self.topology.weights(self._rank, turn)
-        return Terms({**received, self._rank: x}, {peer: w for peer, w in weights.items() if w}, self._rank)
+            self._square = square, event_behind(square)
+        weights = self.mixing.topology.weights(rank, turn)
+        return Terms({**received, rank: x}, {peer: w for peer, w in weights.items() if w}, rank)
 
-    def disagreement(self) -> float:
-        """Returns the root mean square difference between a parameter here and at a neighbour, in the last exchange."""
-        found = []
-        for square, event in list(self._disagreement.values()):
-            if event is not None:
-                event.synchronize()
-            # waits: for a statistic that the caller asks for.
-            found.append(float(square))
-        return float((sum(found) / max(1, len(found))) ** 0.5)
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`: the mean square difference from a neighbour, in the last exchange."""
+        if self._square is None:
+            return None
+        square, event = self._square
+        if event is not None:
+            event.synchronize()
+        # waits: for a statistic that the caller asks for.
+        return float(square), 1
 
-    @property
-    def decay(self) -> float:
-        """The factor by which a period of the topology shrinks differences at worst."""
-        if self._decay is None:
-            self._decay = self.topology.rho()
-        return self._decay
-
-    def _room(self, bucket: Bucket, place: int, like: torch.Tensor) -> torch.Tensor:
-        key = (bucket.index, place, like.dtype)
+    def _room(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        key = (place, like.dtype)
         if key not in self._rooms:
             self._rooms[key] = torch.zeros_like(like)
         return self._rooms[key]
 
 
-def root_mean_square(parts: Iterable[torch.Tensor]) -> float:
-    """Returns the root of the mean square of all elements of some tensors; 0 without elements."""
+def sum_of_squares(parts: Iterable[torch.Tensor]) -> tuple[float, int]:
+    """Returns the sum of the squares of all elements of some tensors, and the number of these."""
     squares, elements = 0.0, 0
     for part in parts:
         # waits: for statistics.
         squares += float(part.double().square().sum())
         elements += part.numel()
-    return float((squares / max(1, elements)) ** 0.5)
+    return squares, elements
 
 
 def _difference(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.algorithms.wrapping.replicas import Give, average_from_first, give_all
 from bagua_kernels.bucket import Bucket

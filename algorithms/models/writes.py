@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua_kernels.algorithms.rounds.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.bucket import Bucket
 
 _ELEMENTS = 16  # of a parameter, spread over it, whose values are compared

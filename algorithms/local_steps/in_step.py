@@ -1,0 +1,53 @@
+"""Rounds of local steps in which all ranks are in step: each waits for the pseudo-gradients of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
+from bagua_kernels.algorithms.local_steps.pace import Pace
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.comm import Work
+from bagua_kernels.comm.work import FINISHED
+
+
+class InStep:
+    """Takes the mean of all ranks' pseudo-gradients, with the ranks' weights before it.
+
+    Attributes:
+        samples: of this rank in the round under way, as far as they were counted.
+    """
+
+    def __init__(self, local: LocalModel, interval: int, pace: Pace | None, weighs: bool) -> None:
+        """Begins without samples.
+
+        Args:
+            local: this rank's model.
+            interval: steps of a round.
+            pace: of the ranks, if they take different numbers of steps.
+            weighs: False if all ranks have the same weight, whatever their numbers of samples.
+        """
+        self.samples = 0.0
+        self._local, self._interval, self._pace, self._weighs = local, interval, pace, weighs
+
+    def exchange(self, part: OuterRound, number: int) -> Iterator[Work]:
+        """See `Collection.exchange`."""
+        local, pace, weighing, difference = self._local, self._pace, part.weighing, part.difference
+        steps = self._interval if pace is None else pace.steps[local.communicator.rank]
+        samples = (self.samples or steps) if self._weighs else 1.0
+        speed = 0.0 if pace is None else pace.speed(local.wait_seconds)
+        # The training thread goes on from here.
+        yield FINISHED
+        if weighing is not None:
+            yield from weighing.weigh(difference, samples, speed)
+        if local.communicator.size > 1:
+            yield from part.exchange.run(number)
+            difference.clear_gaps(difference.flat)
+        if weighing is not None:
+            yield from weighing.clip(difference)
+
+    def means(self, part: OuterRound) -> Iterable[torch.Tensor]:
+        """See `Collection.means`."""
+        return [part.difference.flat]

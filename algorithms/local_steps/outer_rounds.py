@@ -1,0 +1,159 @@
+"""The rounds of an outer loop: many steps alone, and then one together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
+from bagua_kernels.algorithms.local_steps.in_step import InStep
+from bagua_kernels.algorithms.local_steps.moments import FIRST, SECOND, average_moments
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
+from bagua_kernels.algorithms.local_steps.quorum import Quorum, QuorumMeeting
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.loop import Loop
+from bagua_kernels.algorithms.models.meeting import Meeting
+from bagua_kernels.algorithms.models.plan import Plan
+from bagua_kernels.algorithms.models.points import is_left_out
+from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Moments:
+    """How often the moments of optimizers are averaged.
+
+    Attributes:
+        communicator: of all ranks.
+        every: first and second moments: in each so-many-th exchange of all parameters.
+        fragments: the number of rounds of such an exchange.
+    """
+
+    communicator: Communicator
+    every: tuple[int, int]
+    fragments: int
+
+
+class OuterRounds(Rounds):
+    """Rounds with outer steps.
+
+    Attributes:
+        collection: in step, or a quorum.
+    """
+
+    def __init__(
+        self,
+        local: LocalModel,
+        rounds: Sequence[OuterRound],
+        plan: Plan,
+        options: RoundsOptions,
+        collection: InStep | Quorum,
+        moments: Moments | None,
+    ) -> None:
+        """Begins before the first round.
+
+        Args:
+            local: as for `Rounds`.
+            rounds: as for `Rounds`.
+            plan: as for `Rounds`.
+            options: as for `Rounds`.
+            collection: of the pseudo-gradients.
+            moments: how often they are averaged; None for never.
+        """
+        self.collection, self._outer, self._moments = collection, list(rounds), moments
+        self._quorum = collection if isinstance(collection, Quorum) else None
+        super().__init__(local, rounds, plan, options)
+
+    def make_meeting(self) -> Meeting:
+        """See `Rounds.make_meeting`."""
+        return super().make_meeting() if self._quorum is None else QuorumMeeting(self, self._quorum)
+
+    def under_way_parts(self) -> Iterable[OuterRound]:
+        """Returns the rounds of the buckets whose exchanges are under way."""
+        return [each for each in self._outer if each.takes_part(self.number)]
+
+    def at_step_end(self) -> None:
+        """See `Loop.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package is none."""
+        if not is_left_out(self.local.optimizer):
+            super().at_step_end()
+
+    def begin_round(self) -> None:
+        """See `Rounds.begin_round`."""
+        before = self.begun
+        super().begin_round()
+        if self.begun > before:
+            self.collection.samples = 0.0
+
+    def wait(self) -> None:
+        """See `Loop.wait`; averages moments when that is due."""
+        was_under_way, moments = self.under_way, self._moments
+        super().wait()
+        if was_under_way and moments is not None:
+            lap, rest = divmod(self.number + 1, moments.fragments)
+            for every, names in zip(moments.every, (FIRST, SECOND), strict=True):
+                if rest == 0 and lap % every == 0:
+                    average_moments(self.local.optimizer, names, moments.communicator)
+
+    def take_written(self, values: list[Any]) -> None:
+        """See `Loop.take_written`.
+
+        Raises:
+            RuntimeError: with a quorum, after the first round.
+        """
+        if self._quorum is not None and self.begun and self.options.compares_writes:
+            Loop.take_written(self, values)
+            raise RuntimeError(
+                f"parameters were written after the first round of a {self.local.title} with a quorum, whose ranks have no "
+                "common moment for it: write them before, or wrap the module anew"
+            )
+        super().take_written(values)
+
+    def leaves_own(self) -> bool:
+        """See `Loop.leaves_own`: not behind a round of all ranks whose result is in place everywhere."""
+        steps = self.local.steps
+        number = self.plan.round_at(steps - 1) if steps and not self.under_way else None
+        whole = not self.options.delay and self._quorum is None
+        return not (number is not None and whole and len(self.parts(number)) == len(self.all))
+
+    def take_steps(self, steps: int) -> None:
+        """See `Loop.take_steps`."""
+        super().take_steps(steps)
+        if self._quorum is not None:
+            self._quorum.take_steps(steps, self.plan)
+
+    def stats(self, stats: Stats) -> Stats:
+        """See `Loop.stats`."""
+        guards: Counter[str] = Counter()
+        for each in self._outer:
+            if each.weighing is not None:
+                guards.update(each.weighing.counts())
+        return replace(super().stats(stats), guards=dict(guards))
+
+    def load_vectors(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """See `Loop.load_vectors`. Outer parameters and momentum are the same on all ranks, and any number of them."""
+        mean = mean_of([state["vectors"] for state in states])
+        residuals: dict[str, Named] = {key: mean.pop(key) for key in ("worker", "owner") if key in mean}
+        # Sums of differences that earlier versions kept.
+        mean.pop("gathered", None)
+        # One rank alone may have had none: then they are the parameters, as `restart` has set them.
+        mean.setdefault("start", self.local.flat.state().get("start", {}))
+        self.local.flat.load(mean)
+        for each in self._outer:
+            each.load(residuals)
+            each.load_common(states[0]["numbers"])
+        if self._quorum is not None:
+            self._quorum.load_numbers(states[0]["numbers"])
+
+    def numbers(self) -> dict[str, float]:
+        """See `Loop.numbers`: how the ranks are weighed, and their steps."""
+        samples = self.collection.samples
+        found = super().numbers() | ({"samples": samples} if samples else {})
+        return found if self._quorum is None else found | self._quorum.numbers()
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """See `Loop.load_numbers`."""
+        super().load_numbers(numbers)
+        self.collection.samples = numbers.get("samples", 0.0)

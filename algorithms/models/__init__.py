@@ -1,0 +1,1 @@
+"""What algorithms share that exchange parameters instead of gradients."""

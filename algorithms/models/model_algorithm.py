@@ -1,0 +1,341 @@
+"""Algorithms that exchange parameters instead of gradients."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from bagua_kernels.algorithms.algorithm import Algorithm, check_keys
+from bagua_kernels.algorithms.engine.member import EngineCounters
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.loop import Loop
+from bagua_kernels.algorithms.models.means import distance_from_mean, put_means, restored
+from bagua_kernels.algorithms.models.points import misfit
+from bagua_kernels.algorithms.models.states import averaged_states, load_states, module_state, put_module_state
+from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.equal import share_state
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
+from bagua_kernels.algorithms.wrapping.sending import Sending
+from bagua_kernels.comm import Communicator, open_mailbox
+
+BUCKET_BYTES = 10 << 20
+_STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
+
+
+class ModelOptions(TypedDict, total=False):
+    """Keyword arguments of `ModelAlgorithm`."""
+
+    communicator: Communicator | None
+    bucket_bytes: int
+    average_states: bool
+    scaler: torch.amp.GradScaler | None
+
+
+class ModelAlgorithm(Algorithm):
+    """Base of the algorithms that exchange parameters; each rank has its own parameters between exchanges.
+
+    Trainable parameters become views of flat buckets. Gradients, the optimizer's step and its state stay local. So do buffers in
+    training: the statistics of a batch norm belong to a rank's own parameters. `synchronize` averages them, and gives all ranks
+    rank 0's other buffers.
+
+    A subclass has `loop_for`, which makes what exchanges parameters around the steps of training.
+
+    Attributes:
+        local: this rank's model in training.
+        average_states: True if `synchronize` averages the optimizer's states, too.
+    """
+
+    # Ranks that mix with neighbours have no common mean of gradients that weights could change.
+    weighable = False
+    # An overflow of one rank changes the scale there alone.
+    may_differ = frozenset({"scaler"})
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        communicator: Communicator | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        average_states: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Wraps a module; collective over all ranks.
+
+        Args:
+            module: as for `Algorithm`. Move it before, and `fuse_optimizer` is not used with it: parameters move into buckets.
+            optimizer: whose steps change the parameters; its state is set to rank 0's.
+            communicator: as for `Algorithm`.
+            bucket_bytes: parameters are exchanged in buckets of about this size.
+            average_states: True if `synchronize` averages the optimizer's states, too.
+            scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. Its `step` then counts that step.
+                Its states may differ between ranks. Optimizers of this package need no scaler here.
+
+        Raises:
+            TypeError: there is no optimizer, or as for `Algorithm`.
+            ValueError: `bucket_bytes` is below 1, two parameters share memory, or as for `Algorithm`.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__} acts before and after the steps of an optimizer, got {optimizer!r}: make the optimizer "
+                "first, and pass it as the second argument"
+            )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
+        self.average_states = average_states
+        self._bucket_bytes = bucket_bytes
+        self.local = LocalModel(type(self).__name__, self.name, optimizer, scaler)
+        self._loop: Loop | None = None
+        self._alone: Any = None
+        super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
+
+    @property
+    def flat(self) -> FlatParameters:
+        """The parameters in buckets."""
+        return self.local.flat
+
+    def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
+        """See `Algorithm._misfit`."""
+        return misfit(self.local.optimizer, trained)
+
+    def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start`."""
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        kinds = {name: self.kind(name, parameter) for name, parameter in trained.items()}
+        flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment_of, kinds=kinds)
+        mailbox = open_mailbox(self._communicator, lasting=False)
+        self.local.open(flat, self._communicator, mailbox, self._untrained)
+        self._loop = loop = self.loop_for(self.local)
+        loop.restart()
+        # The hooks may outlive this wrapper.
+        weakref.finalize(self, self.local.listen(module, loop).close)
+        loop.begin()
+        self._setup_bytes = self._bytes_sent
+
+    def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Algorithm._start_alone`."""
+        found = weakref.ref(self.local)
+
+        def count(*_: Any) -> None:
+            if (local := found()) is not None:
+                local.steps += 1
+
+        # The optimizer may outlive this wrapper.
+        self._alone = self.local.optimizer.register_step_post_hook(count)
+        weakref.finalize(self, self._alone.remove)
+
+    @abc.abstractmethod
+    def loop_for(self, local: LocalModel) -> Loop:
+        """Returns what exchanges the parameters; called once, on several ranks; collective.
+
+        Args:
+            local: this rank's model, with its parameters in buckets.
+        """
+
+    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """Returns what the parameters of a bucket have in common beside their dtype."""
+
+    def alignment_of(self, kind: Any) -> int:
+        """Returns the alignment, in elements, of parameters of a kind."""
+        return 1
+
+    def wait(self) -> None:
+        """Waits for the exchanges under way, and puts their results in place."""
+        if self._loop is not None:
+            self._loop.wait()
+
+    def stats(self) -> Stats:
+        """See `Algorithm.stats`."""
+        found = super().stats()
+        return found if self._loop is None else self._loop.stats(found)
+
+    def residual_norm(self) -> float:
+        """See `Algorithm.residual_norm`."""
+        return 0.0 if self._loop is None else self._loop.residual_norm()
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Gives all ranks the exact mean of parameters and running statistics, and rank 0's other buffers; collective.
+
+        Running statistics are buffers of floating point named `running_mean` or `running_var`, as in batch norm. Optimizer
+        states stay local, unless `average_states` is True.
+        """
+        loop = self._in_place("synchronize()")
+        if loop is not None:
+            self._put_means(loop, "synchronize()")
+            if self.average_states:
+                optimizer = self.local.optimizer
+                with self._communicator.within("synchronize()"):
+                    put_state(optimizer, averaged_states(optimizer.state_dict(), self._communicator))
+            loop.restart()
+            self.local.written = self.local.own = False
+            self.local.mark()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module has the mean parameters within the block, and this rank's own afterwards; collective at its beginning.
+
+        Its buffers are those that `synchronize` would leave. In the block, evaluate in `eval` mode or under `torch.no_grad()`.
+        """
+        loop, own = self._in_place("averaged()"), self.local.own
+        with restored(self.module, self.flat):
+            if loop is not None:
+                self._put_means(loop, "averaged()")
+            self.local.own = False
+            try:
+                yield
+            finally:
+                self.local.own = own
+
+    @torch.no_grad()
+    def consensus(self) -> float:
+        """Returns the root mean square distance of the ranks' parameters from their mean; collective.
+
+        That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
+        """
+        loop = self._in_place("consensus()")
+        with self._communicator.within("consensus()"):
+            return 0.0 if loop is None else distance_from_mean(self.flat, self._communicator)
+
+    def _put_means(self, loop: Loop, call: str) -> None:
+        """Puts the means of ranks into parameters and buffers, for a call of all ranks."""
+        # Around a ring each rank sends, and gets, all of it but a share, twice.
+        times = 4 * (self._communicator.size - 1) / self._communicator.size
+        nbytes = times * sum(4 * each.flat.numel() for each in self.flat.buckets)
+        with self._communicator.within(call), Sending("the mean model", nbytes, self._communicator):
+            put_means(self.module, self.flat, loop.mean_source, loop.mean_of_ranks, loop.give_first)
+
+    def _in_place(self, call: str) -> Loop | None:
+        """Puts what is under way in place; returns None for one rank alone.
+
+        Raises:
+            RuntimeError: it was closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} was closed: call {call} before")
+        if self._loop is not None:
+            self._loop.arrive(call)
+        return self._loop
+
+    def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
+        """As `Algorithm.switch_to`, after `synchronize`; the states of the optimizer and of `scaler` become rank 0's."""
+        self.synchronize()
+        loop = self._loop
+        if loop is not None:
+            # With gradients that are equal on all ranks, other states would let replicas drift apart.
+            with self._communicator.within("switch_to()"):
+                share_state(self.local.optimizer, self._communicator)
+                self._share_scale()
+            self.local.stop_listening()
+        try:
+            return super().switch_to(algorithm, **arguments)
+        except Exception:
+            if loop is not None and not self._closed:
+                # The other one may have taken them before it was refused.
+                self.flat.take_back()
+                self.local.mark()
+                weakref.finalize(self, self.local.listen(self.module, loop).close)
+            raise
+
+    def _share_scale(self) -> None:
+        """Gives all ranks the scale of rank 0's losses: gradients of other scales have no mean."""
+        scaler = self.local.scaler
+        if scaler is not None:
+            state = self._communicator.broadcast_object(scaler.state_dict())
+            if state:
+                scaler.load_state_dict(state)
+
+    def _hand_over(self) -> None:
+        """See `Algorithm._hand_over`; nothing is under way, and the parameters may lie in the other one's memory."""
+        Algorithm.close(self)
+        self.flat.move_out(for_ever=True)
+
+    def close(self) -> None:
+        """See `Algorithm.close`; takes part in what other ranks do until all have come here."""
+        if not self._closed and self._loop is not None and self.local.failure is None:
+            self._loop.finish()
+        super().close()
+        self.flat.move_out(for_ever=True)
+
+    def unflatten(self) -> None:
+        """See `Algorithm.unflatten`."""
+        self.flat.move_out()
+
+    def _stop(self) -> None:
+        """See `Algorithm._stop`."""
+        if self._alone is not None:
+            self._alone.remove()
+        self.local.close()
+        if self.local.failure is not None:
+            # Other ranks may not come to a farewell.
+            for each in self._communicators():
+                each.abort(f"an exchange failed: {self.local.failure}")
+        if self._loop is not None:
+            self._loop.stop()
+
+    def _communicators(self) -> list[Communicator]:
+        """See `Algorithm._communicators`."""
+        return [*super()._communicators(), *self.local.opened]
+
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(self.local.steps, self.local.wait_seconds, self.local.exchange_seconds)
+
+    def _take_steps(self, steps: int) -> None:
+        super()._take_steps(steps)
+        self.local.steps = steps
+        if self._loop is not None:
+            self._loop.take_steps(steps)
+
+    @property
+    def _bytes_sent(self) -> int:
+        return super()._bytes_sent + self.local.bytes_sent
+
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.algorithm_state_dict`; exchanges under way are put in place first.
+
+        Returns:
+            `steps`. This rank's `parameters` and `buffers` by name, and the state of its `optimizer`. In `vectors`, for each key
+            a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
+        """
+        loop, local = self._in_place("algorithm_state_dict()"), self.local
+        if loop is not None and not local.in_step and local.has_written():
+            local.written = not loop.is_part_of_step()
+        if local.written and not local.in_step:
+            local.accept_written()
+        return {
+            "steps": self.stats().steps,
+            **module_state(self.module),
+            "optimizer": copy.deepcopy(local.optimizer.state_dict()),
+            "vectors": {} if loop is None else loop.vectors(),
+            "numbers": {} if loop is None else loop.numbers(),
+        }
+
+    def load_algorithm_state_dict(self, state: Any) -> None:
+        """See `Algorithm.load_algorithm_state_dict`; another number of ranks begins with the means of the earlier ones."""
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_keys(type(self).__name__, states, _STATE)
+        self._load(states)
+
+    @torch.no_grad()
+    def _load(self, states: list[Mapping[str, Any]]) -> None:
+        """See `Algorithm._load`."""
+        loop, local = self._in_place("load_algorithm_state_dict()"), self.local
+        put_module_state(self.module, states)
+        put_state(local.optimizer, load_states([one["optimizer"] for one in states]))
+        self._take_steps(int(states[0]["steps"]))
+        if loop is not None:
+            loop.restart()
+            loop.load_vectors(states)
+            if len(states) == 1:
+                loop.load_numbers(states[0]["numbers"])
+            local.written = False
+            # The means of several states are the same on all ranks.
+            local.own = len(states) == 1
+            local.mark()

@@ -1,0 +1,54 @@
+"""Which steps of training have a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Plan:
+    """One round in a number of steps, maybe after a first phase with one for each step."""
+
+    def __init__(self, interval: int, first_phase: int = 0) -> None:
+        """Begins before the first step.
+
+        Args:
+            interval: the number of steps for which there is one round.
+            first_phase: the number of steps, from the first one on, that have a round each.
+        """
+        self._interval, self._first_phase = interval, first_phase
+
+    def round_at(self, step: int) -> int | None:
+        """Returns the number of the round that belongs to a step; None if there is none.
+
+        Args:
+            step: number of the optimizer's step, from 0.
+        """
+        if step < self._first_phase:
+            return step
+        rounds, rest = divmod(step - self._first_phase + 1, self._interval)
+        return None if rest else self._first_phase + rounds - 1
+
+    def before(self, steps: int) -> int:
+        """Returns the number of rounds that have begun after a number of steps."""
+        found = (self.round_at(step) for step in range(steps - 1, -1, -1))
+        return next((number + 1 for number in found if number is not None), 0)
+
+    def begins(self) -> None:
+        """Called before the exchanges of a round begin."""
+
+    def begun(self, waited: float) -> None:
+        """Called when they have begun.
+
+        Args:
+            waited: seconds for which training has waited for exchanges so far.
+        """
+
+    def restart(self, steps: int) -> None:
+        """Goes on with a number of steps."""
+
+    def numbers(self) -> dict[str, float]:
+        """Returns what a checkpoint contains of it."""
+        return {}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Restores what `numbers` returned."""
