@@ -11,10 +11,10 @@ from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
 from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.moments import FIRST, SECOND, average_moments
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
-from bagua_kernels.algorithms.local_steps.quorum import Quorum, QuorumMeeting
+from bagua_kernels.algorithms.local_steps.quorum import Quorum, QuorumCatchUp
+from bagua_kernels.algorithms.models.catch_up import CatchUp
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.loop import Loop
-from bagua_kernels.algorithms.models.meeting import Meeting
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.points import is_left_out
 from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
@@ -67,9 +67,9 @@ class OuterRounds(Rounds):
         self._quorum = collection if isinstance(collection, Quorum) else None
         super().__init__(local, rounds, plan, options)
 
-    def make_meeting(self) -> Meeting:
-        """See `Rounds.make_meeting`."""
-        return super().make_meeting() if self._quorum is None else QuorumMeeting(self, self._quorum)
+    def make_catch_up(self) -> CatchUp:
+        """See `Rounds.make_catch_up`."""
+        return super().make_catch_up() if self._quorum is None else QuorumCatchUp(self, self._quorum)
 
     def under_way_parts(self) -> Iterable[OuterRound]:
         """Returns the rounds of the buckets whose exchanges are under way."""

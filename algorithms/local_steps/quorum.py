@@ -12,8 +12,8 @@ import torch
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.algorithms.local_steps.quorum_merges import Means, QuorumMerges
+from bagua_kernels.algorithms.models.catch_up import CatchUp, Participant
 from bagua_kernels.algorithms.models.local_model import LocalModel
-from bagua_kernels.algorithms.models.meeting import Meeting, Participant
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.mailbox.group_mean import group_mean
@@ -134,7 +134,7 @@ class QuorumParticipant(Participant, Protocol):
     def under_way_parts(self) -> Iterable[OuterRound]: ...  # noqa: D102
 
 
-class QuorumMeeting(Meeting):
+class QuorumCatchUp(CatchUp):
     """Waits at calls until all ranks that are left have come there, and have the same outer parameters."""
 
     def __init__(self, rounds: QuorumParticipant, quorum: Quorum) -> None:
@@ -152,18 +152,18 @@ class QuorumMeeting(Meeting):
         self._means = 0
 
     def begin(self) -> None:
-        """See `Meeting.begin`."""
+        """See `CatchUp.begin`."""
         self._quorum.merges.courier.start()
 
     def wait_for_round(self) -> None:
-        """See `Meeting.wait_for_round`."""
+        """See `CatchUp.wait_for_round`."""
         begin = time.perf_counter()
         with self._local.failing():
             self._quorum.wait_for({part.kind.part for part in self._participant.under_way_parts()})
         self._local.wait_seconds += time.perf_counter() - begin
 
     def arrived(self, call: str) -> None:
-        """See `Meeting.arrived`.
+        """See `CatchUp.arrived`.
 
         Raises:
             RankLostError: the call needs all ranks, and some are lost.
@@ -180,18 +180,18 @@ class QuorumMeeting(Meeting):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """See `Meeting.join`; ranks may have different numbers of batches anyway."""
+        """See `CatchUp.join`; ranks may have different numbers of batches anyway."""
         yield
 
     def finish(self) -> None:
-        """See `Meeting.finish`."""
+        """See `CatchUp.finish`."""
         self._participant.arrive("close()")
         if len(self._left) < self._local.mailbox.size:
             for each in (self._local.communicator, *self._local.opened):
                 each.abort("other ranks were lost")  # which do not come to a farewell
 
     def mean_of_ranks(self, vector: torch.Tensor) -> bool:
-        """See `Meeting.mean_of_ranks`."""
+        """See `CatchUp.mean_of_ranks`."""
         if len(self._left) == self._local.mailbox.size:
             return False
         # Communicators of all ranks have failed.
@@ -200,7 +200,7 @@ class QuorumMeeting(Meeting):
         return True
 
     def give_first(self, data: torch.Tensor) -> bool:
-        """See `Meeting.give_first`."""
+        """See `CatchUp.give_first`."""
         if len(self._left) == self._local.mailbox.size:
             return False
         # Only means are at hand. Those of bytes and zeros, times the number of ranks, are whole numbers again but for rounding.
@@ -211,5 +211,5 @@ class QuorumMeeting(Meeting):
         return True
 
     def close(self) -> None:
-        """See `Meeting.close`."""
+        """See `CatchUp.close`."""
         self._quorum.merges.courier.end(f"{self._local.title} was closed")

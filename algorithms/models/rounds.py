@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
+from bagua_kernels.algorithms.models.catch_up import CatchUp
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.loop import READS, Loop, Vectors
-from bagua_kernels.algorithms.models.meeting import Meeting
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.round import Round, When
 from bagua_kernels.algorithms.stats import Stats
@@ -57,7 +57,7 @@ class Rounds(Loop):
     Attributes:
         all: a round for each bucket.
         plan: which steps have a round.
-        meeting: where ranks come together that may have taken different numbers of steps.
+        catch_up: where ranks come together that may have taken different numbers of steps.
         options: how rounds take place.
         begun: the number of rounds that have begun since the module was wrapped.
         known: the number of the last round that began, plus 1.
@@ -91,16 +91,16 @@ class Rounds(Loop):
         self._decay: float | None = None
         self._begun_at = -1  # the number of steps with which a round began before its step
         self._until = 0  # the number of steps with which what is under way is due
-        self.meeting = self.make_meeting()
+        self.catch_up = self.make_catch_up()
 
-    def make_meeting(self) -> Meeting:
+    def make_catch_up(self) -> CatchUp:
         """Returns where ranks come together."""
-        return Meeting(self, self.options.compares_writes)
+        return CatchUp(self, self.options.compares_writes)
 
     def begin(self) -> None:
         """See `Loop.begin`."""
         self._runtime = Runtime(self.local.communicator.device, _IN_FLIGHT, 1)
-        self.meeting.begin()
+        self.catch_up.begin()
 
     @property
     def when(self) -> When:
@@ -173,13 +173,13 @@ class Rounds(Loop):
         assert self._runtime is not None
         local.flat.check()
         local.check_frozen()
-        self.meeting.check_written()
+        self.catch_up.check_written()
         self.plan.begins()
         self.number, self._until, self.under_way = number, local.steps + 1 + self.options.delay, True
         self._begun_at, self.known = local.steps, number + 1
         self.begun += 1
         if self.tells:
-            self.meeting.tell()
+            self.catch_up.tell()
         with local.failing(), torch.no_grad():
             for part in self.parts(number):
                 steps = part.run(number)
@@ -194,7 +194,7 @@ class Rounds(Loop):
             return
         local, number = self.local, self.number
         local.check_failure()
-        self.meeting.wait_for_round()
+        self.catch_up.wait_for_round()
         # What was written meanwhile is not to be lost.
         written = not local.at_point and local.has_to_keep()
         values = local.flat.copies() if written else []
@@ -236,13 +236,13 @@ class Rounds(Loop):
         if not task.done.wait(_PATIENCE):
             # A rank that is at a call already, with fewer steps, hears of the round in no other way.
             if not self.local.is_through:
-                self.meeting.tell()
+                self.catch_up.tell()
             task.done.wait()
         self.local.wait_seconds += time.perf_counter() - begin
 
     def arrive(self, call: str) -> None:
         """See `Loop.arrive`; takes part in the rounds of ranks that have taken more steps."""
-        self.meeting.arrive(call)
+        self.catch_up.arrive(call)
         reads = call in READS or (self.when is When.BESIDE_STEP and call == "algorithm_state_dict()")
         if self.local.in_step and reads:
             # What only reads changes no parameters between a forward and its backward pass.
@@ -251,14 +251,14 @@ class Rounds(Loop):
             self.wait()
         # The callers read and write buckets.
         self.local.flat.check()
-        self.meeting.arrived(call)
+        self.catch_up.arrived(call)
         for each in self.all:
             each.arrived(call)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """See `RoundAlgorithm.join`."""
-        with self.meeting.join():
+        with self.catch_up.join():
             yield
 
     def end_join(self) -> None:
@@ -266,12 +266,12 @@ class Rounds(Loop):
         # A round that began and has no step yet belongs to the step that is left out here.
         if self.when is When.BESIDE_STEP and self.under_way:
             self.skip_step()
-        self.meeting.arrive("the end of join()", equal_steps=True)
+        self.catch_up.arrive("the end of join()", equal_steps=True)
         self.wait()
 
     def finish(self) -> None:
         """See `Loop.finish`; takes part in the rounds of ranks that have taken more steps."""
-        self.meeting.finish()
+        self.catch_up.finish()
         self.wait()
 
     def restart(self) -> None:
@@ -284,16 +284,16 @@ class Rounds(Loop):
         super().take_written(values)
         for each in self.all:
             each.follow()
-        self.meeting.tell_written()
+        self.catch_up.tell_written()
 
     def mean_of_ranks(self, vector: torch.Tensor) -> None:
         """See `Loop.mean_of_ranks`."""
-        if not self.meeting.mean_of_ranks(vector):
+        if not self.catch_up.mean_of_ranks(vector):
             super().mean_of_ranks(vector)
 
     def give_first(self, data: torch.Tensor) -> None:
         """See `Loop.give_first`."""
-        if not self.meeting.give_first(data):
+        if not self.catch_up.give_first(data):
             super().give_first(data)
 
     def take_steps(self, steps: int) -> None:
@@ -353,7 +353,7 @@ class Rounds(Loop):
         """See `Loop.stop`."""
         if self._runtime is not None:
             self._runtime.close()
-        self.meeting.close()
+        self.catch_up.close()
 
 
 def _rest(first: Work | None, steps: Iterator[Work]) -> Iterator[Work]:

@@ -18,12 +18,12 @@ from bagua_kernels.algorithms import (
     OuterLoop,
     RoundAlgorithm,
     SparseLoCo,
-    model_algorithm,
     names,
 )
 from bagua_kernels.algorithms.asynchronous.courier_algorithm import CourierAlgorithm
 from bagua_kernels.algorithms.gossip.differences import Differences
 from bagua_kernels.algorithms.gossip.mixing import topology_of
+from bagua_kernels.algorithms.models import model_algorithm
 from bagua_kernels.algorithms.models.round import When
 from bagua_kernels.comm import Communicator, run_ranks, topology
 from tests.comm.mailbox.common import over_sockets

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import ByteGrad, Choco, Decentralized, GradientAllReduce, LocalSGD
-from bagua_kernels.algorithms.local_steps.quorum import QuorumMeeting
+from bagua_kernels.algorithms.local_steps.quorum import QuorumCatchUp
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms import parts
 from tests.algorithms.ranks import batch, fill
@@ -175,8 +175,8 @@ def test_those_that_are_left_of_a_quorum() -> None:
         values = torch.tensor([0, 1, 127, 128, 255, communicator.rank], dtype=torch.uint8)
         if communicator.rank:
             rounds = parts.outer_rounds(model)
-            assert isinstance(rounds.meeting, QuorumMeeting)
-            rounds.meeting._left = [1, 2]
+            assert isinstance(rounds.catch_up, QuorumCatchUp)
+            rounds.catch_up._left = [1, 2]
             rounds.give_first(values)
             assert values.tolist() == [0, 1, 127, 128, 255, 1]
         communicator.all_gather_object(None)

@@ -27,7 +27,7 @@ class Participant(Protocol):
     def end_join(self) -> None: ...  # noqa: D102
 
 
-class Meeting:
+class CatchUp:
     """Lets ranks that have fewer rounds take part in those of others, until all have come to a call.
 
     1. A rank announces to all others that it has come to a call, with the rounds that it has begun.
