@@ -14,7 +14,7 @@ from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.algorithms.local_steps.quorum import Quorum, QuorumCatchUp
 from bagua_kernels.algorithms.models.catch_up import CatchUp
 from bagua_kernels.algorithms.models.local_model import LocalModel
-from bagua_kernels.algorithms.models.loop import Loop
+from bagua_kernels.algorithms.models.loop import READS, Loop
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.points import is_left_out
 from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
@@ -76,7 +76,7 @@ class OuterRounds(Rounds):
         return [each for each in self._outer if each.takes_part(self.number)]
 
     def at_step_end(self) -> None:
-        """See `Loop.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package is none."""
+        """See `Loop.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package does not count."""
         if not is_left_out(self.local.optimizer):
             super().at_step_end()
 
@@ -89,13 +89,25 @@ class OuterRounds(Rounds):
 
     def wait(self) -> None:
         """See `Loop.wait`; averages moments when that is due."""
-        was_under_way, moments = self.under_way, self._moments
+        due = self._moments_due() if self.under_way else []
         super().wait()
-        if was_under_way and moments is not None:
-            lap, rest = divmod(self.number + 1, moments.fragments)
-            for every, names in zip(moments.every, (FIRST, SECOND), strict=True):
-                if rest == 0 and lap % every == 0:
-                    average_moments(self.local.optimizer, names, moments.communicator)
+        for names in due:
+            assert self._moments is not None
+            average_moments(self.local.optimizer, names, self._moments.communicator)
+
+    def _moments_due(self) -> list[tuple[str, ...]]:
+        """Returns the names of the moments that are averaged when the round that began last is put in place."""
+        if self._moments is None:
+            return []
+        lap, rest = divmod(self.number + 1, self._moments.fragments)
+        kinds = zip(self._moments.every, (FIRST, SECOND), strict=True)
+        return [names for every, names in kinds if rest == 0 and lap % every == 0]
+
+    def settle(self, call: str) -> None:
+        """See `Rounds.settle`; others average their moments with this rank's when they put the round in place."""
+        reads = self.local.in_step and call in READS
+        if self.under_way and not reads and self._moments_due():
+            self.wait()
 
     def take_written(self, values: list[Any]) -> None:
         """See `Loop.take_written`.

@@ -25,7 +25,7 @@ from bagua_kernels.comm import Work
 from bagua_kernels.errors import CollectiveTimeoutError, follow_up
 
 _IN_FLIGHT = 2
-_PATIENCE = 1.0  # seconds of waiting for a round after which others are told of it
+_PATIENCE = 1.0  # seconds of waiting for a round after which others get a letter about it
 _CURE = "where a rank leaves out a step, pass scaler= or call skip_step(); with fewer batches, train within join()"
 
 
@@ -260,6 +260,9 @@ class Rounds(Loop):
         """See `RoundAlgorithm.join`."""
         with self.catch_up.join():
             yield
+
+    def settle(self, call: str) -> None:
+        """Called before this rank waits for others at a call: does what they expect of it before they can come there."""
 
     def end_join(self) -> None:
         """Takes part in the rounds of ranks that have more batches, without steps of its own."""

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bagua_kernels.algorithms import Algorithm, CompressedAllReduce, Guard, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
+from tests.algorithms.exact_training import Sums, stored, uniform
 from tests.grids import grid
 
 FOLDER = Path(__file__).parent / "states"
@@ -37,26 +36,11 @@ SPECS = {
     GUARDED: "",
 }
 BEFORE, AFTER = 3, 3
-
-
-class Sums(nn.Module):
-    """The sum of its parameters' products with inputs, so that gradients are the inputs, exact on every processor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(9, 7), (9,), (13, 9), (300,), ()]
-        self.weights = nn.ParameterList(nn.Parameter(uniform(shape, i)) for i, shape in enumerate(shapes))
-
-    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(w * x).sum() for w, x in zip(self.weights, inputs, strict=True)]).sum()
-
-
-def uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+SHAPES = [(9, 7), (9,), (13, 9), (300,), ()]
 
 
 def wrap(name: str, communicator: Communicator) -> tuple[Algorithm, torch.optim.Optimizer]:
-    module, options = Sums(), {"communicator": communicator, "bucket_bytes": 700}
+    module, options = Sums(SHAPES), {"communicator": communicator, "bucket_bytes": 700}
     if name == GUARDED:
         guard = Guard(every=1, bound=0.5, action="widen")
         algorithm: Algorithm = CompressedAllReduce(
@@ -86,18 +70,11 @@ def written(communicator: Communicator, name: str) -> dict[str, Any]:
     train(algorithm, optimizer, communicator.rank, 0, BEFORE)
     state = algorithm.algorithm_state_dict()
     found = {"algorithm": state, "optimizer": optimizer.state_dict(), "parameters": parameters(algorithm)}
-    found = torch.load(_saved(found), weights_only=True)  # training changes what it refers to
+    found = stored(found)  # training changes what it refers to
     train(algorithm, optimizer, communicator.rank, BEFORE, BEFORE + AFTER)
     found["expected"] = parameters(algorithm)
     algorithm.close()
     return found
-
-
-def _saved(of: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(of, file)
-    file.seek(0)
-    return file
 
 
 def resumed(communicator: Communicator, name: str, saved: list[dict[str, Any]]) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from bagua_kernels.algorithms import from_spec
 from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.topology import OnePeerExponential
+from tests.algorithms import parts
 from tests.algorithms.gossip.common import ALL, CASES, Case, Task, flat
 from tests.algorithms.ranks import Odd, batch
 from tests.grids import grid
@@ -199,3 +201,34 @@ def test_tasks_repeat() -> None:
     """What tests compare with depends on nothing but rank and step."""
     assert (Task(5).b(1, 2) == Task(5).b(1, 2)).all()
     assert (Task(5).b(1, 2) != Task(5).b(2, 1)).any()
+
+
+@pytest.mark.parametrize("spec", ["choco:eta=0.5", "lowprec", "d2", "diloco"])
+def test_a_state_of_one_rank_alone_begins_anew_on_several(spec: str) -> None:
+    """It has no vectors beside the parameters, of which zeros would be the differences to nothing."""
+
+    def alone(communicator: Communicator) -> dict[str, Any]:
+        module = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        options = {"outer_lr": 1.0, "outer_momentum": 0.0} if spec == "diloco" else {}
+        with from_spec(spec, module, optimizer, communicator=communicator, **options) as model:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            return model.algorithm_state_dict()
+
+    (state,) = run_ranks(1, alone)
+
+    def rank(communicator: Communicator) -> None:
+        module = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with from_spec(spec, module, optimizer, communicator=communicator) as model:
+            model.load_algorithm_state_dict(copy.deepcopy(state))
+            assert torch.equal(module.weight, state["parameters"]["weight"])
+            found = copy.deepcopy(parts.vectors(model))
+            parts.loop(model).restart()
+            expected = parts.vectors(model)
+            assert found.keys() == expected.keys()
+            for key, named in expected.items():
+                assert all(torch.equal(found[key][name], value) for name, value in named.items()), key
+
+    run_ranks(2, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -69,6 +70,30 @@ def test_moments_are_equal_when_they_have_been_averaged(name: str) -> None:
                 for a, b in zip(everyone[0][step][key], seen[step][key], strict=True)
             )
             assert equal == (round_ends and number % every == 0), (step, key)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("call", ["join", "synchronize", "close"])
+def test_a_rank_that_is_through_at_the_end_of_a_round_averages_moments_with_the_others(call: str, delay: int) -> None:
+    """They wait for that before their next pass, while it waits for them at a call."""
+
+    def rank(communicator: Communicator) -> torch.Tensor:
+        module = nn.Linear(7, 3)
+        fill(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.5)
+        options: dict[str, Any] = {"interval": 4, "sync_state": (1, 1), "delay": delay}
+        with LocalSGD(module, optimizer, communicator=communicator, **options) as model:
+            with model.join() if call == "join" else contextlib.nullcontext():
+                for step in range(16 if communicator.rank == 0 else 8):
+                    optimizer.zero_grad()
+                    model(batch(communicator.rank, step)).square().mean().backward()
+                    optimizer.step()
+            if call == "synchronize":
+                model.synchronize()
+        return module.weight.detach().clone()
+
+    first, second = run_ranks(2, rank)
+    assert call != "synchronize" or torch.equal(first, second)
 
 
 def test_a_mean_is_that_of_the_ranks() -> None:
