@@ -51,6 +51,9 @@ class Algorithm(WrappedModule, abc.ABC):
         registered: all algorithms that `from_spec` knows, by name.
         may_differ: names of this class's own constructor arguments that need not be equal on all ranks. Those of its bases
             count too.
+        communicator: its own, of the ranks that train together.
+        frozen: the parameters that were frozen when the module was wrapped, with their names.
+        acts_alone: True if it changes the training of one rank alone, too.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
         average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
     """
@@ -58,6 +61,7 @@ class Algorithm(WrappedModule, abc.ABC):
     name: ClassVar[str]
     registered: ClassVar[dict[str, type[Algorithm]]] = {}
     may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
+    acts_alone = False
     _claim: Claim | None = None
     _closed = False
 
@@ -106,15 +110,15 @@ class Algorithm(WrappedModule, abc.ABC):
         self.broadcast_buffers = broadcast_buffers or bool(self._averaged_buffers)
         self.average_buffers = average_buffers
         self._steps_alone = 0
-        self._untrained: list[tuple[str, torch.nn.Parameter]] = []
+        self.frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
-        self._communicator = self._world.duplicate()
-        self._communicator.call = f"the constructor of {type(self).__name__}"
+        self.communicator = self._world.duplicate()
+        self.communicator.call = f"the constructor of {type(self).__name__}"
         self._setup_bytes = 0
         options: Recorded = self.__dict__.pop("_options")
         try:
-            if self._communicator.size > 1 or self.acts_alone:
-                if self._communicator.rank == 0:
+            if self.communicator.size > 1 or self.acts_alone:
+                if self.communicator.rank == 0:
                     self._warn(optimizer)
                 self._agree(module, optimizer, options)
                 self._start(module, optimizer)
@@ -122,18 +126,13 @@ class Algorithm(WrappedModule, abc.ABC):
                 raise ValueError(problem)
             else:
                 self._start_alone(module, optimizer)
-            self._communicator.call = TRAINING
+            self.communicator.call = TRAINING
         except BaseException as error:
             try:
                 self._give_up(error)
             except Exception as second:
                 error.add_note(f"What it had opened could not be closed: {type(second).__name__}: {second}")
             raise
-
-    @property
-    def acts_alone(self) -> bool:
-        """True if it changes the training of one rank alone, too."""
-        return False
 
     def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns, on one rank, of what does not go together."""
@@ -146,11 +145,11 @@ class Algorithm(WrappedModule, abc.ABC):
         """Compares this rank with the others, and makes replicas equal."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         problem = exchanging(module, Algorithm) or taken(trained) or self._misfit(trained)
-        check_replicas(module, self._communicator, type(self), options, _may_differ(type(self)), problem)
-        self._untrained = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        make_equal([*module.parameters(), *module.buffers()], self._communicator)
+        check_replicas(module, self.communicator, type(self), options, _may_differ(type(self)), problem)
+        self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        make_equal([*module.parameters(), *module.buffers()], self.communicator)
         if optimizer is not None:
-            share_state(optimizer, self._communicator)
+            share_state(optimizer, self.communicator)
         self._setup_bytes = self._bytes_sent
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)
@@ -182,7 +181,7 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _communicators(self) -> list[Communicator]:
         """All that are open, each once."""
-        return [self._communicator]
+        return [self.communicator]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module.
@@ -200,9 +199,9 @@ class Algorithm(WrappedModule, abc.ABC):
     def _synchronize_buffers(self, source: int = 0, average: bool = True) -> None:
         """Gives all ranks the buffers of rank `source`, or where that is asked for their means."""
         if self._averaged_buffers and average:
-            self._buffers_of_ranks.average(self._communicator, self._averaged_buffers)
+            self._buffers_of_ranks.average(self.communicator, self._averaged_buffers)
         elif self.broadcast_buffers:
-            self._buffers_of_ranks.synchronize(self._communicator, source)
+            self._buffers_of_ranks.synchronize(self.communicator, source)
 
     def switch_to(self, algorithm: type[Algorithm], **arguments: Any) -> Algorithm:
         """Ends this algorithm and goes on with another on the same module and ranks; collective.
@@ -341,7 +340,7 @@ class Algorithm(WrappedModule, abc.ABC):
             ValueError: a state has other keys, or a vector another shape.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        if self._communicator.size > 1 or self.acts_alone:
+        if self.communicator.size > 1 or self.acts_alone:
             self._load(states)
             return
         self._take_steps(int(states[0]["steps"]))

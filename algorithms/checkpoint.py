@@ -86,7 +86,7 @@ def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
 
 def _ranks(algorithm: Algorithm) -> Communicator:
     # That of an algorithm which was closed is closed, too.
-    own = algorithm._communicator
+    own = algorithm.communicator
     return algorithm._world if own.is_ended() else own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -20,8 +20,8 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 
 
-class CodecOptions(GradientOptions, total=False):
-    """Keyword arguments of all algorithms with codecs."""
+class EncodingOptions(TypedDict, total=False):
+    """Keyword arguments by which all algorithms with codecs encode gradients."""
 
     error_feedback: bool | None
     owner_feedback: bool | None
@@ -31,6 +31,10 @@ class CodecOptions(GradientOptions, total=False):
     seed: int
     guard: Guard | None
     only_if_faster: bool
+
+
+class CodecOptions(EncodingOptions, GradientOptions, total=False):
+    """Keyword arguments of all algorithms with codecs."""
 
 
 class ScaledOptions(CodecOptions, total=False):
@@ -47,7 +51,7 @@ class CompressionOptions(ScaledOptions, total=False):
 
 # For codecs of few bits, or few elements. They would starve small tensors: the largest elements of a bucket are seldom in a
 # bias. Also, a scale costs as much for a short block as for a full one.
-LARGE_MATRICES: CodecOptions = {"exact": "1d", "min_numel": 512}
+LARGE_MATRICES: EncodingOptions = {"exact": "1d", "min_numel": 512}
 
 
 @register

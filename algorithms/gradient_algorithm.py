@@ -35,17 +35,28 @@ BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
-class PassOptions(Options, total=False):
-    """Keyword arguments of `GradientAlgorithm` but for the size of buckets."""
+class LaneOptions(Options, total=False):
+    """Keyword arguments of `GradientAlgorithm` but for the size of buckets and `apply_in_backward`."""
 
     lanes: int | None
+
+
+class PassOptions(LaneOptions, total=False):
+    """Keyword arguments of `GradientAlgorithm` but for the size of buckets."""
+
     apply_in_backward: bool
 
 
-class GradientOptions(PassOptions, total=False):
-    """Keyword arguments of `GradientAlgorithm`."""
+class SizeOptions(LaneOptions, total=False):
+    """Keyword arguments of `GradientAlgorithm` but for `apply_in_backward`."""
 
     bucket_bytes: int
+
+
+class GradientOptions(SizeOptions, total=False):
+    """Keyword arguments of `GradientAlgorithm`."""
+
+    apply_in_backward: bool
 
 
 class GradientAlgorithm(Algorithm):
@@ -165,9 +176,9 @@ class GradientAlgorithm(Algorithm):
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
         options = EngineOptions(buckets, self.lanes, steps, self.scaler, self.name, type(self).__name__)
-        self._all_communicators = [self._communicator]
+        self._all_communicators = [self.communicator]
         self._engine = Engine(
-            members, self.exchange_for, self._communicator, self._duplicate, self.policy, options, self.listener
+            members, self.exchange_for, self.communicator, self._duplicate, self.policy, options, self.listener
         )
 
     def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -177,7 +188,7 @@ class GradientAlgorithm(Algorithm):
 
     def _duplicate(self) -> Communicator:
         # Noted at once: what is closed after an error includes it.
-        self._all_communicators.append(made := self._world.duplicate())
+        self._all_communicators.append(made := self.communicator.duplicate())
         made.call = TRAINING
         return made
 
@@ -191,7 +202,7 @@ class GradientAlgorithm(Algorithm):
 
     def _communicators(self) -> list[Communicator]:
         """See `Algorithm._communicators`."""
-        return self._all_communicators or [self._communicator]
+        return self._all_communicators or [self.communicator]
 
     def _before_forward(self) -> None:
         """See `Algorithm._before_forward`."""
@@ -199,7 +210,7 @@ class GradientAlgorithm(Algorithm):
             return
         self._engine.check_idle()
         if self._engine.enabled and self.training:
-            check_frozen(self._untrained)
+            check_frozen(self.frozen)
             source = 0
             if self._joining:
                 source = self._announced if self._announced is not None else self._announce(1.0)
@@ -231,7 +242,7 @@ class GradientAlgorithm(Algorithm):
         self._joining, self._announced = True, None
         try:
             yield
-            with self._communicator.within("join()"):
+            with self.communicator.within("join()"):
                 self._take_part(optimizer)
         finally:
             self._joining = False
@@ -245,17 +256,17 @@ class GradientAlgorithm(Algorithm):
                 self._synchronize_buffers(source, average=False)
             self._engine.take_part()
         if self._engine is not None:
-            last = max(self._communicator.all_gather_object(last))
-            make_equal([*self.module.parameters(), *self.module.buffers()], self._communicator, last)
+            last = max(self.communicator.all_gather_object(last))
+            make_equal([*self.module.parameters(), *self.module.buffers()], self.communicator, last)
             if optimizer is not None:
-                share_state(optimizer, self._communicator, last)
+                share_state(optimizer, self.communicator, last)
 
     def _announce(self, weight: float) -> int:
         """Gathers the weights of all ranks; returns the first rank that has one, or -1 if none has."""
         assert self._engine is not None
         self._engine.check_idle()
-        weights = torch.empty(self._communicator.size, dtype=torch.float64, device=self._communicator.device)
-        self._communicator.all_gather(weights, weights.new_tensor([weight])).wait()
+        weights = torch.empty(self.communicator.size, dtype=torch.float64, device=self.communicator.device)
+        self.communicator.all_gather(weights, weights.new_tensor([weight])).wait()
         # waits: where ranks join with unequal data, once for each of their passes.
         given = weights.tolist()
         check_weights(given)

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.algorithms.adam.frozen_adam import Correction, FrozenAdam
-from bagua_kernels.algorithms.compressed_all_reduce import CodecOptions, CompressedAllReduce
+from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, EncodingOptions
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.momentum import Momenta, MomentumExchange
+from bagua_kernels.algorithms.gradient_algorithm import SizeOptions
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 from bagua_kernels.options import FloatOrInf
 
 
-class MomentumOptions(CodecOptions, total=False):
+class WholeStepOptions(EncodingOptions, SizeOptions, total=False):
+    """Keyword arguments of algorithms with codecs, where all of the optimizer's step is after backward."""
+
+
+class MomentumOptions(WholeStepOptions, total=False):
     """Keyword arguments of `MomentumAllReduce` beside its codec and when it freezes."""
 
     params: Any
@@ -82,7 +87,7 @@ class MomentumAllReduce(CompressedAllReduce):
         limit: FloatOrInf = 100.0,
         scaler: torch.amp.GradScaler | None = None,
         codec: Encoding = "minmax_uint8",
-        **options: Unpack[CodecOptions],
+        **options: Unpack[WholeStepOptions],
     ) -> None:
         """Wraps a module and makes its optimizer; collective over all ranks. All arguments are equal on all ranks.
 
@@ -149,7 +154,7 @@ class MomentumAllReduce(CompressedAllReduce):
         self._momenta = Momenta(self.optimizer, groups, mask, limit, scaler)
         super().__init__(module, self.optimizer, codec=codec, **options)
         self.scaler = scaler  # not before: momenta are kept without the scale, and residuals with them
-        communicator = self._communicator
+        communicator = self.communicator
         if communicator.size == 1:
             self.optimizer.freeze_step = None
             return
@@ -190,7 +195,7 @@ class MomentumAllReduce(CompressedAllReduce):
         Raises:
             ValueError: always, on several ranks.
         """
-        if self._communicator.size > 1:
+        if self.communicator.size > 1:
             raise ValueError(
                 f"{type(self).__name__} cannot go on with ranks whose optimizer has stopped; give all ranks the same "
                 "number of batches, the surplus ones with weigh(0.0)"

@@ -58,8 +58,6 @@ class QAdam(MomentumAllReduce):
         bucket_bytes=10485760     gradients are exchanged in buckets of about this size; the first ones may be smaller
         lanes=None                buckets that are exchanged at a time, each on a thread and connections of its own; by
                                   default 2 on CPUs, 1 on GPUs
-        apply_in_backward=False   True to update each bucket's parameters as soon as its mean has arrived, while
-                                  backward goes on
         communicator=None         the ranks that train together; those of `comm.init()` if None, which is called if it
                                   has not been
         broadcast_buffers=True    True to begin each forward pass in training mode with rank 0's buffers on all ranks

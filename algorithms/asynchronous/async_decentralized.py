@@ -28,6 +28,17 @@ class AsyncDecentralized(CourierAlgorithm):
     4. Add (y - s) / 2 before the next pass after the answer.
 
     Any connected graph will do. The sum of all models stays the same, however late ranks are.
+
+    Options and their defaults, all by keyword::
+
+        topology=None          whose neighbours in its first step a rank asks; a `Ring` by default
+        seed=0                 of the choices of neighbours
+        codec=None             a codec or its spec; it encodes differences to references that both ends of an edge have
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "async_decentralized"
@@ -49,7 +60,7 @@ class AsyncDecentralized(CourierAlgorithm):
             optimizer: as for `ModelAlgorithm`.
             topology: whose neighbours in its first step a rank asks; a `Ring` by default.
             seed: of the choices of neighbours.
-            codec: which encodes what models differ from references that both ends of an edge have; or its spec. None for full
+            codec: a codec or its spec; it encodes differences to references that both ends of an edge have. None for full
                 precision.
             **options: as for `ModelAlgorithm`.
 

@@ -38,6 +38,19 @@ class AsyncModelAverage(CourierAlgorithm):
     3. Each rank adds mean - r before the next pass after that, whatever it has learned meanwhile.
 
     No rank's training waits for another's, nor does a round wait for any training.
+
+    Options and their defaults, all by keyword::
+
+        interval_ms=None       milliseconds from the end of a round to the beginning of the next one; 500 if there is no
+                               `interval`
+        interval=None          steps of the rank that takes most of them, in place of a time
+        warmup_steps=0         steps of all ranks before the first round
+        codec=None             a codec or its spec; it encodes differences to the last mean, with error feedback
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "async_model_average"
@@ -61,7 +74,7 @@ class AsyncModelAverage(CourierAlgorithm):
             interval_ms: milliseconds from the end of a round to the beginning of the next one; 500 if there is no `interval`.
             interval: steps of the rank that takes most of them, in place of a time.
             warmup_steps: steps of all ranks before the first round.
-            codec: which encodes what models differ from the last mean, with error feedback; or its spec. None for full precision.
+            codec: a codec or its spec; it encodes differences to the last mean, with error feedback. None for full precision.
             **options: as for `ModelAlgorithm`.
 
         Raises:

@@ -139,7 +139,7 @@ class Averages(Loop):
                 local.mark()
 
     def take_written(self, values: list[torch.Tensor]) -> None:
-        """See `Loop.take_written`; all ranks meet, and none has what is owed for models of before."""
+        """See `Loop.take_written`; all ranks meet, and none has what is owed for earlier models."""
         communicator = self.local.communicator
         for peer in range(communicator.size):
             if peer != communicator.rank:

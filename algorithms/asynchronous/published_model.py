@@ -27,7 +27,7 @@ class PublishedModel:
     """Flat parameters that two threads share.
 
     Only the training thread writes parameters: an evaluation may run at any time. What the courier makes is kept beside them
-    until the training thread brings it in. It is part of all that is read until then. What parameters of half precision are too
+    until the training thread brings it in. `read` includes it in the meantime. What parameters of half precision are too
     short for stays owed, in float32: many small changes would be lost one by one.
 
     Attributes:

@@ -32,6 +32,27 @@ class Wagma(CourierAlgorithm):
     3. Before the next pass: wait until version t is through. If it had this rank's model of version t, take the mean.
     4. If not, add mean - contributed, for each version since: the sum of all models stays the same.
     5. At the end of each period, all ranks average, and wait for each other.
+
+    Options and their defaults, all by keyword::
+
+        group=None             ranks of a group; by default the power of two that is nearest to the root of their number
+        period=10              versions of which the last one averages all ranks; None for never
+        groups=None            who averages with whom; by default a `Butterfly` where all numbers are powers of two,
+                               `Shuffled` elsewhere
+        stale_rule='conservative'
+                               what a late rank makes of the mean: "conservative" as in step 4, or "paper", x = (S mean
+                               + x) / (S + 1)
+        activate='group'       who gets a letter about a version from its first rank: its group, or all ranks as in the
+                               paper
+        seed=0                 of `Shuffled`
+        record=None            a folder for the order of what happened on each rank, from which `simulate.replay`
+                               recomputes all models
+        replay=None            the folder of a recorded run of as many ranks, whose order this run follows
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "wagma"
@@ -58,9 +79,9 @@ class Wagma(CourierAlgorithm):
             optimizer: as for `ModelAlgorithm`.
             group: ranks of a group; by default the power of two that is nearest to the root of their number.
             period: versions of which the last one averages all ranks; None for never.
-            groups: who averages with whom. By default a `Butterfly` where all numbers are powers of two, `Shuffled` elsewhere.
+            groups: who averages with whom; by default a `Butterfly` where all numbers are powers of two, `Shuffled` elsewhere.
             stale_rule: what a late rank makes of the mean: "conservative" as in step 4, or "paper", x = (S mean + x) / (S + 1).
-            activate: who is told of a version by its first rank: its group, or all ranks as in the paper.
+            activate: who gets a letter about a version from its first rank: its group, or all ranks as in the paper.
             seed: of `Shuffled`.
             record: a folder for the order of what happened on each rank, from which `simulate.replay` recomputes all models.
             replay: the folder of a recorded run of as many ranks, whose order this run follows.

@@ -71,6 +71,23 @@ class AutoTune(GradientAlgorithm):
     optimizer, nor without one. Where several ranks share a node, and there are several nodes, exact means by nodes are a
     candidate, too. With `exactness="any"`, see `settled`.
 
+    Options and their defaults, all by keyword::
+
+        exactness='synchronous'  "exact" for exact means alone; "synchronous" also for means that are rounded alike on
+                                 all ranks; "any" also for what `settled` may return
+        facts=None               those of an earlier run, which are used instead of measuring
+        nodes=None               which ranks share a node; found from the environment if None
+        scaler=None              that by which losses are scaled, if any
+        bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
+        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+                                 default 2 on CPUs, 1 on GPUs
+        apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
+                                 goes on
+        communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
+                                 has not been
+        broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
+        average_buffers=False    a pattern of names, as of `fnmatch`, or several
+
     Attributes:
         search: the state of the choice.
         facts: what was measured; None before.
@@ -96,9 +113,9 @@ class AutoTune(GradientAlgorithm):
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`; it decides which candidates there are.
-            exactness: "exact" for exact means alone, in buckets of several sizes. "synchronous" for those, and for means that
-                are rounded alike on all ranks. "any" for all of these, and for what `settled` may return.
-            facts: instead of measuring: those of an earlier run.
+            exactness: "exact" for exact means alone; "synchronous" also for means that are rounded alike on all ranks; "any"
+                also for what `settled` may return. Exact means are tried in buckets of several sizes.
+            facts: those of an earlier run, which are used instead of measuring.
             nodes: which ranks share a node; found from the environment if None.
             scaler: that by which losses are scaled, if any.
             **options: as for `GradientAlgorithm`.
@@ -146,9 +163,9 @@ class AutoTune(GradientAlgorithm):
             return
         nodes = self._found_nodes()
         ranked = list(self.candidates.values())
-        if nodes is not None and 1 < len(nodes.members) < self._communicator.size:
+        if nodes is not None and 1 < len(nodes.members) < self.communicator.size:
             ranked.append(by_nodes(ranked[0], nodes))
-        communicator, several = self._communicator, self._engine.in_flight > 1
+        communicator, several = self.communicator, self._engine.in_flight > 1
         opened = communicator.stripes if isinstance(communicator, StripedCommunicator) else 1
         used = communicator.tuning.stripes if isinstance(communicator, StripedCommunicator) else 1
         sockets = sorted({1, opened} - {used})
@@ -162,11 +179,11 @@ class AutoTune(GradientAlgorithm):
     def _found_nodes(self) -> Nodes | None:
         """Which ranks share a node; None if that cannot be found, for it is needed for one candidate only."""
         if self.nodes is not None:
-            return given(self.nodes).agree(self._communicator)
+            return given(self.nodes).agree(self.communicator)
         try:
-            return Nodes.find(self._communicator)
+            return Nodes.find(self.communicator)
         except ValueError as error:  # the same on all ranks
-            if self._communicator.rank == 0:
+            if self.communicator.rank == 0:
                 logger.warning("means by nodes are no candidate: %s", error)
             return None
 
@@ -218,7 +235,7 @@ class AutoTune(GradientAlgorithm):
         trained = [p for p in self.module.parameters() if p.requires_grad]
         matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in trained if p.dim() > 1 and p.numel()]
         elements = max(1, sum(p.numel() for p in trained))
-        job, machine, network = facts.problem(matrices, elements, self._communicator.size)
+        job, machine, network = facts.problem(matrices, elements, self.communicator.size)
         found = {}
         for label in self._ranked:
             one = self.candidates[label]

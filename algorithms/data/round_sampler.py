@@ -33,7 +33,7 @@ class RoundSampler(Sampler[list[int]]):
         Raises:
             ValueError: a number is below 1, or numbers differ between ranks.
         """
-        with agreed(type(self).__name__, model.ranks) as own:
+        with agreed(type(self).__name__, model.communicator) as own:
             if samples < 1 or batch_size < 1:
                 raise ValueError(f"samples and batch_size must be at least 1, got {samples=} and {batch_size=}")
             own.update(samples=samples, batch_size=batch_size, seed=seed)
@@ -42,7 +42,7 @@ class RoundSampler(Sampler[list[int]]):
         self._drawn = 0  # this rank's batches of the round
         self._steps: list[int] = []  # of all ranks in the round, once it has begun here
         self._orders: dict[int, list[int]] = {}
-        self._after = model.rounds_begun
+        self._after = _begun(model)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields batches until the epoch's last round has been drawn.
@@ -52,7 +52,7 @@ class RoundSampler(Sampler[list[int]]):
         """
         self._end_round()
         epoch = self._place // self._samples
-        own = self._model.ranks.rank
+        own = self._model.communicator.rank
         while self._place // self._samples == epoch:
             self._steps = self._steps or self._model.steps_of_ranks
             begin = self._place + (sum(self._steps[:own]) + self._drawn) * self._batch_size
@@ -69,8 +69,8 @@ class RoundSampler(Sampler[list[int]]):
 
     def _end_round(self) -> bool:
         """Goes on to the next round if all of this one has been drawn, and the model has come to its end, too."""
-        steps, begun = self._steps, self._model.rounds_begun
-        if not steps or self._drawn < steps[self._model.ranks.rank] or (len(steps) > 1 and begun <= self._after):
+        steps, begun = self._steps, _begun(self._model)
+        if not steps or self._drawn < steps[self._model.communicator.rank] or (len(steps) > 1 and begun <= self._after):
             return False
         self._place += sum(steps) * self._batch_size
         self._steps, self._drawn, self._after = [], 0, begun
@@ -93,4 +93,10 @@ class RoundSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on where `state_dict` was called, after the model's state has been loaded."""
         self._place, self._drawn, self._steps = state["place"], state["drawn"], []
-        self._after = self._model.rounds_begun
+        self._after = _begun(self._model)
+
+
+def _begun(model: OuterLoop) -> int:
+    """Returns the number of rounds that have begun; one rank alone has none."""
+    rounds = model.rounds
+    return 0 if rounds is None else rounds.begun

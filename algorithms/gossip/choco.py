@@ -13,7 +13,6 @@ from bagua_kernels.algorithms.gossip.mixing import Peers, sum_of_squares
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.models.round_algorithm import RoundOptions
-from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -37,6 +36,21 @@ class Choco(Differences):
     The paper has sum_j W_ij own_j in place of `gap`. Its rounding errors would move the mean of all ranks in all later steps.
 
     Any codec is a contraction here: what an unbiased one encodes is divided by 1 + omega. Both vectors are float32.
+
+    Options and their defaults, all by keyword::
+
+        codec='minmax_uint8'   a codec or its spec
+        eta=None               the consensus step, above 0 and at most 1
+        peers='ring'           who mixes with whom: "all", "shift_one", "ring", "torus", "exponential",
+                               "one_peer_exponential", "random", or a `Topology`, whose matrices are doubly stochastic;
+                               the topology has one symmetric matrix
+        seed=0                 of random numbers
+        interval=1             the number of steps for which there is one round of exchanges
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "choco"
@@ -61,7 +75,7 @@ class Choco(Differences):
             codec: a codec or its spec.
             eta: the consensus step, above 0 and at most 1. If None, rank 0 chooses it by a simulation of all ranks: the step of a
                 few that brings them nearest to their mean.
-            peers: as for `Decentralized`; of one symmetric matrix.
+            peers: as for `Decentralized`; the topology has one symmetric matrix.
             seed: of random numbers.
             **options: as for `RoundAlgorithm`.
 
@@ -74,17 +88,11 @@ class Choco(Differences):
         self.eta = eta
         super().__init__(module, optimizer, codec=codec, peers=peers, seed=seed, **options)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """See `RoundAlgorithm.open`."""
-        options = super().open(local)
+    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
+        """See `RoundAlgorithm.round_for`."""
         if self.eta is None:
             mine = tuned(self.codec, self._neighbourhood.topology) if local.mailbox.rank == 0 else 0.0
             self.eta = float(local.communicator.broadcast_object(mine))
-        return options
-
-    def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
-        """See `RoundAlgorithm.round_for`."""
-        assert self.eta is not None
         return PublicRound(local, bucket, self._neighbourhood, self.remedy, self.eta)
 
 

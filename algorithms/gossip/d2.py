@@ -12,7 +12,7 @@ from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
-from bagua_kernels.algorithms.models.rounds import RoundsOptions
+from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -36,6 +36,17 @@ class D2(RoundAlgorithm):
 
     With plain SGD that is the paper's algorithm, which keeps the last gradient and the last parameters instead. Here one
     vector is kept, for any optimizer and schedule of learning rates.
+
+    Options and their defaults, all by keyword::
+
+        peers='lazy_ring'      who mixes with whom: "lazy_ring", "chain", another name of `Decentralized`, or a
+                               `Topology`; its only matrix W is symmetric, with eigenvalues above -1/3
+        interval=1             the number of steps for which there is one round of exchanges
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "d2"
@@ -53,7 +64,8 @@ class D2(RoundAlgorithm):
         Args:
             module: as for `RoundAlgorithm`.
             optimizer: as for `RoundAlgorithm`.
-            peers: as for `Decentralized`, "lazy_ring", or "chain"; of one symmetric matrix W, whose eigenvalues are above -1/3.
+            peers: who mixes with whom: "lazy_ring", "chain", another name of `Decentralized`, or a `Topology`; its only matrix W
+                is symmetric, with eigenvalues above -1/3.
             **options: as for `RoundAlgorithm`.
 
         Raises:
@@ -63,13 +75,13 @@ class D2(RoundAlgorithm):
         self.peers = checked_peers(peers)
         super().__init__(module, optimizer, **options)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """See `RoundAlgorithm.open`."""
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+        """See `RoundAlgorithm.loop_for`."""
         topology = topology_of(self.peers, local.mailbox.size)
         self._mixing = Mixing(local.mailbox, topology)
         self._mixing.check(local.communicator, "symmetric")
         check_spectrum(topology)
-        return RoundsOptions(decay=topology.rho)
+        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""

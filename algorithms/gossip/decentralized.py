@@ -12,7 +12,7 @@ from bagua_kernels.algorithms.gossip.sharded import ShardedMixing
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round, When
 from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
-from bagua_kernels.algorithms.models.rounds import RoundsOptions
+from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Nodes, ReduceOp, Work
@@ -31,6 +31,20 @@ class Decentralized(RoundAlgorithm):
     4. Take the optimizer's step from there.
 
     With `hierarchical`, ranks of a node take their exact mean first. Then each exchanges a shard of its own with other nodes.
+
+    Options and their defaults, all by keyword::
+
+        peers='one_peer_exponential'
+                               who mixes with whom: "all", "shift_one", "ring", "torus", "exponential",
+                               "one_peer_exponential", "random", or a `Topology`, whose matrices are doubly stochastic
+        hierarchical=False     True for exact means inside nodes
+        nodes=None             which ranks share a node; found from the environment if None
+        interval=1             the number of steps for which there is one round of exchanges
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "decentralized"
@@ -63,15 +77,17 @@ class Decentralized(RoundAlgorithm):
         self.peers, self.hierarchical, self.nodes = checked_peers(peers), hierarchical, nodes
         super().__init__(module, optimizer, **options)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """See `RoundAlgorithm.open`."""
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+        """See `RoundAlgorithm.loop_for`."""
         if self.hierarchical:
             self._mixing: Mixing = ShardedMixing(local, self.peers, self.nodes)
         else:
             self._mixing = Mixing(local.mailbox, topology_of(self.peers, local.mailbox.size))
         self._mixing.check(local.communicator, "doubly")
         # Collectives inside nodes run one after the other on all ranks.
-        return RoundsOptions(several=self.hierarchical, decay=self._mixing.topology.rho)
+        return super().loop_for(
+            local, options or RoundsOptions(several=self.hierarchical, decay=self._mixing.topology.rho)
+        )
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""

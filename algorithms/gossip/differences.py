@@ -10,10 +10,11 @@ from typing import Any, TypeVar, Unpack
 import torch
 
 from bagua_kernels.algorithms.gossip.mixing import Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.models.kind import Kind
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
-from bagua_kernels.algorithms.models.rounds import RoundsOptions
+from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -94,9 +95,9 @@ class Differences(RoundAlgorithm):
         self._guards: list[Guard] = []
         super().__init__(module, optimizer, **options)
 
-    def alignment_of(self, kind: Any) -> int:
-        """See `ModelAlgorithm.alignment_of`."""
-        return self.codec.block
+    def kind(self, name: str, parameter: torch.Tensor) -> Kind:
+        """See `ModelAlgorithm.kind`: whole blocks of the codec."""
+        return Kind(self.codec.block)
 
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
         """See `Algorithm._misfit`."""
@@ -104,8 +105,8 @@ class Differences(RoundAlgorithm):
             return f"codecs take float32, float16 and bfloat16, and parameter {double[0]!r} is float64: convert the module before"
         return super()._misfit(trained)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """See `RoundAlgorithm.open`."""
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+        """See `RoundAlgorithm.loop_for`."""
         mailbox, topology = local.mailbox, topology_of(self.peers, local.mailbox.size)
         topology.check(local.communicator, "symmetric")
         if topology.period != 1:
@@ -122,7 +123,7 @@ class Differences(RoundAlgorithm):
         self._neighbourhood = Neighbourhood(
             self.codec, topology, mailbox.rank, neighbours, ranks, list(weights.values()), self.seed, self._guards
         )
-        return RoundsOptions(decay=topology.rho)
+        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""
@@ -293,7 +294,7 @@ class Guard:
             return
         self.noise = lost / size
         norm, length = size**0.5, 0.0 if step is None else float(step.norm(dtype=torch.float64))
-        # The largest ones: differences of before are still there when a learning rate has sunk.
+        # The largest ones: earlier differences are still there when a learning rate has sunk.
         self._rate, self._step = max(self._rate, rate), max(self._step, length)
         self._norms.add(norm, rate)
         self._sizes.add(float(parameters.norm(dtype=torch.float64)), 0.0)

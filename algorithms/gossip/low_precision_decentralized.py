@@ -36,6 +36,20 @@ class LowPrecisionDecentralized(Differences):
 
     Replicas are float32 whatever the parameters are. The codec's relative error has to be small: see `noise`, which a guard
     watches. `Choco` converges with any.
+
+    Options and their defaults, all by keyword::
+
+        codec='minmax_uint8'   a codec or its spec
+        peers='ring'           who mixes with whom: "all", "shift_one", "ring", "torus", "exponential",
+                               "one_peer_exponential", "random", or a `Topology`, whose matrices are doubly stochastic;
+                               the topology has one symmetric matrix
+        seed=0                 of random numbers
+        interval=1             the number of steps for which there is one round of exchanges
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "lowprec"
@@ -56,7 +70,7 @@ class LowPrecisionDecentralized(Differences):
             module: as for `RoundAlgorithm`.
             optimizer: as for `RoundAlgorithm`.
             codec: a codec or its spec.
-            peers: as for `Decentralized`; of one symmetric matrix.
+            peers: as for `Decentralized`; the topology has one symmetric matrix.
             seed: of random numbers.
             **options: as for `RoundAlgorithm`.
 

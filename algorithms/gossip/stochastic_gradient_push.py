@@ -11,7 +11,7 @@ from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
-from bagua_kernels.algorithms.models.rounds import RoundsOptions
+from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -30,6 +30,18 @@ class StochasticGradientPush(RoundAlgorithm):
 
     If the rows of W sum to 1 as well, w stays 1. Then it is not sent, and the parameters are the numerator. The weight is
     float64.
+
+    Options and their defaults, all by keyword::
+
+        peers='one_peer_exponential'
+                               who sends to whom: a name of `Decentralized`, or a `Topology`; columns of each matrix sum
+                               to 1
+        interval=1             the number of steps for which there is one round of exchanges
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
+        scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
     """
 
     name = "sgp"
@@ -47,7 +59,7 @@ class StochasticGradientPush(RoundAlgorithm):
         Args:
             module: as for `RoundAlgorithm`.
             optimizer: as for `RoundAlgorithm`.
-            peers: as for `Decentralized`; columns of each matrix sum to 1.
+            peers: who sends to whom: a name of `Decentralized`, or a `Topology`; columns of each matrix sum to 1.
             **options: as for `RoundAlgorithm`.
 
         Raises:
@@ -58,13 +70,13 @@ class StochasticGradientPush(RoundAlgorithm):
         self._weight = PushWeight()
         super().__init__(module, optimizer, **options)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """See `RoundAlgorithm.open`."""
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+        """See `RoundAlgorithm.loop_for`."""
         topology = topology_of(self.peers, local.mailbox.size)
         self._mixing = Mixing(local.mailbox, topology)
         self._mixing.check(local.communicator, "columns")
         self._weight = PushWeight(local.mailbox.device)
-        return RoundsOptions(decay=topology.rho)
+        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""

@@ -9,9 +9,11 @@ import torch
 from bagua_kernels.algorithms.local_steps.fragments import fragments_of
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_nesterov import check_outer
-from bagua_kernels.algorithms.local_steps.outer_round import OuterRule
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.algorithms.local_steps.outer_rule import Nesterov
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
 
 
 class DiLoCoOptions(OuterOptions, total=False):
@@ -34,6 +36,33 @@ class DiLoCo(OuterLoop):
     the whole model at once.
 
     With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
+
+    Options and their defaults, all by keyword::
+
+        interval=30            optimizer's steps from one exchange of a parameter to its next
+        outer_lr=0.7           of step 3
+        outer_momentum=0.9     of step 3, at least 0 and below 1
+        fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
+        codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
+                               used
+        error_feedback=None    True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None    True if the owners of chunks do; by default as `error_feedback`
+        exact='1d'             patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        min_numel=512          parameters with fewer elements are exact too
+        seed=0                 of random numbers
+        delay=0                optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None             from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None        how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                               2025)
+        penalty=None           a `Penalty` for pseudo-gradients with large norms; None for none
+        by_speed=False         True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                               then
+        quorum=None            ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0              seconds for which a quorum waits for further ranks
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
     """
 
     name = "diloco"
@@ -74,18 +103,10 @@ class DiLoCo(OuterLoop):
             )
         self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._fragment = fragments_of(names, fragments)
+        self.parts = fragments_of(names, fragments)
+        self.acts_alone = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
         super().__init__(module, optimizer, interval=interval // fragments, **cast(OuterOptions, options))
 
-    @property
-    def acts_alone(self) -> bool:
-        """See `Algorithm.acts_alone`."""
-        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
-
-    def part(self, name: str, parameter: torch.Tensor) -> int:
-        """See `OuterLoop.part`: its fragment."""
-        return self._fragment[name]
-
-    def rule(self) -> OuterRule:
-        """See `OuterLoop.rule`."""
-        return Nesterov(self.outer_lr, self.outer_momentum)
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `OuterLoop.round_for`."""
+        return OuterRound(local, bucket, self.setup.parts_for(bucket), Nesterov(self.outer_lr, self.outer_momentum))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def fragments_of(names: Sequence[str], fragments: int) -> dict[str, int]:
     """Returns the fragment of each parameter, from 0 to `fragments` - 1.
 
-    A block is what has one number in its name, such as `layers.3`; block b belongs to fragment b mod F. What comes before the
-    first block belongs to it, what comes after the last one to the last. In a model without numbers each parent module is a
+    A block is the part of a name up to its first number, such as `layers.3`; block b belongs to fragment b mod F. Parameters
+    before the first block belong to it, those after a block to the block. In a model without numbers each parent module is a
     block. All parameters of a module stay together.
 
     Args:

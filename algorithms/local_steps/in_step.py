@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
-from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.work import FINISHED
 
@@ -20,24 +20,23 @@ class InStep:
         samples: of this rank in the round under way, as far as they were counted.
     """
 
-    def __init__(self, local: LocalModel, interval: int, pace: Pace | None, weighs: bool) -> None:
+    def __init__(self, local: LocalModel, plan: Plan, weighs: bool) -> None:
         """Begins without samples.
 
         Args:
             local: this rank's model.
-            interval: steps of a round.
-            pace: of the ranks, if they take different numbers of steps.
+            plan: which steps have a round.
             weighs: False if all ranks have the same weight, whatever their numbers of samples.
         """
         self.samples = 0.0
-        self._local, self._interval, self._pace, self._weighs = local, interval, pace, weighs
+        self._local, self._plan, self._weighs = local, plan, weighs
 
     def exchange(self, part: OuterRound, number: int) -> Iterator[Work]:
         """See `Collection.exchange`."""
-        local, pace, weighing, difference = self._local, self._pace, part.weighing, part.difference
-        steps = self._interval if pace is None else pace.steps[local.communicator.rank]
+        local, weighing, difference = self._local, part.weighing, part.difference
+        steps = self._plan.steps_of(local.communicator.size)[local.communicator.rank]
         samples = (self.samples or steps) if self._weighs else 1.0
-        speed = 0.0 if pace is None else pace.speed(local.wait_seconds)
+        speed = self._plan.speed(local.wait_seconds)
         # The training thread goes on from here.
         yield FINISHED
         if weighing is not None:

@@ -7,9 +7,11 @@ from typing import Unpack
 import torch
 
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
-from bagua_kernels.algorithms.local_steps.outer_round import OuterRule
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.algorithms.local_steps.outer_rule import Plain
+from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.bucket import Bucket
 
 
 @register
@@ -20,9 +22,34 @@ class LocalSGD(OuterLoop):
     2. Average the parameters: start -= mean(start - x), x = start.
 
     With a codec the differences from the last mean are encoded, which are smaller than parameters.
+
+    Options and their defaults, all by keyword::
+
+        interval=16            optimizer's steps from one round to the next
+        codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
+                               used
+        error_feedback=None    True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None    True if the owners of chunks do; by default as `error_feedback`
+        exact='1d'             patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        min_numel=512          parameters with fewer elements are exact too
+        seed=0                 of random numbers
+        delay=0                optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None             from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None        how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                               2025)
+        penalty=None           a `Penalty` for pseudo-gradients with large norms; None for none
+        by_speed=False         True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                               then
+        quorum=None            ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0              seconds for which a quorum waits for further ranks
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
     """
 
     name = "local_sgd"
+    plain_means = True
 
     def __init__(
         self,
@@ -46,11 +73,6 @@ class LocalSGD(OuterLoop):
         """
         super().__init__(module, optimizer, interval=interval, **options)
 
-    @property
-    def follows_writes(self) -> bool:
-        """See `OuterLoop.follows_writes`; plain means of parameters are the same, whatever they are told apart from."""
-        return bool(self.assignment.default.codecs) or self.penalty is not None
-
-    def rule(self) -> OuterRule:
-        """See `OuterLoop.rule`."""
-        return Plain()
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `OuterLoop.round_for`."""
+        return OuterRound(local, bucket, self.setup.parts_for(bucket), Plain())

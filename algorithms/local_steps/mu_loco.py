@@ -23,6 +23,33 @@ class MuLoCo(DiLoCo):
 
     The paper finds half to a third of the loss that local steps of AdamW cost. `bagua_kernels.optim.muon_with_adamw` makes the
     optimizer.
+
+    Options and their defaults, all by keyword::
+
+        interval=30            optimizer's steps from one exchange of a parameter to its next
+        outer_lr=0.7           of step 3
+        outer_momentum=0.8     of step 3
+        fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
+        codec='absmax_int4'    of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
+                               used
+        error_feedback=False   True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None    True if the owners of chunks do; by default as `error_feedback`
+        exact='1d'             patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        min_numel=512          parameters with fewer elements are exact too
+        seed=0                 of random numbers
+        delay=0                optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None             from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None        how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                               2025)
+        penalty=None           a `Penalty` for pseudo-gradients with large norms; None for none
+        by_speed=False         True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                               then
+        quorum=None            ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0              seconds for which a quorum waits for further ranks
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
     """
 
     name = "mu_loco"

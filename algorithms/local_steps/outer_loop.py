@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TypedDict
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
-from bagua_kernels.algorithms.exchanges.exchange import Exchange
-from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
-from bagua_kernels.algorithms.exchanges.mean import Mean
+from bagua_kernels.algorithms.exchanges.compressed import Feedback
 from bagua_kernels.algorithms.local_steps.in_step import InStep
-from bagua_kernels.algorithms.local_steps.kind import Kind, kind_of
-from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound, OuterRule, OuterSettings
+from bagua_kernels.algorithms.local_steps.kind import OuterKind
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound, OuterSettings
 from bagua_kernels.algorithms.local_steps.outer_rounds import Moments, OuterRounds
+from bagua_kernels.algorithms.local_steps.outer_setup import OuterSetup, Weights
 from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.algorithms.local_steps.paced import PacedPlan
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum import Quorum
-from bagua_kernels.algorithms.local_steps.quorum_merges import check_quorum, only_codec
-from bagua_kernels.algorithms.local_steps.weighing import Weighing
+from bagua_kernels.algorithms.local_steps.quorum_merges import check_quorum
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
-from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding, Scheduled
+from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 
@@ -97,11 +95,19 @@ class OuterLoop(RoundAlgorithm):
         fragments: the number of rounds in which each parameter is exchanged once.
         weighs: False if all ranks have the same weight, whatever their numbers of samples.
         takes_quorum: True if an outer step needs no more of other ranks than their mean.
+        plain_means: True if the outer step makes the parameters the mean of all ranks'.
+        first_phase: the number of first steps that have a round each.
+        parts: the parts of the model to which parameters belong, by name; 0 for others. A bucket has parameters of one part.
+        setup: what rounds are made with, on several ranks.
     """
 
     fragments = 1
     weighs = True
     takes_quorum = True
+    plain_means = False
+    first_phase = 0
+    parts: Mapping[str, int] = MappingProxyType({})
+    setup: OuterSetup
 
     def __init__(
         self,
@@ -141,9 +147,9 @@ class OuterLoop(RoundAlgorithm):
             delay: optimizer's steps, less than `interval`, that an exchange may take beside training.
             blend: from 0 to 1: the share of a rank's own parameters when a result is used. None: the rank's parameters are
                 moved by what the outer step has changed, so that no local step is lost.
-            sync_state: how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al., 2025): (3, 6)
+            sync_state: how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al., 2025). (3, 6)
                 stands for each third and each sixth exchange of all parameters. None: they stay local.
-            penalty: for pseudo-gradients with large norms; None for none.
+            penalty: a `Penalty` for pseudo-gradients with large norms; None for none.
             by_speed: True if ranks take steps in proportion to their speeds, of which `interval` is the mean then.
             quorum: ranks whose pseudo-gradients are enough for an outer step; None for all.
             grace: seconds for which a quorum waits for further ranks.
@@ -170,11 +176,7 @@ class OuterLoop(RoundAlgorithm):
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
         self.sync_state, self.penalty, self.by_speed = sync_state, penalty, by_speed
         self.quorum, self.grace = quorum, grace
-        self._policy = Scheduled(self.assignment.last_start)
-        self._lane: Communicator | None = None
-        self._collection: InStep | Quorum | None = None
-        self._pace: Pace | None = None
-        self._warned: set[str] = set()
+        self._plan = Plan(interval)
         super().__init__(
             module,
             optimizer,
@@ -185,102 +187,52 @@ class OuterLoop(RoundAlgorithm):
         )
 
     @abc.abstractmethod
-    def rule(self) -> OuterRule:
-        """Returns the outer step."""
+    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
+        """See `RoundAlgorithm.round_for`; `self.setup.parts_for(bucket)` is what it is made of, beside the outer step."""
 
-    def part(self, name: str, parameter: torch.Tensor) -> int:
-        """Returns the number of the part of the model to which a parameter belongs; a bucket has parameters of one part."""
-        return 0
-
-    def kind(self, name: str, parameter: torch.Tensor) -> Kind:
+    def kind(self, name: str, parameter: torch.Tensor) -> OuterKind:
         """See `ModelAlgorithm.kind`: what no codec encodes lies in buckets of its own."""
         schedule, exact = self.assignment.place(name, parameter)
-        return Kind(self.part(name, parameter), None if exact or not schedule.codecs else schedule)
+        return OuterKind.of(self.parts.get(name, 0), None if exact or not schedule.codecs else schedule)
 
-    def alignment_of(self, kind: Kind) -> int:
-        """See `ModelAlgorithm.alignment_of`: whole blocks of the codecs that encode the kind."""
-        return 1 if kind.schedule is None else max(codec.block for codec in kind.schedule.codecs)
-
-    @property
-    def follows_writes(self) -> bool:
-        """True if outer parameters must become what parameters were written to, since they would be moved away from there."""
-        return True
-
-    def plan(self) -> Plan:
-        """Returns which steps have a round."""
-        return Plan(self.interval) if self._pace is None else PacedPlan(self._pace, self.interval)
-
-    def loop_for(self, local: LocalModel) -> OuterRounds:
-        """See `ModelAlgorithm.loop_for`."""
-        self._lane = local.communicator.duplicate()
-        local.opened.append(self._lane)
-        if self.by_speed:
-            self._pace = Pace(self.interval, self._lane.rank, self._lane.size, least=self.delay + 1)
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> OuterRounds:
+        """See `RoundAlgorithm.loop_for`."""
+        lane = local.communicator.duplicate()
+        local.opened.append(lane)
+        pace = Pace(self.interval, lane.rank, lane.size, least=self.delay + 1) if self.by_speed else None
+        self._plan = Plan(self.interval, self.first_phase) if pace is None else PacedPlan(pace, self.interval)
+        # Plain means of parameters do not depend on `start`.
+        follows = not self.plain_means or bool(self.assignment.default.codecs) or self.penalty is not None
+        settings = OuterSettings(self.fragments, self.blend, self.delay > 0 and self.blend is None, follows)
+        collection: InStep | Quorum
+        if self.quorum is None:
+            collection = InStep(local, self._plan, self.weighs)
+        else:
+            needs_all = frozenset({"consensus()", *(["synchronize()"] if self.average_states else [])})
+            collection = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
+        weights = Weights(lane, self.penalty, pace)
+        self.setup = OuterSetup(
+            lane, collection, weights, settings, self.assignment, self.feedback, self.quorum is not None
+        )
+        rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
+        if isinstance(collection, Quorum):
+            collection.open(rounds).courier.end_with(self)
         options = RoundsOptions(
             # Residuals and two passes take several collectives.
             several=True,
             delay=self.delay,
             # Steps that are left out do not count here.
             cure_of_lateness="with fewer batches on some ranks, train within join()",
-            compares_writes=self.follows_writes,
+            compares_writes=follows,
         )
-        moments = None if self.sync_state is None else Moments(self._lane, self.sync_state, self.fragments)
-        if self.quorum is None:
-            self._collection = in_step = InStep(local, self.interval, self._pace, self.weighs)
-            rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
-            self.rounds = made = OuterRounds(local, rounds, self.plan(), options, in_step, moments)
-            return made
-        needs_all = frozenset({"consensus()", *(["synchronize()"] if self.average_states else [])})
-        self._collection = quorum = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
-        rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
-        quorum.open(rounds).courier.end_with(self)
-        self.rounds = made = OuterRounds(local, rounds, self.plan(), options, quorum, moments)
+        moments = None if self.sync_state is None else Moments(lane, self.sync_state, self.fragments)
+        self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)
         return made
-
-    def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
-        """See `RoundAlgorithm.round_for`."""
-        return OuterRound(local, bucket, self.parts_for(bucket), self.rule())
-
-    @property
-    def lane(self) -> Communicator:
-        """The communicator of the exchanges, which are made beside training."""
-        assert self._lane is not None
-        return self._lane
-
-    def parts_for(self, bucket: Bucket, gathered: GatheredMean | None = None) -> OuterParts:
-        """Returns what the rounds of a bucket are made of; called for each bucket, in the same order on all ranks.
-
-        Args:
-            bucket: of the parameters.
-            gathered: replaces the pseudo-gradient by its mean; None for what suits the codec.
-        """
-        assert self._collection is not None
-        difference, lane = pseudo_gradient(bucket) if gathered is None else gathered.bucket, self.lane
-        if gathered is None and self.quorum is not None:
-            # Ranks of a quorum decode what they have received.
-            gathered = GatheredMean(difference, lane, only_codec(kind_of(bucket).schedule), self.feedback)
-        exchange: Exchange
-        if gathered is not None:
-            exchange = gathered
-        elif difference.kind is None:
-            exchange = Mean(difference, lane)
-        else:
-            exchange = CompressedExchange(difference, lane, self._policy, self.feedback)
-        weighing = None
-        if lane.size > 1 and (self.by_speed or self.penalty is not None):
-            weighing = Weighing(lane, bucket.index, self.penalty, self._pace, self._warned)
-        settings = OuterSettings(self.fragments, self.blend, self.delay > 0 and self.blend is None, self.follows_writes)
-        return OuterParts(difference, exchange, gathered, self._collection, weighing, settings)
-
-    @property
-    def ranks(self) -> Communicator:
-        """The communicator of all ranks, for calls to which all come."""
-        return self._communicator
 
     @property
     def steps_of_ranks(self) -> list[int]:
         """The steps that each rank takes in the round under way."""
-        return [self.interval] * self._communicator.size if self._pace is None else list(self._pace.steps)
+        return self._plan.steps_of(self.communicator.size)
 
     def count_samples(self, samples: float) -> None:
         """Adds to this rank's samples in the round under way; without it each step counts as one.
@@ -290,8 +242,8 @@ class OuterLoop(RoundAlgorithm):
         Args:
             samples: of a batch.
         """
-        if self._collection is not None:
-            self._collection.samples += samples
+        if self.rounds is not None:
+            self.setup.collection.samples += samples
 
     @contextlib.contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -304,11 +256,3 @@ class OuterLoop(RoundAlgorithm):
             raise RuntimeError("with by_speed=True no rank can join() early: RoundSampler ends all at the same round")
         with super().join(optimizer):
             yield
-
-
-def pseudo_gradient(bucket: Bucket) -> Bucket:
-    """Returns a bucket for the pseudo-gradients of one of parameters; its kind is the schedule of codecs that encode them."""
-    # Sums of pseudo-gradients are not to be rounded as parameters are.
-    dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
-    views = [view.to(dtype) for view in bucket.views]
-    return Bucket(views, align=bucket.align, index=bucket.index, kind=kind_of(bucket).schedule, names=bucket.names)

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.exchanges.vectors import Named
-from bagua_kernels.algorithms.local_steps.kind import Kind, kind_of
+from bagua_kernels.algorithms.local_steps.kind import OuterKind, kind_of
 from bagua_kernels.algorithms.local_steps.weighing import Weighing
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
@@ -112,7 +112,7 @@ class OuterRound(Round):
         self._collection, self._settings, self._rule = parts.collection, parts.settings, rule
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> OuterKind:
         """What its parameters have in common."""
         return kind_of(self.bucket)
 

@@ -103,8 +103,8 @@ class OuterRounds(Rounds):
         kinds = zip(self._moments.every, (FIRST, SECOND), strict=True)
         return [names for every, names in kinds if rest == 0 and lap % every == 0]
 
-    def settle(self, call: str) -> None:
-        """See `Rounds.settle`; others average their moments with this rank's when they put the round in place."""
+    def before_arrival(self, call: str) -> None:
+        """See `Rounds.before_arrival`; others average their moments with this rank's when they put the round in place."""
         reads = self.local.in_step and call in READS
         if self.under_way and not reads and self._moments_due():
             self.wait()

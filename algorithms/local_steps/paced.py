@@ -25,6 +25,14 @@ class PacedPlan(Plan):
         """See `Plan.round_at`."""
         return self._pace.rounds if self._pace.is_end(step) else None
 
+    def steps_of(self, ranks: int) -> list[int]:
+        """See `Plan.steps_of`."""
+        return list(self._pace.steps)
+
+    def speed(self, waited: float) -> float:
+        """See `Plan.speed`."""
+        return self._pace.speed(waited)
+
     def begins(self) -> None:
         """See `Plan.begins`."""
         self._planned = self._pace.planned()

@@ -1,4 +1,4 @@
-"""Less weight for pseudo-gradients that are too long: what one rank's dirty data does not do to all."""
+"""Less weight for pseudo-gradients that are too long: so that one rank's bad data does not harm all ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Norms:
 
     def _take(self, norm: float) -> None:
         self._count += 1
-        # The plain mean and variance of the first norms, which no number of before falsifies.
+        # The plain mean and variance of the first norms, without an initial value, which would bias them.
         rate = max(self._penalty.smoothing, 1 / self._count)
         away = norm - self._mean
         self._mean += rate * away

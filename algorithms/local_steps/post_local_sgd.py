@@ -8,7 +8,6 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterOptions
-from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.registry import register
 
 
@@ -18,6 +17,31 @@ class PostLocalSGD(LocalSGD):
 
     1. In the first `first_phase` steps, take the mean of the parameters after each.
     2. Then do as `LocalSGD` does. Ranks explore by themselves when the loss has come down.
+
+    Options and their defaults, all by keyword::
+
+        first_phase=1000       the number of steps after each of which parameters are averaged
+        interval=16            optimizer's steps from one round to the next, afterwards
+        codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
+                               used
+        error_feedback=None    True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None    True if the owners of chunks do; by default as `error_feedback`
+        exact='1d'             patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        min_numel=512          parameters with fewer elements are exact too
+        seed=0                 of random numbers
+        delay=0                optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None             from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None        how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                               2025)
+        penalty=None           a `Penalty` for pseudo-gradients with large norms; None for none
+        by_speed=False         True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                               then
+        quorum=None            ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0              seconds for which a quorum waits for further ranks
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
     """
 
     name = "post_local_sgd"
@@ -50,7 +74,3 @@ class PostLocalSGD(LocalSGD):
             raise ValueError("by_speed is for rounds of many steps: use LocalSGD instead, or first_phase=0")
         self.first_phase = first_phase
         super().__init__(module, optimizer, interval=interval, **options)
-
-    def plan(self) -> Plan:
-        """See `OuterLoop.plan`."""
-        return Plan(self.interval, self.first_phase) if self.first_phase else super().plan()

@@ -28,8 +28,34 @@ class SlowMo(OuterLoop):
     3. u = slow_momentum u + d / lr; start -= slow_lr lr u.
     4. x = start.
 
-    What is kept is v = lr u, which has the units of parameters: v = slow_momentum (lr / the last round's lr) v + d. With slow_lr
+    The state is v = lr u, which has the units of parameters: v = slow_momentum (lr / the last round's lr) v + d. With slow_lr
     1 and slow_momentum 0 that is `LocalSGD`, bit for bit.
+
+    Options and their defaults, all by keyword::
+
+        interval=16            optimizer's steps from one round to the next
+        slow_lr=1.0            of step 3
+        slow_momentum=0.5      of step 3, at least 0 and below 1
+        codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
+                               used
+        error_feedback=None    True if each rank keeps what its payloads lack; by default if the codec is biased
+        owner_feedback=None    True if the owners of chunks do; by default as `error_feedback`
+        exact='1d'             patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        min_numel=512          parameters with fewer elements are exact too
+        seed=0                 of random numbers
+        delay=0                optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None             from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None        how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                               2025)
+        penalty=None           a `Penalty` for pseudo-gradients with large norms; None for none
+        by_speed=False         True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                               then
+        quorum=None            ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0              seconds for which a quorum waits for further ranks
+        communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
+                               not been
+        bucket_bytes=10485760  parameters are exchanged in buckets of about this size
+        average_states=False   True if `synchronize` averages the optimizer's states, too
     """
 
     name = "slow_mo"
@@ -65,28 +91,16 @@ class SlowMo(OuterLoop):
                 f"slow_lr must be above 0, slow_momentum from 0 to below 1, got {slow_lr=} and {slow_momentum=}"
             )
         self.slow_lr, self.slow_momentum = slow_lr, slow_momentum
-        self._group = {}
         if optimizer is not None:
-            groups = enumerate(optimizer.param_groups)
-            self._group = {p: number for number, group in groups for p in group["params"]}
+            # Each group has a learning rate of its own.
+            groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            self.parts = {name: groups[p] for name, p in module.named_parameters() if p in groups}
+        self.acts_alone = (self.slow_lr, self.slow_momentum) != (1.0, 0.0)
         super().__init__(module, optimizer, interval=interval, **options)
 
-    @property
-    def acts_alone(self) -> bool:
-        """See `Algorithm.acts_alone`."""
-        return (self.slow_lr, self.slow_momentum) != (1.0, 0.0)
-
-    def part(self, name: str, parameter: torch.Tensor) -> int:
-        """See `OuterLoop.part`: its group in the optimizer, with a learning rate of its own."""
-        return self._group[parameter]
-
-    def rule(self) -> SlowMomentum:
-        """See `OuterLoop.rule`."""
-        return SlowMomentum(self.slow_lr, self.slow_momentum)
-
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
-        """See `RoundAlgorithm.round_for`."""
-        return SlowRound(local, bucket, self.parts_for(bucket), self.rule())
+        """See `OuterLoop.round_for`."""
+        return SlowRound(local, bucket, self.setup.parts_for(bucket), SlowMomentum(self.slow_lr, self.slow_momentum))
 
 
 class SlowMomentum:

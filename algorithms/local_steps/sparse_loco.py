@@ -7,10 +7,11 @@ from typing import Literal, Unpack
 import torch
 
 from bagua_kernels.algorithms.exchanges.gathered import SparseMean
-from bagua_kernels.algorithms.local_steps.kind import Kind
-from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop, pseudo_gradient
+from bagua_kernels.algorithms.local_steps.kind import OuterKind
+from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound, OuterRule
 from bagua_kernels.algorithms.local_steps.outer_rule import Plain
+from bagua_kernels.algorithms.local_steps.outer_setup import pseudo_gradient
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.policy.schedule import Assignment
 from bagua_kernels.algorithms.registry import register
@@ -40,6 +41,31 @@ class SparseLoCo(OuterLoop):
 
     The decayed residual takes the place of an outer momentum, which harms here. A rank sends 0.0205 bytes per sparse element and
     other rank in a round.
+
+    Options and their defaults, all by keyword::
+
+        interval=30             optimizer's steps from one round to the next
+        outer_lr=1.0            of step 5
+        beta=0.95               of step 2, from 0 to 1
+        codec='chunked_topk:k=64,chunk=4096'
+                                the codec of step 3, or its spec
+        dense='absmax_int8'     how biases, norms and tensors below one chunk are sent: another codec, its spec, or None
+                                for float32
+        reduce='contributors'   what step 4 divides by: "contributors" as published programs do, or "mean" as the paper
+                                does
+        exact='1d'              patterns of names of parameters that no codec encodes; "1d" for all biases and norms
+        delay=0                 optimizer's steps, less than `interval`, that an exchange may take beside training
+        blend=None              from 0 to 1: the share of a rank's own parameters when a result is used
+        sync_state=None         how often the optimizer's first and second moments are averaged (DES-LOC, Iacob et al.,
+                                2025)
+        by_speed=False          True if ranks take steps in proportion to their speeds, of which `interval` is the mean
+                                then
+        quorum=None             ranks whose pseudo-gradients are enough for an outer step; None for all
+        grace=0.0               seconds for which a quorum waits for further ranks
+        communicator=None       the ranks that train together; those of `comm.init()` if None, which is called if it has
+                                not been
+        bucket_bytes=268435456  parameters are exchanged in buckets of about this size
+        average_states=False    True if `synchronize` averages the optimizer's states, too
 
     Attributes:
         codec: of step 3 for sparse parameters.
@@ -71,7 +97,7 @@ class SparseLoCo(OuterLoop):
             interval: as for `OuterLoop`.
             outer_lr: of step 5. The paper has 1, and less in the last part of training.
             beta: of step 2, from 0 to 1.
-            codec: of step 3, or its spec.
+            codec: the codec of step 3, or its spec.
             dense: how biases, norms and tensors below one chunk are sent: another codec, its spec, or None for float32. Names in
                 `exact` other than "1d" stay float32, and so do tensors that are shorter in float32 than one block of the codec.
             reduce: what step 4 divides by: "contributors" as published programs do, or "mean" as the paper does.
@@ -91,14 +117,10 @@ class SparseLoCo(OuterLoop):
         self.outer_lr, self.beta, self.reduce = outer_lr, beta, reduce
         self.codec, self.dense = found, _dense_codec(dense)
         options.setdefault("bucket_bytes", _BUCKET_BYTES)
+        self.acts_alone = self.outer_lr != 1.0
         super().__init__(module, optimizer, interval=interval, codec=found, min_numel=found.chunk, **options)
 
-    @property
-    def acts_alone(self) -> bool:
-        """See `Algorithm.acts_alone`."""
-        return self.outer_lr != 1.0
-
-    def kind(self, name: str, parameter: torch.Tensor) -> Kind:
+    def kind(self, name: str, parameter: torch.Tensor) -> OuterKind:
         """See `OuterLoop.kind`: dense parameters have a kind of their own, if a codec encodes them."""
         found = super().kind(name, parameter)
         if found.schedule is not None or self.dense is None:
@@ -107,20 +129,17 @@ class SparseLoCo(OuterLoop):
         # A block belongs to one tensor: with its last one filled up, a tensor of fewer elements would be longer than in float32.
         least = self.dense.payload_size(self.dense.block) // 4
         schedule, exact = Assignment.make(self.dense, exact=named, min_numel=least).place(name, parameter)
-        return Kind(found.part, None if exact else schedule)
-
-    def rule(self) -> OuterRule:
-        """See `OuterLoop.rule`."""
-        return Plain(self.outer_lr)
+        return OuterKind.of(found.part, None if exact else schedule)
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
-        """See `RoundAlgorithm.round_for`."""
+        """See `OuterLoop.round_for`."""
         difference = pseudo_gradient(bucket)
         if difference.kind != self.assignment.default:
-            return super().round_for(local, bucket)
-        sparse = SparseMean(difference, self.lane, self.codec, self.reduce == "contributors")
+            return OuterRound(local, bucket, self.setup.parts_for(bucket), Plain(self.outer_lr))
+        sparse = SparseMean(difference, self.setup.lane, self.codec, self.reduce == "contributors")
         meets = local.communicator.size > 1 or self.quorum is not None
-        return SparseRound(local, bucket, self.parts_for(bucket, sparse), self.rule(), sparse, self.beta, meets)
+        parts = self.setup.parts_for(bucket, sparse)
+        return SparseRound(local, bucket, parts, Plain(self.outer_lr), sparse, self.beta, meets)
 
 
 class SparseRound(OuterRound):

@@ -106,7 +106,7 @@ class Weighing:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            more = "see Penalty, and stats().guards for how often; this is told once"
+            more = "see Penalty, and stats().guards for how often; this is logged once"
             warnings.warn(f"{text}: {more}", RuntimeWarning, stacklevel=2)
 
     def numbers(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ class Participant(Protocol):
     tells: bool
 
     def skip_step(self) -> None: ...  # noqa: D102
-    def settle(self, call: str) -> None: ...  # noqa: D102
+    def before_arrival(self, call: str) -> None: ...  # noqa: D102
     def end_join(self) -> None: ...  # noqa: D102
 
 
@@ -104,7 +104,7 @@ class CatchUp:
         if letters is None:
             return
         local.check_failure()
-        rounds.settle(call)
+        rounds.before_arrival(call)
         telling = rounds.tells
         untouched = local.writes is not None and not local.in_step and not local.has_written()
         with local.failing():
@@ -125,7 +125,7 @@ class CatchUp:
                 steps, most = ahead
                 while rounds.known < most or (equal_steps and local.steps < steps):
                     rounds.skip_step()
-                    rounds.settle(call)
+                    rounds.before_arrival(call)
             letters.leave()
         finally:
             rounds.tells, local.is_through = telling, False

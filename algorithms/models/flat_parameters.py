@@ -37,7 +37,7 @@ class FlatParameters:
         Args:
             parameters: dense, by name, on one device.
             bucket_bytes: size from which a bucket takes no more parameters.
-            align: elements to whose multiples parameters are aligned in a bucket, or what returns them for a kind.
+            align: the alignment of parameters in a bucket, in elements, or a function that returns it for a kind.
             kinds: of parameters, by name: a bucket has those of one kind. All are the same if None.
 
         Raises:

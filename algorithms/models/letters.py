@@ -53,7 +53,7 @@ class _Peer:
         calls: at which it has arrived.
         call: the name of the last one.
         later: letters that it has sent after a call at which this rank still is.
-        written: the writes to parameters of which it has told, and which this rank has not compared with its own.
+        written: the writes to parameters that it has sent, and that this rank has not compared with its own.
     """
 
     steps: int = 0
@@ -174,7 +174,7 @@ class Letters:
     def leave(self) -> None:
         """Ends the call: what other ranks have sent since they went on counts from now on."""
         for peer in self._peers.values():
-            # What they have told so far is settled: steps may be fewer after a checkpoint was loaded.
+            # What they have sent so far is settled. Steps may be fewer after a checkpoint was loaded.
             peer.steps = peer.rounds = 0
             later, peer.later = peer.later, deque()
             for letter in later:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import copy
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from bagua_kernels.algorithms.algorithm import Algorithm, check_keys
 from bagua_kernels.algorithms.engine.member import EngineCounters
 from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.kind import Kind
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.loop import Loop
 from bagua_kernels.algorithms.models.means import distance_from_mean, put_means, restored
@@ -96,11 +97,6 @@ class ModelAlgorithm(Algorithm):
         self._alone: Any = None
         super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
 
-    @property
-    def flat(self) -> FlatParameters:
-        """The parameters in buckets."""
-        return self.local.flat
-
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
         """See `Algorithm._misfit`."""
         return misfit(self.local.optimizer, trained)
@@ -109,9 +105,9 @@ class ModelAlgorithm(Algorithm):
         """See `Algorithm._start`."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         kinds = {name: self.kind(name, parameter) for name, parameter in trained.items()}
-        flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=self.alignment_of, kinds=kinds)
-        mailbox = open_mailbox(self._communicator, lasting=False)
-        self.local.open(flat, self._communicator, mailbox, self._untrained)
+        flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=_alignment, kinds=kinds)
+        mailbox = open_mailbox(self.communicator, lasting=False)
+        self.local.open(flat, self.communicator, mailbox, self.frozen)
         self._loop = loop = self.loop_for(self.local)
         loop.restart()
         # The hooks may outlive this wrapper.
@@ -139,12 +135,9 @@ class ModelAlgorithm(Algorithm):
             local: this rank's model, with its parameters in buckets.
         """
 
-    def kind(self, name: str, parameter: torch.Tensor) -> Hashable:
-        """Returns what the parameters of a bucket have in common beside their dtype."""
-
-    def alignment_of(self, kind: Any) -> int:
-        """Returns the alignment, in elements, of parameters of a kind."""
-        return 1
+    def kind(self, name: str, parameter: torch.Tensor) -> Kind | None:
+        """Returns what the parameters of a bucket have in common beside their dtype; None if that is nothing."""
+        return None
 
     def wait(self) -> None:
         """Waits for the exchanges under way, and puts their results in place."""
@@ -172,8 +165,8 @@ class ModelAlgorithm(Algorithm):
             self._put_means(loop, "synchronize()")
             if self.average_states:
                 optimizer = self.local.optimizer
-                with self._communicator.within("synchronize()"):
-                    put_state(optimizer, averaged_states(optimizer.state_dict(), self._communicator))
+                with self.communicator.within("synchronize()"):
+                    put_state(optimizer, averaged_states(optimizer.state_dict(), self.communicator))
             loop.restart()
             self.local.written = self.local.own = False
             self.local.mark()
@@ -185,7 +178,7 @@ class ModelAlgorithm(Algorithm):
         Its buffers are those that `synchronize` would leave. In the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
         loop, own = self._in_place("averaged()"), self.local.own
-        with restored(self.module, self.flat):
+        with restored(self.module, self.local.flat):
             if loop is not None:
                 self._put_means(loop, "averaged()")
             self.local.own = False
@@ -201,16 +194,16 @@ class ModelAlgorithm(Algorithm):
         That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
         """
         loop = self._in_place("consensus()")
-        with self._communicator.within("consensus()"):
-            return 0.0 if loop is None else distance_from_mean(self.flat, self._communicator)
+        with self.communicator.within("consensus()"):
+            return 0.0 if loop is None else distance_from_mean(self.local.flat, self.communicator)
 
     def _put_means(self, loop: Loop, call: str) -> None:
         """Puts the means of ranks into parameters and buffers, for a call of all ranks."""
         # Around a ring each rank sends, and gets, all of it but a share, twice.
-        times = 4 * (self._communicator.size - 1) / self._communicator.size
-        nbytes = times * sum(4 * each.flat.numel() for each in self.flat.buckets)
-        with self._communicator.within(call), Sending("the mean model", nbytes, self._communicator):
-            put_means(self.module, self.flat, loop.mean_source, loop.mean_of_ranks, loop.give_first)
+        times = 4 * (self.communicator.size - 1) / self.communicator.size
+        nbytes = times * sum(4 * each.flat.numel() for each in self.local.flat.buckets)
+        with self.communicator.within(call), Sending("the mean model", nbytes, self.communicator):
+            put_means(self.module, self.local.flat, loop.mean_source, loop.mean_of_ranks, loop.give_first)
 
     def _in_place(self, call: str) -> Loop | None:
         """Puts what is under way in place; returns None for one rank alone.
@@ -230,8 +223,8 @@ class ModelAlgorithm(Algorithm):
         loop = self._loop
         if loop is not None:
             # With gradients that are equal on all ranks, other states would let replicas drift apart.
-            with self._communicator.within("switch_to()"):
-                share_state(self.local.optimizer, self._communicator)
+            with self.communicator.within("switch_to()"):
+                share_state(self.local.optimizer, self.communicator)
                 self._share_scale()
             self.local.stop_listening()
         try:
@@ -239,7 +232,7 @@ class ModelAlgorithm(Algorithm):
         except Exception:
             if loop is not None and not self._closed:
                 # The other one may have taken them before it was refused.
-                self.flat.take_back()
+                self.local.flat.take_back()
                 self.local.mark()
                 weakref.finalize(self, self.local.listen(self.module, loop).close)
             raise
@@ -248,25 +241,25 @@ class ModelAlgorithm(Algorithm):
         """Gives all ranks the scale of rank 0's losses: gradients of other scales have no mean."""
         scaler = self.local.scaler
         if scaler is not None:
-            state = self._communicator.broadcast_object(scaler.state_dict())
+            state = self.communicator.broadcast_object(scaler.state_dict())
             if state:
                 scaler.load_state_dict(state)
 
     def _hand_over(self) -> None:
         """See `Algorithm._hand_over`; nothing is under way, and the parameters may lie in the other one's memory."""
         Algorithm.close(self)
-        self.flat.move_out(for_ever=True)
+        self.local.flat.move_out(for_ever=True)
 
     def close(self) -> None:
         """See `Algorithm.close`; takes part in what other ranks do until all have come here."""
         if not self._closed and self._loop is not None and self.local.failure is None:
             self._loop.finish()
         super().close()
-        self.flat.move_out(for_ever=True)
+        self.local.flat.move_out(for_ever=True)
 
     def unflatten(self) -> None:
         """See `Algorithm.unflatten`."""
-        self.flat.move_out()
+        self.local.flat.move_out()
 
     def _stop(self) -> None:
         """See `Algorithm._stop`."""
@@ -339,3 +332,7 @@ class ModelAlgorithm(Algorithm):
             # The means of several states are the same on all ranks.
             local.own = len(states) == 1
             local.mark()
+
+
+def _alignment(kind: Any) -> int:
+    return kind.alignment if isinstance(kind, Kind) else 1

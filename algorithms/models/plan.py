@@ -33,6 +33,18 @@ class Plan:
         found = (self.round_at(step) for step in range(steps - 1, -1, -1))
         return next((number + 1 for number in found if number is not None), 0)
 
+    def steps_of(self, ranks: int) -> list[int]:
+        """Returns the steps that each of so many ranks takes in the round under way."""
+        return [self._interval] * ranks
+
+    def speed(self, waited: float) -> float:
+        """Returns this rank's steps per second in the round that ends now; 0 if nothing depends on it.
+
+        Args:
+            waited: seconds for which training has waited for exchanges so far.
+        """
+        return 0.0
+
     def begins(self) -> None:
         """Called before the exchanges of a round begin."""
 

@@ -62,7 +62,7 @@ class Points:
         return _of_nobody, ()
 
     def close(self) -> None:
-        """Removes the hooks; again is harmless."""
+        """Removes the hooks; calling it again does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

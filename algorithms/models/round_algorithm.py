@@ -65,14 +65,6 @@ class RoundAlgorithm(ModelAlgorithm):
         self.rounds: Rounds | None = None
         super().__init__(module, optimizer, **options)
 
-    def open(self, local: LocalModel) -> RoundsOptions:
-        """Makes what the rounds of all buckets share, and returns how rounds take place; collective.
-
-        Args:
-            local: this rank's model, with its parameters in buckets.
-        """
-        return RoundsOptions(delay=self.delay)
-
     @abc.abstractmethod
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """Returns the rounds of a bucket; called for each bucket, in the same order on all ranks.
@@ -82,17 +74,16 @@ class RoundAlgorithm(ModelAlgorithm):
             bucket: of its parameters.
         """
 
-    def loop_for(self, local: LocalModel) -> Rounds:
-        """See `ModelAlgorithm.loop_for`."""
-        options = self.open(local)
-        rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
-        self.rounds = Rounds(local, rounds, Plan(self.interval), options)
-        return self.rounds
+    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+        """See `ModelAlgorithm.loop_for`. A subclass that makes what the rounds of all buckets share does that before.
 
-    @property
-    def rounds_begun(self) -> int:
-        """The number of rounds that have begun since the module was wrapped."""
-        return 0 if self.rounds is None else self.rounds.begun
+        Args:
+            local: this rank's model.
+            options: how rounds take place; by default with `delay` alone.
+        """
+        rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
+        self.rounds = Rounds(local, rounds, Plan(self.interval), options or RoundsOptions(delay=self.delay))
+        return self.rounds
 
     def skip_step(self) -> None:
         """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""

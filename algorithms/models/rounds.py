@@ -261,7 +261,7 @@ class Rounds(Loop):
         with self.catch_up.join():
             yield
 
-    def settle(self, call: str) -> None:
+    def before_arrival(self, call: str) -> None:
         """Called before this rank waits for others at a call: does what they expect of it before they can come there."""
 
     def end_join(self) -> None:

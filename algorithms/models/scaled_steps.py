@@ -10,7 +10,7 @@ import torch
 
 
 class StepWatch(Protocol):
-    """Counts the steps of one optimizer, and is told of those that were left out."""
+    """Counts the steps of one optimizer, and those that were left out."""
 
     optimizer: torch.optim.Optimizer
     taken: int
@@ -64,7 +64,7 @@ def _own_step(scaler: torch.amp.GradScaler) -> Callable[..., Any]:
 
 
 def watch(scaler: torch.amp.GradScaler, watch: StepWatch) -> ScaledSteps:
-    """Has a watch told of the steps that a scaler leaves out of its optimizer; `remove` of the result ends that."""
+    """Makes a watch count the steps that a scaler leaves out of its optimizer, until `remove` of the result."""
     steps = vars(scaler).get("step")
     if not isinstance(steps, ScaledSteps):
         steps = ScaledSteps(scaler)

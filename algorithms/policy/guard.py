@@ -87,7 +87,7 @@ class Guarded(Policy):
             inner: the other policy.
             guard: when to look, and what to do.
             schedules: all kinds of buckets, by the names by which decisions are saved.
-            alignment: elements to whose multiples tensors are aligned in a bucket.
+            alignment: the alignment of tensors in a bucket, in elements.
         """
         super().__init__(inner)
         self.guard = guard

@@ -42,8 +42,8 @@ LEAST = 4096  # elements of a parameter that codecs are tried on
 def pseudo_gradients(algorithm: OuterLoop) -> Named:
     """Returns `start - x` of this rank, by name of the parameter; called after the last step of a round."""
     found: dict[str, torch.Tensor] = {}
-    for bucket in algorithm.flat.buckets:
-        found |= scatter(bucket, algorithm.flat.kept(bucket, "start") - bucket.flat)
+    for bucket in algorithm.local.flat.buckets:
+        found |= scatter(bucket, algorithm.local.flat.kept(bucket, "start") - bucket.flat)
     return found
 
 

@@ -40,15 +40,16 @@ def samples_per_second(factors: tuple[float, ...], seconds: float, rounds: int, 
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         model = LocalSGD(module, optimizer, interval=_INTERVAL, communicator=communicator, by_speed=by_speed)
         x = torch.randn(1, 64)
-        steps, began = 0, 0.0
-        while model.rounds_begun < rounds + _UNKNOWN:
-            if model.rounds_begun == _UNKNOWN and not began:
+        steps, began, taken = 0, 0.0, model.rounds
+        assert taken is not None
+        while taken.begun < rounds + _UNKNOWN:
+            if taken.begun == _UNKNOWN and not began:
                 began = time.monotonic()
             optimizer.zero_grad()
             model(x).square().mean().backward()
             time.sleep(seconds * factors[communicator.rank])
             optimizer.step()
-            steps += model.rounds_begun >= _UNKNOWN and began > 0
+            steps += taken.begun >= _UNKNOWN and began > 0
         model.wait()
         ended = time.monotonic()
         model.close()

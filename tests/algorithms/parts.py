@@ -37,7 +37,7 @@ def outer_rounds(model: Algorithm) -> OuterRounds:
 def start(model: Algorithm, bucket: Bucket) -> torch.Tensor:
     """The outer parameters of a bucket."""
     assert isinstance(model, ModelAlgorithm)
-    return model.flat.kept(bucket, "start")
+    return model.local.flat.kept(bucket, "start")
 
 
 def vectors(model: Algorithm) -> dict[str, dict[str, torch.Tensor]]:

@@ -121,7 +121,7 @@ def on_threads(communicator: Communicator, spec: str = SPECS[0]) -> Algorithm:
 
 
 def stepped(algorithm: Algorithm, steps: int = 1) -> Algorithm:
-    rank = algorithm._communicator.rank
+    rank = algorithm.communicator.rank
     for step in range(steps):
         algorithm(batch(rank, step)).square().mean().backward()
     return algorithm

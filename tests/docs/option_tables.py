@@ -3,8 +3,7 @@
 Names and defaults come from the constructors, texts from their "Args". A docstring has all options of its class, each with its
 first sentence. A page has those that the class declares itself; the texts on pages are written by hand, and stay.
 
-Without arguments the command rewrites the tables that are out of date. `--check` only prints which ones. Names of algorithms,
-such as `diloco`, put a table into docstrings that have none yet.
+The command rewrites the tables that are out of date, and adds those that docstrings lack. `--check` only prints which ones.
 """
 
 from __future__ import annotations
@@ -51,11 +50,6 @@ class Option:
     name: str
     default: str
     text: str
-
-
-def with_table(kind: type[Algorithm]) -> bool:
-    """True if the docstring of a class has to have its table."""
-    return issubclass(kind, GradientAlgorithm) and kind.name != "auto"
 
 
 def own(kind: type[Any]) -> dict[str, str]:
@@ -165,15 +159,10 @@ def table(options: Iterable[Option]) -> str:
     return "\n".join(lines)
 
 
-def has_table(docstring: str) -> bool:
-    """True if a docstring has a table, up to date or not."""
-    return MARK in docstring
-
-
 def with_new_table(docstring: str, options: Iterable[Option]) -> str:
     """A docstring without indentation, with its table replaced or added: before its sections, else at its end."""
     made = table(options)
-    if has_table(docstring):
+    if MARK in docstring:
         before, _, rest = docstring.partition(MARK)
         after = re.sub(r"\A(\n| +.*\n?)*", "", rest)
     elif section := _SECTION.search(docstring):
@@ -253,13 +242,11 @@ def pages() -> dict[Path, str]:
     return found
 
 
-def sources(names: Iterable[str] = ()) -> dict[Path, str]:
-    """The files of classes with tables as they have to be; `names` get a table, too."""
+def sources() -> dict[Path, str]:
+    """The files of algorithms with the tables in docstrings as they have to be."""
     found: dict[Path, str] = {}
-    for name, kind in Algorithm.registered.items():
-        if not kind.__module__.startswith("bagua_kernels."):
-            continue
-        if name in names or with_table(kind) or has_table(kind.__doc__ or ""):
+    for kind in Algorithm.registered.values():
+        if kind.__module__.startswith("bagua_kernels."):
             file = Path(inspect.getfile(kind)).resolve()
             found[file] = rewritten_source(kind, found.get(file) or file.read_text())
     return found
@@ -267,12 +254,9 @@ def sources(names: Iterable[str] = ()) -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.docs.option_tables", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms whose docstrings get a table")
     parser.add_argument("--check", action="store_true", help="rewrite nothing; 1 if something is out of date")
     options = parser.parse_args()
-    if unknown := set(options.names) - set(Algorithm.registered):
-        parser.error(f"no algorithms: {', '.join(sorted(unknown))}; expected some of {', '.join(Algorithm.registered)}")
-    changed = {file: text for file, text in {**pages(), **sources(options.names)}.items() if file.read_text() != text}
+    changed = {file: text for file, text in {**pages(), **sources()}.items() if file.read_text() != text}
     for file, text in changed.items():
         print(f"{file.relative_to(ROOT)} {'is out of date' if options.check else 'is rewritten'}")
         if not options.check:

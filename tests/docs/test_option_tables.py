@@ -8,21 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce, MuLoCo, PowerSGD, SignSGD, TopK
+from bagua_kernels.algorithms import (
+    Algorithm,
+    ByteGrad,
+    GradientAllReduce,
+    MuLoCo,
+    OneBitAdam,
+    PowerSGD,
+    QAdam,
+    SignSGD,
+    TopK,
+)
 from bagua_kernels.algorithms.wrapping.recorded import arguments_of
+from bagua_kernels.comm import LocalCommunicator
 from tests.docs import option_tables
 from tests.docs.option_tables import (
     LONGEST,
     MARK,
     WIDTH,
     Option,
-    has_table,
     options_of,
     own,
     rewritten_table,
     table,
     with_new_table,
-    with_table,
 )
 from tests.grids import folded
 
@@ -54,11 +63,8 @@ def defaults(kind: type[Algorithm]) -> dict[str, str]:
 def test_docstring_has_all_options(name: str) -> None:
     kind = Algorithm.registered[name]
     docstring = inspect.getdoc(kind) or ""
-    if has_table(docstring):
-        assert table(options_of(kind)) in docstring, f"the table of {kind.__name__} is out of date{REWRITE}"
-        assert docstring.count(MARK) == 1
-    else:
-        assert not with_table(kind), f"{kind.__name__} has no table of options{REWRITE}"
+    assert docstring.count(MARK) == 1, f"expected one table of options in the docstring of {kind.__name__}{REWRITE}"
+    assert table(options_of(kind)) in docstring, f"the table of {kind.__name__} is out of date{REWRITE}"
 
 
 @every
@@ -83,6 +89,14 @@ def test_defaults_are_those_in_effect() -> None:
     assert defaults(GradientAllReduce)["bucket_bytes"] == str(10 << 20)
     for kind in (SignSGD, TopK):
         assert (defaults(kind)["exact"], defaults(kind)["min_numel"]) == ("'1d'", "512")
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_what_a_class_refuses_is_no_option(kind: type[Algorithm]) -> None:
+    assert "bucket_bytes" in defaults(kind)
+    assert "apply_in_backward" not in defaults(kind)
+    with pytest.raises(TypeError, match="leave out apply_in_backward"):
+        kind(torch.nn.Linear(2, 2), communicator=LocalCommunicator.alone(), apply_in_backward=True)
 
 
 @pytest.mark.parametrize("after", ["", "\nAttributes:\n    name: a name.\n"])
@@ -117,7 +131,7 @@ def test_command_rewrites_what_is_late(tmp_path: Path, monkeypatch: pytest.Monke
     fresh.write_text("same")
     monkeypatch.setattr(option_tables, "ROOT", tmp_path)
     monkeypatch.setattr(option_tables, "pages", lambda: {late: "new", fresh: "same"})
-    monkeypatch.setattr(option_tables, "sources", lambda names: {})
+    monkeypatch.setattr(option_tables, "sources", lambda: {})
     monkeypatch.setattr("sys.argv", ["option_tables", "--check"])
     assert option_tables.main() == 1
     assert late.read_text() == "old"

@@ -23,10 +23,6 @@ SOURCES = [
 
 MOST_WORDS = 25
 
-# Folders whose sentences do not have to keep the last four of `PHRASES`, and the beginning of a sentence that may be longer.
-LATER = ("algorithms/asynchronous/", "algorithms/local_steps/", "algorithms/models/")
-LONGER = "how often the optimizer's first and second moments are averaged"
-
 # Beside each pattern, what to write instead.
 PHRASES = {
     r"\bwhoever\b|\bhis own\b|\bsomebody\b": "name the code, the rank or the caller",
@@ -70,13 +66,12 @@ def long_sentences(files: Iterable[Path]) -> list[str]:
         f"{place(each.file)}:{each.line}: {each.words} words, expected at most {MOST_WORDS}; divide: {each.text}"
         for file in files
         for each in sentences(file)
-        if each.words > MOST_WORDS and not each.text.startswith(LONGER)
+        if each.words > MOST_WORDS
     ]
 
 
 def found_phrases(each: Sentence) -> Iterator[str]:
-    later = place(each.file).startswith(LATER)
-    for pattern, instead in list(PHRASES.items())[: -4 if later else None]:
+    for pattern, instead in PHRASES.items():
         if found := re.search(pattern, each.text, re.IGNORECASE):
             yield f"{place(each.file)}:{each.line}: {found[0]!r}; write: {instead}: {each.text}"
 

@@ -46,20 +46,20 @@ def test_gradients_are_those_of_a_copy(kind: Any, options: dict[str, Any], recom
             plain._forward_pre_hooks.clear()
             # Averages with the other rank must not happen to take it back.
             amount = 0.5 + 0.171 * communicator.rank + 0.0137 * number**2
-            owed = [torch.full_like(bucket.flat, amount) for bucket in model.flat.buckets]
-            before = [bucket.flat.clone() for bucket in model.flat.buckets]
+            owed = [torch.full_like(bucket.flat, amount) for bucket in model.local.flat.buckets]
+            before = [bucket.flat.clone() for bucket in model.local.flat.buckets]
             parts.averages(model).model.owe(owed)
             second = run(fake)
             expected = gradients(plain, plain(real).square().mean(), plain(fake).square().mean())
             (first + second).backward()
             for parameter, gradient in zip(net.parameters(), expected, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient)
-            for bucket, values in zip(model.flat.buckets, before, strict=True):
+            for bucket, values in zip(model.local.flat.buckets, before, strict=True):
                 assert torch.equal(bucket.flat, values)
             optimizer.step()
             optimizer.zero_grad()
             model(real)
-            for bucket, values in zip(model.flat.buckets, before, strict=True):
+            for bucket, values in zip(model.local.flat.buckets, before, strict=True):
                 assert not torch.equal(bucket.flat, values)
             # The step of the pass that was only looked at.
             optimizer.step()

@@ -171,7 +171,7 @@ def test_interrupted_backward_is_noticed() -> None:
 def test_error_of_an_exchange_leaves_backward() -> None:
     def rank(communicator: Communicator) -> None:
         algorithm = GradientAllReduce(Odd(), communicator=communicator)
-        algorithm._communicator.abort()
+        algorithm.communicator.abort()
         with pytest.raises(CommunicationError):
             algorithm.module(batch(0, 0)).square().mean().backward()
 

@@ -232,7 +232,7 @@ def test_parameters_with_memory_of_their_own_are_taken_back(case: Case, move: Ca
         module = Odd()
         optimizer = sgd(module)
         model = case.make(module, optimizer, communicator)
-        places = [p.data_ptr() for p in model.flat.parameters.values()]
+        places = [p.data_ptr() for p in model.local.flat.parameters.values()]
         for step in range(4):
             optimizer.zero_grad()
             if moving and when == "before forward":
@@ -243,7 +243,7 @@ def test_parameters_with_memory_of_their_own_are_taken_back(case: Case, move: Ca
             optimizer.step()
         model.wait()
         model.synchronize()
-        assert places == [p.data_ptr() for p in model.flat.parameters.values()]
+        assert places == [p.data_ptr() for p in model.local.flat.parameters.values()]
         model.close()
         return flat(module)
 

@@ -21,8 +21,9 @@ class Clock:
 
 def on_clock(model: Any, clock: Clock) -> None:
     """Lets a model read another clock than the machine's; one rank alone has no pace."""
-    if model._pace is not None:
-        model._pace._clock, model._pace._began = clock, clock.now
+    pace = None if model.rounds is None else model.setup.weights.pace
+    if pace is not None:
+        pace._clock, pace._began = clock, clock.now
 
 
 class Vector(torch.nn.Module):

@@ -131,7 +131,7 @@ def train(communicator: Communicator, training: Training, segments: Sequence[Seg
         loop.run(segment)
     model: Any = loop.model
     model.wait()
-    outer = [parts.start(model, bucket).clone() for bucket in model.flat.buckets]
+    outer = [parts.start(model, bucket).clone() for bucket in model.local.flat.buckets]
     net = loop.net
     outcome = Outcome(
         [p.detach().clone() for p in net.parameters()], [b.clone() for b in net.buffers()], outer, model.stats().steps

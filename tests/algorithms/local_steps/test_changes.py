@@ -65,7 +65,7 @@ def test_a_model_in_float64_goes_on_with_another_number_of_ranks(case: Case, ran
                 model(batch(communicator.rank, number).double()).square().mean().backward()
                 optimizer.step()
             state = copy.deepcopy(model.algorithm_state_dict())
-            starts = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            starts = torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
             return state, flat(module), starts
 
     saved = run_ranks(ranks, save)
@@ -76,7 +76,7 @@ def test_a_model_in_float64_goes_on_with_another_number_of_ranks(case: Case, ran
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         with case.make(module, optimizer, communicator) as model:
             model.load_algorithm_state_dict([state for state, *_ in saved])
-            return flat(module), torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            return flat(module), torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
 
     for parameters, starts in run_ranks(others, load):
         assert parameters.dtype == torch.float64
@@ -93,7 +93,7 @@ def learning_rates(communicator: Communicator, rates: Any) -> Any:
             optimizer.param_groups[0]["lr"] = rates(communicator.rank, model.stats().steps)
             step(module, optimizer, communicator.rank, number)
         model.wait()
-        return torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets]), copy.deepcopy(
+        return torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets]), copy.deepcopy(
             model.algorithm_state_dict()
         )
 
@@ -124,7 +124,7 @@ def test_slow_momentum_keeps_its_learning_rate(ranks: int) -> None:
             optimizer.step()
             optimizer.step()
             model.wait()
-            return torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            return torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
 
     momentum = states[0]["vectors"]["slow_momentum"]["p0"]
     for after in run_ranks(ranks, rank):
@@ -216,7 +216,7 @@ def test_a_checkpoint_fits_another_memory_format(case: Case, last: bool, ranks: 
 def outer_parameters(model: Any) -> list[torch.Tensor]:
     """The outer parameters in the shapes of the parameters."""
     found = []
-    for bucket in model.flat.buckets:
+    for bucket in model.local.flat.buckets:
         start = parts.start(model, bucket)
         for view, span in zip(bucket.views, bucket.spans, strict=True):
             found.append(start.as_strided(view.shape, view.stride(), span.start))

@@ -62,7 +62,7 @@ def test_an_outer_learning_rate_acts_once(kind: Any, name: str, options: dict[st
             for number in range(4):
                 step(module, optimizer, communicator.rank, number)
             model.wait()
-            starts = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            starts = torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
             vectors = parts.vectors(model)
         kept = [each for key in ("residual", "worker", "owner") for each in vectors.get(key, {}).values()]
         return starts, torch.cat([*kept, torch.zeros(1)])
@@ -116,7 +116,7 @@ def test_values_that_are_not_finite_on_one_rank_are_seen_by_all(case: Case, bad:
                         module.p0[17, 5] = bad
             model.wait()
             norm = model.stats().residual_norm
-            return torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets]), start, norm
+            return torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets]), start, norm
 
     everyone = run_ranks(size, rank)
     first, start, _ = everyone[0]
@@ -192,7 +192,7 @@ def test_the_first_round_goes_downhill(case: Case, size: int) -> None:
                 module.p0.grad = module.p0.detach() * (1 + 0.5 * communicator.rank / size)
                 optimizer.step()
             model.wait()
-            start = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+            start = torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
         return before, float(start.square().sum())
 
     for before, after in run_ranks(size, rank):
@@ -215,7 +215,7 @@ def test_a_blend_leaves_outer_parameters_as_they_are(delay: int) -> None:
                 step(module, optimizer, communicator.rank, 2)
             own = flat(module)
             model.wait()
-            (start,) = (parts.start(model, bucket) for bucket in model.flat.buckets)
+            (start,) = (parts.start(model, bucket) for bucket in model.local.flat.buckets)
             steps = [normal((8, 8), 1, r, number).flatten() for r in range(2) for number in range(2)]
             assert torch.allclose(start, begin - 0.1 * torch.stack(steps).sum(0) / 2, atol=1e-6)
             assert torch.allclose(flat(module), 0.25 * own + 0.75 * start, atol=1e-6)

@@ -72,9 +72,12 @@ def test_all_ranks_have_the_same_bits_after_each_round(codec: str, dtype: torch.
                 apart = flat(module)
                 model.wait()
                 assert not torch.equal(flat(module), apart)
-                for bucket in model.flat.buckets:
+                for bucket in model.local.flat.buckets:
                     assert torch.equal(bucket.flat, parts.start(model, bucket).to(dtype))
-                rounds += [flat(module).float(), *(parts.start(model, bucket).clone() for bucket in model.flat.buckets)]
+                rounds += [
+                    flat(module).float(),
+                    *(parts.start(model, bucket).clone() for bucket in model.local.flat.buckets),
+                ]
         model.close()
         return rounds
 
@@ -91,7 +94,9 @@ def test_rounds_without_steps_change_nothing(codec: str, dtype: torch.dtype, opt
     def rank(communicator: Communicator) -> None:
         model, module, optimizer, _ = made(communicator, dtype, codec=codec, interval=4, **options)
         with torch.no_grad():
-            for bucket in model.flat.buckets:  # as after rounds whose steps were smaller than a parameter's last bit
+            for (
+                bucket
+            ) in model.local.flat.buckets:  # as after rounds whose steps were smaller than a parameter's last bit
                 parts.start(model, bucket).mul_(1 + 2.0**-12 if dtype != torch.float32 else 1.0)
                 bucket.flat.copy_(parts.start(model, bucket))
         before = flat(module)

@@ -11,6 +11,7 @@ from torch import nn
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, OuterNesterov, SlowMo
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
+from bagua_kernels.algorithms.local_steps.outer_rule import Nesterov
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
@@ -93,7 +94,7 @@ def test_outer_parameters_are_the_same_on_all_ranks_after_each_round(case: Case)
             model(batch(communicator.rank, step)).square().mean().backward()
             optimizer.step()
             model.wait()
-            seen.append(torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets]).clone())
+            seen.append(torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets]).clone())
         model.close()
         return seen
 
@@ -172,7 +173,7 @@ def test_the_first_round_lowers_the_loss(case: Case) -> None:
             (model(torch.ones(1)).square() / 2).sum().backward()
             optimizer.step()
         model.wait()
-        (start,) = (parts.start(model, bucket) for bucket in model.flat.buckets)
+        (start,) = (parts.start(model, bucket) for bucket in model.local.flat.buckets)
         model.close()
         return float(start[0])
 
@@ -192,7 +193,9 @@ def test_every_fragment_is_sent_once_in_an_interval(fragments: int) -> None:
         name = f"watched {fragments}"
 
         def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
-            return WatchedRound(local, bucket, self.parts_for(bucket), self.rule())
+            return WatchedRound(
+                local, bucket, self.setup.parts_for(bucket), Nesterov(self.outer_lr, self.outer_momentum)
+            )
 
     def rank(communicator: Communicator) -> list[str]:
         module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))

@@ -41,7 +41,7 @@ def outer_parameters(communicator: Communicator, case: Case, dtype: torch.dtype)
             optimizer.zero_grad()
             task.loss(model, communicator.rank, step).backward()
             optimizer.step()
-            seen.append(digest(*(parts.start(model, bucket) for bucket in model.flat.buckets)))
+            seen.append(digest(*(parts.start(model, bucket) for bucket in model.local.flat.buckets)))
     return seen
 
 

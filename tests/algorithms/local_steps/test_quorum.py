@@ -14,8 +14,9 @@ from torch import nn
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SlowMo, SparseLoCo
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
-from bagua_kernels.algorithms.local_steps.outer_loop import pseudo_gradient
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
+from bagua_kernels.algorithms.local_steps.outer_rule import Nesterov
+from bagua_kernels.algorithms.local_steps.outer_setup import pseudo_gradient
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum_merges import QuorumMerges
 from bagua_kernels.algorithms.models.local_model import LocalModel
@@ -56,8 +57,10 @@ class Gathered(DiLoCo):
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
         difference = pseudo_gradient(bucket)
         codec = None if difference.kind is None else difference.kind.codecs[0]  # type: ignore[attr-defined]
-        gathered = GatheredMean(difference, self.lane, codec, self.feedback)
-        return OuterRound(local, bucket, self.parts_for(bucket, gathered), self.rule())
+        gathered = GatheredMean(difference, self.setup.lane, codec, self.feedback)
+        return OuterRound(
+            local, bucket, self.setup.parts_for(bucket, gathered), Nesterov(self.outer_lr, self.outer_momentum)
+        )
 
 
 @pytest.mark.parametrize("codec", ["absmax_int4", "minmax_uint8", "sign"])

@@ -165,7 +165,7 @@ def test_a_rank_without_gradients_ends_with_the_bits_of_the_others(case: Case, s
                 (loss * (communicator.rank != 2)).backward()
             optimizer.step()
         model.wait()
-        starts = torch.cat([parts.start(model, bucket) for bucket in model.flat.buckets])
+        starts = torch.cat([parts.start(model, bucket) for bucket in model.local.flat.buckets])
         model.close()
         return starts
 

@@ -146,7 +146,7 @@ def around_and_inside() -> None:
     rank = dist.get_rank()
     # Nobody has called comm.init().
     model = GradientAllReduce(Odd(seed=rank))
-    assert model._communicator.size == 2
+    assert model.communicator.size == 2
     first, second = (ByteGrad(nn.Linear(6, 4)) for _ in range(2))
     for make in (
         lambda: DistributedDataParallel(model),

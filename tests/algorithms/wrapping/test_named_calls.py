@@ -52,7 +52,7 @@ def saves(folder: str) -> None:
     """One rank: prints what it raised."""
     communicator = comm.init(timeout=limits.seconds(60))
     algorithm = ByteGrad(network())
-    algorithm._communicator.set_timeout(limits.seconds(5))
+    algorithm.communicator.set_timeout(limits.seconds(5))
     with contextlib.suppress(CommunicationError):
         try:
             train_or_save(algorithm, communicator.rank, folder)
@@ -81,14 +81,14 @@ def test_a_rank_that_trains_while_another_switches_is_told() -> None:
 
     def rank(communicator: Communicator) -> tuple[str, str]:
         algorithm = from_spec("allreduce", network(), communicator=communicator)
-        before = algorithm._communicator.call, communicator.call
+        before = algorithm.communicator.call, communicator.call
         seen: list[str] = []
 
         class Seen(ByteGrad):
             def __init__(self, *args: Any, **options: Any) -> None:
                 seen.append(options["communicator"].call)
                 super().__init__(*args, **options)
-                seen.append(self._communicator.call)
+                seen.append(self.communicator.call)
 
         algorithm.switch_to(Seen)
         assert seen == ["switch_to()", "training"]
@@ -125,13 +125,13 @@ def test_methods_of_algorithms_on_parameters_are_named() -> None:
         module = network()
         model = DiLoCo(module, torch.optim.SGD(module.parameters(), lr=0.01), communicator=communicator)
         seen: list[str] = []
-        gather = model._communicator.all_reduce
+        gather = model.communicator.all_reduce
 
         def spy(*args: Any, **options: Any) -> Any:
-            seen.append(model._communicator.call)
+            seen.append(model.communicator.call)
             return gather(*args, **options)
 
-        model._communicator.all_reduce = spy  # type: ignore[method-assign]
+        model.communicator.all_reduce = spy  # type: ignore[method-assign]
         model.synchronize()
         with model.averaged():
             pass

@@ -1,0 +1,97 @@
+"""What the rounds of an outer loop are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
+from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
+from bagua_kernels.algorithms.exchanges.mean import Mean
+from bagua_kernels.algorithms.local_steps.in_step import InStep
+from bagua_kernels.algorithms.local_steps.kind import kind_of
+from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterSettings
+from bagua_kernels.algorithms.local_steps.pace import Pace
+from bagua_kernels.algorithms.local_steps.penalty import Penalty
+from bagua_kernels.algorithms.local_steps.quorum import Quorum
+from bagua_kernels.algorithms.local_steps.quorum_merges import only_codec
+from bagua_kernels.algorithms.local_steps.weighing import Weighing
+from bagua_kernels.algorithms.policy.schedule import Assignment, Scheduled
+from bagua_kernels.bucket import Bucket
+from bagua_kernels.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How ranks are weighed.
+
+    Attributes:
+        lane: of the exchanges.
+        penalty: for norms of pseudo-gradients; None for none.
+        pace: of ranks that take different numbers of steps; None if all take as many.
+        warned: of what there was a warning, in any bucket.
+    """
+
+    lane: Communicator
+    penalty: Penalty | None
+    pace: Pace | None
+    warned: set[str] = field(default_factory=set)
+
+    def weighing(self, index: int) -> Weighing | None:
+        """Returns what weighs the ranks in a bucket; None where all weigh the same."""
+        if self.lane.size == 1 or (self.penalty is None and self.pace is None):
+            return None
+        return Weighing(self.lane, index, self.penalty, self.pace, self.warned)
+
+
+@dataclass(frozen=True)
+class OuterSetup:
+    """What the rounds of all buckets are made with.
+
+    Attributes:
+        lane: the communicator of the exchanges, which are made beside training.
+        collection: of pseudo-gradients.
+        weights: of the ranks.
+        settings: what all buckets have in common.
+        assignment: of codecs.
+        feedback: of the codecs.
+        decodes_all: True if each rank decodes the payloads of all, as a quorum needs it.
+    """
+
+    lane: Communicator
+    collection: InStep | Quorum
+    weights: Weights
+    settings: OuterSettings
+    assignment: Assignment
+    feedback: Feedback
+    decodes_all: bool
+
+    def parts_for(self, bucket: Bucket, gathered: GatheredMean | None = None) -> OuterParts:
+        """Returns what the rounds of a bucket are made of; called for each bucket, in the same order on all ranks.
+
+        Args:
+            bucket: of the parameters.
+            gathered: replaces the pseudo-gradient by its mean; None for what suits the codec.
+        """
+        difference = pseudo_gradient(bucket) if gathered is None else gathered.bucket
+        if gathered is None and self.decodes_all:
+            gathered = GatheredMean(difference, self.lane, only_codec(kind_of(bucket).schedule), self.feedback)
+        exchange: Exchange
+        if gathered is not None:
+            exchange = gathered
+        elif difference.kind is None:
+            exchange = Mean(difference, self.lane)
+        else:
+            exchange = CompressedExchange(difference, self.lane, Scheduled(self.assignment.last_start), self.feedback)
+        weighing = self.weights.weighing(bucket.index)
+        return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings)
+
+
+def pseudo_gradient(bucket: Bucket) -> Bucket:
+    """Returns a bucket for the pseudo-gradients of one of parameters; its kind is the schedule of codecs that encode them."""
+    # Sums of pseudo-gradients are not to be rounded as parameters are.
+    dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
+    views = [view.to(dtype) for view in bucket.views]
+    return Bucket(views, align=bucket.align, index=bucket.index, kind=kind_of(bucket).schedule, names=bucket.names)
