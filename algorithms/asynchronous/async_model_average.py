@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -219,11 +219,11 @@ class TimedAverages(Averages):
         if interval is not None and self.local.steps % interval == interval - 1 and self._is_running():
             self._triggered.start()
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Loop.numbers`."""
         return {"warm": float(self._warm)}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Loop.load_numbers`."""
         self._warm = int(numbers.get("warm", self._warm))
         self._average_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -137,11 +137,11 @@ class ReplicaRound(DifferenceRound):
         yield from steps
         decode_add(self.hood.codec, self.payloads, rows)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""
         return {"carries": float(self._carries)} if self._carries else {}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         self._carries = int(numbers.get("carries", 0))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -142,11 +142,11 @@ class PushedRound(Round):
         """See `Round.disagreement`."""
         return self.mixer.disagreement()
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""
         return {"weight": self.weight.value}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         self.weight.vector.fill_(numbers.get("weight", 1.0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -188,14 +188,14 @@ class OuterRound(Round):
         """See `Round.load`."""
         self.exchange.load(state)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""
         return {} if self.weighing is None else self.weighing.numbers()
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         if self.weighing is not None:
             self.weighing.load(numbers)
 
-    def load_common(self, numbers: Mapping[str, float]) -> None:
+    def load_common(self, numbers: Mapping[str, Any]) -> None:
         """Restores numbers that are the same on all ranks, so that another number of ranks has them, too."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
+from bagua_kernels.algorithms.local_steps.earlier_numbers import nested
 from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.moments import FIRST, SECOND, average_moments
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
@@ -153,19 +154,21 @@ class OuterRounds(Rounds):
         # One rank alone may have had none: then they are the parameters, as `restart` has set them.
         mean.setdefault("start", self.local.flat.state().get("start", {}))
         self.local.flat.load(mean)
+        numbers = nested(states[0]["numbers"])
         for each in self._outer:
             each.load(residuals)
-            each.load_common(states[0]["numbers"])
+            each.load_common(numbers)
         if self._quorum is not None:
-            self._quorum.load_numbers(states[0]["numbers"])
+            self._quorum.load_numbers(numbers)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Loop.numbers`: how the ranks are weighed, and their steps."""
         samples = self.collection.samples
         found = super().numbers() | ({"samples": samples} if samples else {})
         return found if self._quorum is None else found | self._quorum.numbers()
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Loop.load_numbers`."""
+        numbers = nested(numbers)
         super().load_numbers(numbers)
         self.collection.samples = numbers.get("samples", 0.0)

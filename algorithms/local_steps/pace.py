@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 # Speeds that would change no rank's steps by more than this part change nothing: measured times differ a little anyway.
 _NOTICEABLE = 0.1
@@ -82,18 +83,14 @@ class Pace:
             return self.steps
         return [max(self._least, round(steps)) for steps in exact]
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
-        ranks = {f"steps of rank {rank}": float(steps) for rank, steps in enumerate(self.steps)}
-        speeds = {f"speed of rank {rank}": speed for rank, speed in enumerate(self._speeds)}
-        return {"rounds": float(self.rounds), "end of round": float(self._end), **ranks, **speeds}
+        return {"rounds": self.rounds, "end": self._end, "steps": list(self.steps), "speeds": list(self._speeds)}
 
-    def load(self, numbers: Mapping[str, float]) -> None:
+    def load(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned."""
-        ranks = range(len(self.steps))
-        self.steps = [int(numbers[f"steps of rank {rank}"]) for rank in ranks]
-        self._speeds = [numbers[f"speed of rank {rank}"] for rank in ranks if f"speed of rank {rank}" in numbers]
-        self.rounds, self._end = int(numbers["rounds"]), int(numbers["end of round"])
+        self.steps, self._speeds = list(numbers["steps"]), list(numbers.get("speeds", []))
+        self.rounds, self._end = numbers["rounds"], numbers["end"]
 
     def restart(self, steps: int) -> None:
         """Begins a round after a number of steps, with as many steps for each rank."""

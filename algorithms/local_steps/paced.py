@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.algorithms.models.plan import Plan
@@ -45,11 +46,11 @@ class PacedPlan(Plan):
         """See `Plan.restart`."""
         self._pace.restart(steps)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Plan.numbers`."""
-        return self._pace.numbers()
+        return {"pace": self._pace.numbers()}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Plan.load_numbers`."""
-        if "rounds" in numbers:
-            self._pace.load(numbers)
+        if "pace" in numbers:
+            self._pace.load(numbers["pace"])

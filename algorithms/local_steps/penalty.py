@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bagua_kernels.options import FloatOrInf, check_fields
 
@@ -98,16 +99,14 @@ class Norms:
         self._mean += rate * away
         self._variance = (1 - rate) * (self._variance + rate * away * away)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
-        high = {f"high {place}": norm for place, norm in enumerate(self._high)}
-        return {"count": float(self._count), "mean": self._mean, "variance": self._variance, **high}
+        return {"count": self._count, "mean": self._mean, "variance": self._variance, "high": list(self._high)}
 
-    def load(self, numbers: Mapping[str, float]) -> None:
+    def load(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned."""
-        self._count = int(numbers["count"])
+        self._count, self._high = numbers["count"], list(numbers["high"])
         self._mean, self._variance = numbers["mean"], numbers["variance"]
-        self._high = [numbers[key] for place in range(len(numbers)) if (key := f"high {place}") in numbers]
 
 
 def weights_of(norms: Sequence[float]) -> list[float]:

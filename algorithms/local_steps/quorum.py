@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -113,13 +113,13 @@ class Quorum:
         """Goes on with a number of steps."""
         self._posted_at = next((step + 1 for step in range(steps - 1, -1, -1) if plan.round_at(step) is not None), 0)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
-        return self.merges.numbers()
+        return {"quorum": self.merges.numbers()}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned, also on another number of ranks."""
-        self.merges.load(numbers)
+        self.merges.load(numbers.get("quorum", {}))
 
 
 def _gathered(part: OuterRound) -> GatheredMean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -108,17 +109,17 @@ class QuorumMerges:
         """See `Quorum.rest`."""
         return self._quorum.rest(look, last=last)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it: the number of posts, and of merges of each part that were used."""
-        merges = {f"merges {part}": float(self._earlier[part] + self._used[part]) for part in self._exchanges}
-        return {"posts": float(self._posts), **merges}
+        merges = {str(part): self._earlier[part] + self._used[part] for part in self._exchanges}
+        return {"posts": self._posts, "merges": merges}
 
-    def load(self, numbers: Mapping[str, float]) -> None:
+    def load(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned."""
         # Seeds of what is encoded go on.
-        self._posts = int(numbers.get("posts", 0))
+        self._posts = numbers.get("posts", 0)
         for part in self._exchanges:
-            self._earlier[part] = int(numbers.get(f"merges {part}", 0)) - self._used[part]
+            self._earlier[part] = numbers.get("merges", {}).get(str(part), 0) - self._used[part]
 
     def _buffers(self, part: int) -> list[torch.Tensor]:
         return [exchange.empty() for exchange in self._exchanges[part]]

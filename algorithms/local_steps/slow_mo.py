@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -150,20 +150,20 @@ class SlowRound(OuterRound):
         # waits: once a round: the outer step of the host takes the rate.
         self._slow.rate = float(rate)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""
-        own = {} if self._slow.last is None else {self._key: self._slow.last}
+        own = {} if self._slow.last is None else {"learning_rates": {self._group: self._slow.last}}
         return super().numbers() | own
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         super().load_numbers(numbers)
         self.load_common(numbers)
 
-    def load_common(self, numbers: Mapping[str, float]) -> None:
+    def load_common(self, numbers: Mapping[str, Any]) -> None:
         """See `OuterRound.load_common`: the learning rate that belongs to the momentum."""
-        self._slow.rate = self._slow.last = numbers.get(self._key)
+        self._slow.rate = self._slow.last = numbers.get("learning_rates", {}).get(self._group)
 
     @property
-    def _key(self) -> str:
-        return f"lr of group {self.kind.part}"
+    def _group(self) -> str:
+        return str(self.kind.part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -109,19 +110,15 @@ class Weighing:
             more = "see Penalty, and stats().guards for how often; this is logged once"
             warnings.warn(f"{text}: {more}", RuntimeWarning, stacklevel=2)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
-        return {} if self._norms is None else {f"{self._prefix}{name}": x for name, x in self._norms.numbers().items()}
+        return {} if self._norms is None else {"penalty": {str(self._index): self._norms.numbers()}}
 
-    def load(self, numbers: Mapping[str, float]) -> None:
+    def load(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned; if that is lacking the norms begin anew."""
-        own = {name.removeprefix(self._prefix): x for name, x in numbers.items() if name.startswith(self._prefix)}
-        if own and self._norms is not None:
+        own = numbers.get("penalty", {}).get(str(self._index))
+        if own is not None and self._norms is not None:
             self._norms.load(own)
-
-    @property
-    def _prefix(self) -> str:
-        return f"norm {self._index} "
 
 
 def _norm(difference: Bucket) -> float:

@@ -110,11 +110,11 @@ class Loop(abc.ABC):
         if len(states) == 1 and states[0]["vectors"]:
             self.local.flat.load(states[0]["vectors"])
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns the numbers that checkpoints contain beside vectors."""
         return {}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:  # noqa: B027
         """Restores what `numbers` returned."""
 
     def finish(self) -> None:  # noqa: B027

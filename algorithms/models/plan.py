@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class Plan:
@@ -58,9 +59,9 @@ class Plan:
     def restart(self, steps: int) -> None:
         """Goes on with a number of steps."""
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
         return {}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -104,11 +104,11 @@ class Round(abc.ABC):
     def load(self, state: Mapping[str, Named]) -> None:  # noqa: B027
         """Restores what `state` returned; what it lacks begins anew."""
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """Returns the numbers that checkpoints contain of it; what all buckets have in common has the same name in each."""
         return {}
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:  # noqa: B027
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:  # noqa: B027
         """Restores what `numbers` returned."""
 
     def residual_norm(self) -> float:

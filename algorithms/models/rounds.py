@@ -328,14 +328,14 @@ class Rounds(Loop):
                 found.setdefault(key, {}).update(named)
         return found
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """See `Loop.numbers`."""
         found = self.plan.numbers()
         for each in self.all:
-            found |= each.numbers()
+            _merge(found, each.numbers())
         return found
 
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Loop.load_numbers`."""
         self.plan.load_numbers(numbers)
         for each in self.all:
@@ -364,3 +364,12 @@ def _rest(first: Work | None, steps: Iterator[Work]) -> Iterator[Work]:
         yield first
     with torch.no_grad():
         yield from steps
+
+
+def _merge(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds numbers of another bucket; those of the same name are the same, or have further names within."""
+    for name, value in more.items():
+        if isinstance(value, Mapping) and name in found:
+            _merge(found[name], value)
+        else:
+            found[name] = value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,24 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
     """A state whose parts have one vector each, of all their tensors in order, and whose numbers are no times."""
     found = {key: joined(state[key]) for key in ("parameters", "buffers", "optimizer")}
     found["vectors"] = {key: joined(named) for key, named in state["vectors"].items()}
-    found["numbers"] = {key: number for key, number in state["numbers"].items() if not key.startswith(TIMES)}
+    found["numbers"] = {key: number for key, number in flat(state["numbers"]).items() if not key.startswith(TIMES)}
     return {"steps": state["steps"], **found}
+
+
+def flat(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by the names that the first versions gave them, in one level."""
+    found = {name: value for name, value in numbers.items() if not isinstance(value, Mapping)}
+    if pace := numbers.get("pace"):
+        found |= {"rounds": pace["rounds"], "end of round": pace["end"]}
+        found |= {f"steps of rank {rank}": steps for rank, steps in enumerate(pace["steps"])}
+        found |= {f"speed of rank {rank}": speed for rank, speed in enumerate(pace["speeds"])}
+    for index, norms in numbers.get("penalty", {}).items():
+        found |= {f"norm {index} {name}": norms[name] for name in ("count", "mean", "variance")}
+        found |= {f"norm {index} high {place}": norm for place, norm in enumerate(norms["high"])}
+    found |= {f"lr of group {group}": rate for group, rate in numbers.get("learning_rates", {}).items()}
+    if quorum := numbers.get("quorum"):
+        found |= {"posts": quorum["posts"], **{f"merges {part}": merges for part, merges in quorum["merges"].items()}}
+    return {name: float(value) for name, value in found.items()}
 
 
 def joined(of: Any) -> torch.Tensor:

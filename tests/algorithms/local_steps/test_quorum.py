@@ -87,7 +87,7 @@ def late(communicator: Communicator, **options: Any) -> dict[str, Any]:
         optimizer.step()
         if step % INTERVAL == INTERVAL - 1:
             model.wait()
-            used.append(int(merges.numbers()["merges 0"]))
+            used.append(int(merges.numbers()["merges"]["0"]))
             if me == 3:
                 time.sleep(0.02)
     model.synchronize()
