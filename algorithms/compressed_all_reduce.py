@@ -94,9 +94,13 @@ class CompressedAllReduce(GradientAlgorithm):
                                  has not been
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
+
+    Attributes:
+        sends_gradients: False if payloads have momentum, which no optimizer squares, so that `holds_back` is empty.
     """
 
     name = "compressed"
+    sends_gradients = True
 
     def __init__(
         self,
@@ -149,17 +153,13 @@ class CompressedAllReduce(GradientAlgorithm):
         self.scaler = scaler
         # A block never spans two tensors.
         self.alignment = self.assignment.alignment()
+        coarse = [codec for codec in self.assignment.codecs if holds_back(codec)]
+        self.holds_back = f"payloads of {coarse[0]!r}" if coarse and self.sends_gradients else ""
         self.policy = self._policy()
         if only_if_faster:
             # Outermost: what the guard does not compress is no step of a trial.
             self.policy = self.listener = OnlyIfFaster(self.policy)
         super().__init__(module, optimizer, **options)
-
-    @property
-    def holds_back(self) -> str:
-        """See `GradientAlgorithm.holds_back`."""
-        coarse = [codec for codec in self.assignment.codecs if holds_back(codec)]
-        return f"payloads of {coarse[0]!r}" if coarse else ""
 
     def _policy(self) -> Policy:
         policy: Policy = Scheduled(self.assignment.last_start)

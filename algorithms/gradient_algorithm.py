@@ -27,7 +27,7 @@ from bagua_kernels.algorithms.wrapping.clipping import is_clipping
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
 from bagua_kernels.algorithms.wrapping.frozen import check_frozen
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
-from bagua_kernels.algorithms.wrapping.wrapped import check_weights
+from bagua_kernels.algorithms.wrapping.weights import check_weights
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, LocalCommunicator
 
@@ -68,9 +68,10 @@ class GradientAlgorithm(Algorithm):
         policy: what encodes buckets, in which step.
         listener: what compares the times of backward passes; None if nothing does.
         scaler: that by which losses are scaled, if the exchanges' state follows it.
-        alignment: the alignment of tensors in a bucket, in elements.
+        alignment: the alignment of tensors in a bucket, in elements; of the first buckets where exchanges are replaced.
         small_first: True if the first buckets are small, so that the wire is in use early.
         lanes: buckets that are exchanged at a time; None for the engine's own number.
+        holds_back: the payloads that lack most of a gradient, for `OptimizerFitWarning`; empty if none do.
         has_hook: True if its exchanges are all that it does, so that a hook of `DistributedDataParallel` may run them.
     """
 
@@ -79,6 +80,7 @@ class GradientAlgorithm(Algorithm):
     scaler: torch.amp.GradScaler | None = None
     alignment = 1
     small_first = True
+    holds_back = ""
     has_hook = True
     lanes: int | None
 
@@ -148,11 +150,6 @@ class GradientAlgorithm(Algorithm):
             Its kind, which distinguishes buckets (`Bucket.kind`), and whether it is averaged without compression.
         """
         return None, False
-
-    @property
-    def holds_back(self) -> str:
-        """The payloads that lack most of a gradient, for `OptimizerFitWarning`; empty if none do."""
-        return ""
 
     @abc.abstractmethod
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:

@@ -106,6 +106,7 @@ class PowerSGD(GradientAlgorithm):
         if start_step < 0:
             raise ValueError(f"start_step must be 0 or more, got {start_step}")
         self.config = compression.PowerSGD(rank, seed, min_compression, warm_start, alternate)
+        self.holds_back = f"factors of rank {self.config.rank}"
         self.start_step = start_step
         self.scaler = scaler
         self._schedule = Schedule(((0, None), (start_step, self.config)) if start_step else ((0, self.config),))
@@ -126,11 +127,6 @@ class PowerSGD(GradientAlgorithm):
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`: what has fewer than two dimensions is not compressed, nor float64."""
         return self._schedule, parameter.dim() < 2 or not parameter.numel() or parameter.dtype in EXACT_DTYPES
-
-    @property
-    def holds_back(self) -> str:
-        """See `GradientAlgorithm.holds_back`."""
-        return f"factors of rank {self.config.rank}"
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""

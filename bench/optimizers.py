@@ -6,6 +6,9 @@ memory. Three models: (a) one tensor of 16 Mi values, (b) 400 tensors of a trans
 is one step, so that the other rows have used the caches before it. For (c), whose 32 MB may stay in a cache, a turn is ten steps.
 
 The last table shows the first step of a process: with compilation, and with the cache on disk.
+
+`python -m bench.optimizers --watch --output bench/results/watch.json` compares two ways of AdamW to look at its tensors. One reads
+PyTorch's objects in memory (`BAGUA_KERNELS_WATCH`), one asks PyTorch. All tensors together have 25 M values.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bagua_kernels import optim
+from bagua_kernels import knobs, optim
 from bench import speed
 from bench.workloads.rows import SCALE, Run, Workload
 
@@ -35,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "RMSprop": {"alp
 NAMES = (*FUSED_IN_TORCH, "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
 RATE = 1e-5
 TURNS = {"c": 10}
+WATCHED = 25_000_000
+COUNTS = (64, 128, 256, 400, 600, 1000, 2000, 4000)
 
 
 def one_tensor() -> list[tuple[int, ...]]:
@@ -117,7 +122,7 @@ def group(model: str, name: str, threads: int | None, compiled: bool, device: to
 FIRST_STEP = """
 import time
 import torch
-from bagua_kernels import optim
+from bagua_kernels import knobs, optim
 p = torch.nn.Parameter(torch.ones(100_000))
 p.grad = torch.ones(100_000)
 optimizer = getattr(optim, "{name}")([p])
@@ -125,6 +130,46 @@ start = time.perf_counter()
 optimizer.step()
 print(time.perf_counter() - start)
 """
+
+
+def watched(count: int, on: bool) -> Run:
+    """Steps of AdamW over so many tensors, by one thread."""
+    torch.set_num_threads(1)
+    optimizer = optim.AdamW(parameters([(WATCHED // count,)] * count, CPU), lr=RATE)
+    before = os.environ.get(knobs.WATCH.variable)
+    os.environ[knobs.WATCH.variable] = str(int(on))
+    try:
+        # The second step decides.
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        os.environ.pop(knobs.WATCH.variable)
+        if before is not None:
+            os.environ[knobs.WATCH.variable] = before
+    return optimizer.step
+
+
+def roof() -> Run:
+    torch.set_num_threads(1)
+    x = torch.ones(WATCHED)
+    return lambda: x.mul_(1.0)
+
+
+def gains_of_watching(rounds: int) -> list[dict[str, Any]]:
+    """Rows with and without, and how many times as fast a step is with it."""
+    rows: list[dict[str, Any]] = []
+    for count in COUNTS:
+        ways = {"watched": True, "asked": False}
+        group = [
+            Workload(f"{count} tensors", "", name, 28 * WATCHED, functools.partial(watched, count, on))
+            for name, on in ways.items()
+        ]
+        group.append(Workload(f"{count} tensors", "", SCALE, 8 * WATCHED, roof))
+        found = {row["name"]: row for row in speed.measure([group], rounds, speed.host_clock)}
+        gain = found["asked"]["median_s"] / found["watched"]["median_s"]
+        rows.append({"tensors": count, "watched_s": found["watched"]["median_s"], "gain": gain})
+        speed.console().print(f"{count} tensors: {found['watched']['median_s'] * 1e3:.2f} ms, {gain:.3f} times as fast")
+    return rows
 
 
 def first_steps(name: str, repeats: int = 3) -> Iterator[dict[str, Any]]:
@@ -172,8 +217,14 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--compiled", action="store_true", help="also torch.compile: minutes for each optimizer")
+    parser.add_argument("--watch", action="store_true", help="only what reading PyTorch's objects in memory gains")
     options = parser.parse_args()
     described = speed.machine()
+    if options.watch:
+        gains = gains_of_watching(options.rounds)
+        if options.output:
+            speed.write(options.output, {"machine": described, "rounds": options.rounds, "rows": gains})
+        return
     rows: list[dict[str, Any]] = []
     for model in options.models:
         for name in options.names:

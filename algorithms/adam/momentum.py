@@ -69,6 +69,7 @@ class MomentumAllReduce(CompressedAllReduce):
     """
 
     has_hook = False
+    sends_gradients = False
     optimizer: FrozenAdam
 
     def __init__(
@@ -161,11 +162,6 @@ class MomentumAllReduce(CompressedAllReduce):
         self.optimizer.knows_scale = scaler is not None
         # Sums of the same numbers may differ in their last bits between machines.
         self.optimizer.agree = lambda stable: bool(communicator.broadcast_object(stable))
-
-    @property
-    def holds_back(self) -> str:
-        """Nothing: what payloads lack is momentum, which is not squared; see `GradientAlgorithm.holds_back`."""
-        return ""
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""

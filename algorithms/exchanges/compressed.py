@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import torch
 
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, gather, scatter
-from bagua_kernels.algorithms.policy.guard import Guarded, Sample
+from bagua_kernels.algorithms.policy.guard import Decision, Guarded, Sample
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp, Work
@@ -59,6 +59,8 @@ class CompressedExchange(Exchange):
         self.policy = policy
         self.feedback = feedback
         self._guarded = next((each for each in policy.chain() if isinstance(each, Guarded)), None)
+        # Of the step under way: in it, the others of this kind are still encoded as before.
+        self._decision: Decision | None = None
         # Residuals are either those of the all-reduce, or vectors that wait for one.
         self._all_reduce: AllReduce | None = None
         self._recalled: dict[str, torch.Tensor] = {}
@@ -90,7 +92,13 @@ class CompressedExchange(Exchange):
             with all_reduce.withheld([(span.start, span.stop) for span in frozen]):
                 yield from all_reduce.steps(bucket.flat, bucket.exact, seed=seed, source=source, deliver=deliver)
         if guard is not None and sample is not None:
-            guard.judge(bucket, codec, sample)
+            self._decision = guard.judge(bucket, codec, sample)
+
+    def end_step(self, unused: Sequence[int]) -> None:
+        """See `Exchange.end_step`: what a guard has decided holds from the next step on."""
+        if self._guarded is not None and self._decision is not None:
+            self._guarded.decide(self._decision)
+            self._decision = None
 
     def _reads_pieces(self, codec: Codec | None) -> bool:
         """Returns True if only the all-reduce reads the gradients, piece by piece, so that they need not be in the bucket."""

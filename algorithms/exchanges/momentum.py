@@ -66,6 +66,7 @@ class MomentumExchange(CompressedExchange):
     @torch.no_grad()
     def end_step(self, unused: Sequence[int]) -> None:
         """Gives residuals back what was sent of parameters that no rank used; see `Exchange.end_step`."""
+        super().end_step(unused)
         self.momenta.end_step()
         if not self.momenta.optimizer.frozen or not unused:
             return

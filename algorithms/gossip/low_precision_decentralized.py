@@ -88,9 +88,9 @@ class LowPrecisionDecentralized(Differences):
 
     def replicas(self) -> dict[int, dict[int, torch.Tensor]]:
         """Returns copies of the replicas, by number of the bucket and by rank; padding between parameters is left out."""
-        assert self.rounds is not None
-        # Replicas are changed beside training.
-        self.rounds.await_exchanges()
+        if self.rounds is not None:
+            # Replicas are changed beside training.
+            self.rounds.await_exchanges()
         return {each.bucket.index: each.replicas() for each in self._made}
 
 

@@ -197,9 +197,11 @@ class OuterLoop(RoundAlgorithm):
 
     def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> OuterRounds:
         """See `RoundAlgorithm.loop_for`."""
-        lane = local.communicator.duplicate()
-        local.opened.append(lane)
-        pace = Pace(self.interval, lane.rank, lane.size, least=self.delay + 1) if self.by_speed else None
+        communicator = local.communicator.duplicate()
+        local.opened.append(communicator)
+        pace = (
+            Pace(self.interval, communicator.rank, communicator.size, least=self.delay + 1) if self.by_speed else None
+        )
         self._plan = Plan(self.interval, self.first_phase) if pace is None else PacedPlan(pace, self.interval)
         # Plain means of parameters do not depend on `start`.
         follows = not self.plain_means or bool(self.assignment.default.codecs) or self.penalty is not None
@@ -210,9 +212,9 @@ class OuterLoop(RoundAlgorithm):
         else:
             needs_all = frozenset({"consensus()", *(["synchronize()"] if self.average_states else [])})
             collection = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
-        weights = Weights(lane, self.penalty, pace)
+        weights = Weights(communicator, self.penalty, pace)
         self.setup = OuterSetup(
-            lane, collection, weights, settings, self.assignment, self.feedback, self.quorum is not None
+            communicator, collection, weights, settings, self.assignment, self.feedback, self.quorum is not None
         )
         rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
         if isinstance(collection, Quorum):
@@ -225,7 +227,7 @@ class OuterLoop(RoundAlgorithm):
             cure_of_lateness="with fewer batches on some ranks, train within join()",
             compares_writes=follows,
         )
-        moments = None if self.sync_state is None else Moments(lane, self.sync_state, self.fragments)
+        moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,7 +110,9 @@ class OuterRound(Round):
         super().__init__(local, bucket)
         self.difference, self.weighing = parts.difference, parts.weighing
         self.exchange, self.gathered = parts.exchange, parts.gathered
-        self._collection, self._settings, self._rule = parts.collection, parts.settings, rule
+        self._settings, self._rule = parts.settings, rule
+        # Weakly: a quorum has these rounds, and memory is to be free when the wrapper is deleted.
+        self._collection: Collection = weakref.proxy(parts.collection)
 
     @property
     def kind(self) -> OuterKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,7 @@ class OuterRounds(Rounds):
 
     def make_catch_up(self) -> CatchUp:
         """See `Rounds.make_catch_up`."""
-        return super().make_catch_up() if self._quorum is None else QuorumCatchUp(self, self._quorum)
+        return super().make_catch_up() if self._quorum is None else QuorumCatchUp(weakref.proxy(self), self._quorum)
 
     def under_way_parts(self) -> Iterable[OuterRound]:
         """Returns the rounds of the buckets whose exchanges are under way."""

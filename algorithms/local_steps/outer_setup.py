@@ -28,22 +28,22 @@ class Weights:
     """How ranks are weighed.
 
     Attributes:
-        lane: of the exchanges.
+        communicator: of the exchanges.
         penalty: for norms of pseudo-gradients; None for none.
         pace: of ranks that take different numbers of steps; None if all take as many.
         warned: of what there was a warning, in any bucket.
     """
 
-    lane: Communicator
+    communicator: Communicator
     penalty: Penalty | None
     pace: Pace | None
     warned: set[str] = field(default_factory=set)
 
     def weighing(self, index: int) -> Weighing | None:
         """Returns what weighs the ranks in a bucket; None where all weigh the same."""
-        if self.lane.size == 1 or (self.penalty is None and self.pace is None):
+        if self.communicator.size == 1 or (self.penalty is None and self.pace is None):
             return None
-        return Weighing(self.lane, index, self.penalty, self.pace, self.warned)
+        return Weighing(self.communicator, index, self.penalty, self.pace, self.warned)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OuterSetup:
     """What the rounds of all buckets are made with.
 
     Attributes:
-        lane: the communicator of the exchanges, which are made beside training.
+        communicator: the communicator of the exchanges, which are made beside training.
         collection: of pseudo-gradients.
         weights: of the ranks.
         settings: what all buckets have in common.
@@ -60,7 +60,7 @@ class OuterSetup:
         decodes_all: True if each rank decodes the payloads of all, as a quorum needs it.
     """
 
-    lane: Communicator
+    communicator: Communicator
     collection: InStep | Quorum
     weights: Weights
     settings: OuterSettings
@@ -77,14 +77,16 @@ class OuterSetup:
         """
         difference = pseudo_gradient(bucket) if gathered is None else gathered.bucket
         if gathered is None and self.decodes_all:
-            gathered = GatheredMean(difference, self.lane, only_codec(kind_of(bucket).schedule), self.feedback)
+            gathered = GatheredMean(difference, self.communicator, only_codec(kind_of(bucket).schedule), self.feedback)
         exchange: Exchange
         if gathered is not None:
             exchange = gathered
         elif difference.kind is None:
-            exchange = Mean(difference, self.lane)
+            exchange = Mean(difference, self.communicator)
         else:
-            exchange = CompressedExchange(difference, self.lane, Scheduled(self.assignment.last_start), self.feedback)
+            exchange = CompressedExchange(
+                difference, self.communicator, Scheduled(self.assignment.last_start), self.feedback
+            )
         weighing = self.weights.weighing(bucket.index)
         return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings)
 

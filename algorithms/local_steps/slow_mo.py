@@ -134,7 +134,7 @@ class SlowRound(OuterRound):
     def __init__(self, local: LocalModel, bucket: Bucket, parts: OuterParts, rule: SlowMomentum) -> None:
         """Begins before the first round; arguments as for `OuterRound`."""
         super().__init__(local, bucket, parts, rule)
-        self._slow, self._lane = rule, parts.exchange.communicator
+        self._slow, self._communicator = rule, parts.exchange.communicator
 
     def run(self, number: int) -> Iterator[Work]:
         """See `Round.run`."""
@@ -144,9 +144,9 @@ class SlowRound(OuterRound):
         own = 0.0 if self.local.is_through else float(group["lr"])
         rate = torch.full((1,), own, dtype=torch.float64, device=self.bucket.flat.device)
         yield from super().run(number)
-        if self._lane.size > 1:
+        if self._communicator.size > 1:
             # Outer parameters would differ between ranks if their learning rates did.
-            yield self._lane.all_reduce(rate, ReduceOp.MAX)
+            yield self._communicator.all_reduce(rate, ReduceOp.MAX)
         # waits: once a round: the outer step of the host takes the rate.
         self._slow.rate = float(rate)
 

@@ -136,7 +136,7 @@ class SparseLoCo(OuterLoop):
         difference = pseudo_gradient(bucket)
         if difference.kind != self.assignment.default:
             return OuterRound(local, bucket, self.setup.parts_for(bucket), Plain(self.outer_lr))
-        sparse = SparseMean(difference, self.setup.lane, self.codec, self.reduce == "contributors")
+        sparse = SparseMean(difference, self.setup.communicator, self.codec, self.reduce == "contributors")
         meets = local.communicator.size > 1 or self.quorum is not None
         parts = self.setup.parts_for(bucket, sparse)
         return SparseRound(local, bucket, parts, Plain(self.outer_lr), sparse, self.beta, meets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -72,7 +73,8 @@ class LocalModel:
         self._communicator: Communicator | None = None
         self._mailbox: Mailbox | None = None
         self._points: Points | None = None
-        self._loop: Actor | None = None
+        # Weakly: a loop has this model, and memory of both is to be free when the wrapper is deleted.
+        self._found_loop: weakref.ref[Actor] | None = None
 
     def open(
         self,
@@ -98,7 +100,7 @@ class LocalModel:
             module: that is trained.
             loop: what exchanges its parameters.
         """
-        self._loop = loop
+        self._found_loop = weakref.ref(loop)
         if self.writes is None:
             self.writes = Writes(self.flat)
         self._points = Points(module, self.optimizer, self, self.scaler)
@@ -108,6 +110,10 @@ class LocalModel:
         """Ends what `listen` began; calling it again does nothing."""
         if self._points is not None:
             self._points.close()
+
+    @property
+    def _loop(self) -> Actor | None:
+        return None if self._found_loop is None else self._found_loop()
 
     @property
     def communicator(self) -> Communicator:

@@ -25,6 +25,7 @@ from bagua_kernels.algorithms.wrapping.equal import share_state
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.comm import Communicator, open_mailbox
+from bagua_kernels.comm.mailbox.courier import weakly
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "parameters", "buffers", "optimizer", "vectors", "numbers"}
@@ -110,10 +111,15 @@ class ModelAlgorithm(Algorithm):
         self.local.open(flat, self.communicator, mailbox, self.frozen)
         self._loop = loop = self.loop_for(self.local)
         loop.restart()
-        # The hooks may outlive this wrapper.
-        weakref.finalize(self, self.local.listen(module, loop).close)
+        self._listen(loop)
         loop.begin()
         self._setup_bytes = self._bytes_sent
+
+    def _listen(self, loop: Loop) -> None:
+        """Lets a loop act at the points of training."""
+        points = self.local.listen(self.module, loop)
+        # The hooks may outlive this wrapper. Weakly: they have the optimizer, whose other hooks may have this wrapper.
+        weakref.finalize(self, weakly(points.close))
 
     def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start_alone`."""
@@ -234,7 +240,7 @@ class ModelAlgorithm(Algorithm):
                 # The other one may have taken them before it was refused.
                 self.local.flat.take_back()
                 self.local.mark()
-                weakref.finalize(self, self.local.listen(self.module, loop).close)
+                self._listen(loop)
             raise
 
     def _share_scale(self) -> None:

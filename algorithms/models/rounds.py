@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,7 +96,7 @@ class Rounds(Loop):
 
     def make_catch_up(self) -> CatchUp:
         """Returns where ranks come together."""
-        return CatchUp(self, self.options.compares_writes)
+        return CatchUp(weakref.proxy(self), self.options.compares_writes)
 
     def begin(self) -> None:
         """See `Loop.begin`."""

@@ -77,6 +77,19 @@ class Sample:
         return whole.item(), named
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a look at a bucket leads to.
+
+    Attributes:
+        kind: of buckets.
+        codec: what encodes them from the next step on; None for no compression.
+    """
+
+    kind: Hashable
+    codec: Codec | None
+
+
 class Guarded(Policy):
     """Chooses as another policy does, until the guard finds too much lost and decides otherwise."""
 
@@ -97,8 +110,6 @@ class Guarded(Policy):
         self._exceeded = 0
         self._warned: set[tuple[Hashable, Codec]] = set()
         self._instead: dict[Hashable, Codec | None] = {}
-        # By bucket, until the step ends: all ranks take them in this order.
-        self._decided: dict[int, tuple[Hashable, Codec | None]] = {}
 
     def codec(self, kind: Hashable, step: int) -> Any:
         """See `Policy.codec`. What the guard decided holds on, but a warm-up stays one."""
@@ -109,8 +120,12 @@ class Guarded(Policy):
         """Returns True if the guard looks at a bucket in a step."""
         return (step + bucket.index) % self.guard.every == 0
 
-    def judge(self, bucket: Bucket, codec: Codec, sample: Sample) -> None:
-        """Measures how much a bucket's mean has lost; collective."""
+    def judge(self, bucket: Bucket, codec: Codec, sample: Sample) -> Decision | None:
+        """Measures how much a bucket's mean has lost; collective.
+
+        Returns:
+            What the exchange gives to `decide` when the step ends; None if the codec stays.
+        """
         error, errors = sample.errors(bucket)
         self._errors.update(errors)
         case = (bucket.kind, codec)
@@ -118,14 +133,11 @@ class Guarded(Policy):
         if error > self.guard.bound:
             self._exceeded += 1
             self._warned.add(case)
-        if then != codec:
-            self._decided[bucket.index] = (bucket.kind, then)
+        return None if then == codec else Decision(bucket.kind, then)
 
-    def end_step(self, step: int, communicator: Communicator) -> None:
-        """See `Policy.end_step`: what the guard decided holds from the next step on."""
-        super().end_step(step, communicator)
-        self._instead.update(self._decided[index] for index in sorted(self._decided))
-        self._decided.clear()
+    def decide(self, decision: Decision) -> None:
+        """Has a decision hold from the next step on; called in the order of buckets, on all ranks."""
+        self._instead[decision.kind] = decision.codec
 
     def errors(self) -> dict[str, float]:
         """See `Policy.errors`."""

@@ -39,8 +39,9 @@ def searched(
     assert isinstance(algorithm, algorithms.AutoTune)
     if blind:
         # All candidates are as good as each other, so that each is tried, in the order of the list.
-        algorithm._predicted = lambda facts: dict.fromkeys(algorithm._ranked, 1.0)  # type: ignore[method-assign]
-        algorithm.search.tries = len(algorithm._ranked)
+        chooser = algorithm.chooser
+        chooser.predict = lambda facts: dict.fromkeys(chooser.ranked, 1.0)  # type: ignore[method-assign]
+        algorithm.search.tries = len(chooser.ranked)
     links.set(rate)
     tuning = tuned(c, settings["budget"], None)
     auto.follow(tuning)

@@ -84,7 +84,7 @@ def test_nothing_is_lost_between_candidates() -> None:
     def rank(communicator: Communicator) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         model = Wide()
         algorithm = AutoTune(model, sgd(model), communicator=communicator, bucket_bytes=600)
-        labels = list(algorithm.candidates)
+        labels = list(algorithm.chooser.candidates)
         applied: list[torch.Tensor] = []
         for step in range(steps):
             force(algorithm, labels[(step // 3) % len(labels)])
@@ -161,7 +161,7 @@ def test_a_rank_that_has_joined_switches_too() -> None:
                 optimizer.zero_grad()
                 loss_of(algorithm, communicator.rank, step).backward()
                 optimizer.step()
-        found = algorithm.used, [p.detach().clone() for p in model.parameters()]
+        found = algorithm.chooser.used.label, [p.detach().clone() for p in model.parameters()]
         algorithm.close()
         return found
 
@@ -238,13 +238,13 @@ def test_a_checkpoint_between_two_candidates_keeps_what_is_owed(following: str, 
         owed = {name: vector for name, vector in owed_of(algorithm).items() if vector.any()}
         assert owed
         if follows:
-            algorithm.follow()
+            algorithm.chooser.follow()
         again.load_state_dict(whole.state_dict())
         other.load_algorithm_state_dict(algorithm.algorithm_state_dict())
-        assert other.used == following
+        assert other.chooser.used.label == following
         found = owed_of(other)
         assert all(torch.equal(found[name], owed[name]) for name in owed)
-        algorithm.follow()
+        algorithm.chooser.follow()
         for each, model in ((algorithm, whole), (other, again)):
             each.zero_grad()
             loss_of(each, communicator.rank, 3).backward()

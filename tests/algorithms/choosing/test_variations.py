@@ -38,7 +38,7 @@ def test_exact_means_have_the_same_bits_however_they_are_carried_out() -> None:
             algorithm = AutoTune(
                 model, optimizer, communicator=communicator, exactness="exact", apply_in_backward=True, bucket_bytes=600
             )
-            labels = list(algorithm.candidates)
+            labels = list(algorithm.chooser.candidates)
             assert sum(", one at a time" in label for label in labels) == 3
             assert sum(", steps at the end" in label for label in labels) == 3
             assert all(label.startswith("GradientAllReduce") for label in labels)
@@ -97,7 +97,7 @@ def test_means_by_nodes_are_a_candidate() -> None:
             algorithm = AutoTune(
                 model, optimizer, communicator=communicator, exactness="exact", nodes=[[0, 2], [1, 3]], bucket_bytes=600
             )
-            labels = [label for label in algorithm.candidates if ", by nodes" in label]
+            labels = [label for label in algorithm.chooser.candidates if ", by nodes" in label]
             assert len(labels) == 1
             labels = [*labels, algorithm.search.plain, *labels] if varies else [algorithm.search.plain] * 3
             found.append(trained(algorithm, optimizer, labels, communicator.rank))
@@ -196,7 +196,7 @@ def test_a_scaler_goes_along() -> None:
         force(first, first.search.plain)
         assert "SGP" in first.elsewhere
         assert not any(name.startswith(("LocalSGD", "DiLoCo")) for name in first.elsewhere)
-        first.elsewhere = {"Decentralized": 1e-9}
+        first.chooser.elsewhere = {"Decentralized": 1e-9}
         algorithm = first.settled()
         assert isinstance(algorithm, ModelAlgorithm)
         for step in range(20):
@@ -298,7 +298,7 @@ def test_nodes_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     def rank(communicator: Communicator) -> None:
         model = Wide()
         algorithm = AutoTune(model, sgd(model), communicator=communicator)
-        assert not any("by nodes" in label for label in algorithm.candidates)
+        assert not any("by nodes" in label for label in algorithm.chooser.candidates)
         algorithm.close()
 
     run_ranks(2, rank)
@@ -315,7 +315,7 @@ def test_every_algorithm_of_another_class_can_follow() -> None:
                 optimizer = sgd(model)
                 first = AutoTune(model, optimizer, communicator=communicator, facts=SLOW, exactness="any")
                 force(first, first.search.plain)
-                first.elsewhere = {method.name: 1e-9}
+                first.chooser.elsewhere = {method.name: 1e-9}
                 other = first.settled()
                 assert isinstance(other, Algorithm.registered[parse_spec(method.spec)[0]])
                 loss_of(other, communicator.rank, 0).backward()
@@ -336,7 +336,7 @@ def test_variations_that_there_are_not_here() -> None:
         found["search"][1], found["used"] = f"{SIGN}, sockets: 4", f"{SIGN}, sockets: 4"
         found["search"][0] = "chosen"
         algorithm.load_algorithm_state_dict({**state, "decisions": list(found.items())})
-        assert (algorithm.search.current, algorithm.used) == (SIGN, SIGN)
+        assert (algorithm.search.current, algorithm.chooser.used.label) == (SIGN, SIGN)
         algorithm.close()
 
     run_ranks(2, rank)

@@ -35,7 +35,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def force(algorithm: AutoTune, label: str) -> None:
     """Makes a candidate the choice."""
     algorithm.search.current, algorithm.search.state = label, "chosen"
-    algorithm.follow()
+    algorithm.chooser.follow()
 
 
 class Wide(torch.nn.Module):

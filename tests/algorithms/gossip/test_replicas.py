@@ -192,3 +192,12 @@ def test_random_rounding_differs_between_ranks_and_steps_and_repeats(name: str) 
     runs = [trained(ALL[name], 3, 4, codec="minmax_uint2", seed=seed) for seed in (1, 1, 2)]
     assert np.array_equal(runs[0], runs[1])
     assert not np.array_equal(runs[0], runs[2])
+
+
+def test_one_rank_alone_has_no_replicas() -> None:
+    def rank(communicator: Communicator) -> None:
+        module = Quadratic(SHAPES)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        assert ALL["low_precision"].make(module, optimizer, communicator).replicas() == {}
+
+    run_ranks(1, rank)

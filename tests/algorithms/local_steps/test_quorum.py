@@ -57,7 +57,7 @@ class Gathered(DiLoCo):
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
         difference = pseudo_gradient(bucket)
         codec = None if difference.kind is None else difference.kind.codecs[0]  # type: ignore[attr-defined]
-        gathered = GatheredMean(difference, self.setup.lane, codec, self.feedback)
+        gathered = GatheredMean(difference, self.setup.communicator, codec, self.feedback)
         return OuterRound(
             local, bucket, self.setup.parts_for(bucket, gathered), Nesterov(self.outer_lr, self.outer_momentum)
         )

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ByteGrad, GradientAllReduce
-from bagua_kernels.algorithms.wrapping.wrapped import LocalCopy
+from bagua_kernels.algorithms.algorithm import LocalCopy
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, gradients
 from tests.algorithms.test_contract import ALGORITHMS
