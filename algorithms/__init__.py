@@ -44,7 +44,7 @@ from bagua_kernels.algorithms.local_steps.post_local_sgd import PostLocalSGD as 
 from bagua_kernels.algorithms.local_steps.slow_mo import SlowMo as SlowMo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo as SparseLoCo
 from bagua_kernels.algorithms.models.model_algorithm import ModelAlgorithm as ModelAlgorithm
-from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm as RoundAlgorithm
+from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.policy.guard import Guard as Guard
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as OptimizerFitWarning
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD

@@ -7,8 +7,8 @@ is one step, so that the other rows have used the caches before it. For (c), who
 
 The last table shows the first step of a process: with compilation, and with the cache on disk.
 
-`python -m bench.optimizers --watch --output bench/results/watch.json` compares two ways of AdamW to look at its tensors. One reads
-PyTorch's objects in memory (`BAGUA_KERNELS_WATCH`), one asks PyTorch. All tensors together have 25 M values.
+`python -m bench.optimizers --watch --output bench/results/watch.json` compares two ways of AdamW to look at its tensors. One
+reads PyTorch's objects in memory (`BAGUA_KERNELS_WATCH`), one asks PyTorch. All tensors together have 25 M values.
 """
 
 from __future__ import annotations

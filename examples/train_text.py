@@ -27,7 +27,7 @@ from transformer import Transformer
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms import ModelAlgorithm, from_spec
-from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm
+from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm
 from bagua_kernels.comm import Communicator, run_ranks
 
 CONTEXT = 64  # characters of a window

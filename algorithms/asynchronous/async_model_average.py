@@ -178,9 +178,8 @@ class TimedAverages(Averages):
             self._seconds = interval_ms / 1000
             self.courier.every(max(self._seconds / 4, 0.001), weakly(self._start_if_due))
 
-    def begin(self) -> None:
-        """See `Loop.begin`: step 1 in the beginning."""
-        super().begin()
+    def prepare(self) -> None:
+        """See `Loop.prepare`: step 1 in the beginning."""
         self._average_gradients()
 
     def _average_gradients(self) -> None:

@@ -11,8 +11,8 @@ from bagua_kernels.algorithms.gossip.consensus_step import tuned
 from bagua_kernels.algorithms.gossip.differences import DifferenceRound, Differences, Neighbourhood
 from bagua_kernels.algorithms.gossip.mixing import Peers, sum_of_squares
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import RoundOptions
 from bagua_kernels.algorithms.models.round import Round
-from bagua_kernels.algorithms.models.round_algorithm import RoundOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work

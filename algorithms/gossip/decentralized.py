@@ -10,8 +10,8 @@ import torch
 from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.gossip.sharded import ShardedMixing
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.algorithms.models.round import Round, When
-from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket

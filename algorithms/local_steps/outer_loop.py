@@ -22,8 +22,8 @@ from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum import Quorum
 from bagua_kernels.algorithms.local_steps.quorum_merges import check_quorum
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm
 from bagua_kernels.algorithms.models.plan import Plan
-from bagua_kernels.algorithms.models.round_algorithm import RoundAlgorithm
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.bucket import Bucket

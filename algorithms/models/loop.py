@@ -56,6 +56,9 @@ class Loop(abc.ABC):
     def restart(self) -> None:
         """Sets vectors beside the parameters to what they are where all ranks have the same parameters."""
 
+    def prepare(self) -> None:  # noqa: B027
+        """Makes what it needs beside rounds or averages, before `begin`; collective."""
+
     def begin(self) -> None:  # noqa: B027
         """Starts its threads; called once, when all else is ready for training."""
 

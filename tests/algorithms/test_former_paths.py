@@ -13,7 +13,7 @@ import pytest
     [
         ("engine.exchange", "exchanges.exchange", "Exchange Updates"),
         ("engine.vectors", "exchanges.vectors", "Named euclidean_norm gather mean_of scatter"),
-        ("rounds.round_algorithm", "models.round_algorithm", "RoundAlgorithm RoundOptions"),
+        ("rounds.round_algorithm", "models.model_algorithm", "RoundAlgorithm RoundOptions"),
     ],
 )
 def test_a_former_module_has_what_the_new_one_has(

@@ -31,7 +31,7 @@ THREADS = {
 # Of a round of DiLoCo, from the wrapper down to the mailbox.
 MOST_ENTERED = 22
 # From DiLoCo down to the wrapper of a module, the files with its classes.
-MOST_OF_ITS_CLASS = 6
+MOST_OF_ITS_CLASS = 4
 
 
 def section(heading: str) -> str:
