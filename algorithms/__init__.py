@@ -8,14 +8,15 @@ from bagua_kernels.algorithms.adam.frozen_adam import FrozenAdam as FrozenAdam
 from bagua_kernels.algorithms.adam.onebit_adam import OneBitAdam as OneBitAdam
 from bagua_kernels.algorithms.adam.qadam import QAdam as QAdam
 from bagua_kernels.algorithms.algorithm import Algorithm as Algorithm
+from bagua_kernels.algorithms.allreduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.asynchronous import simulate as simulate
 from bagua_kernels.algorithms.asynchronous.async_decentralized import AsyncDecentralized as AsyncDecentralized
 from bagua_kernels.algorithms.asynchronous.async_model_average import AsyncModelAverage as AsyncModelAverage
 from bagua_kernels.algorithms.asynchronous.wagma import Wagma as Wagma
-from bagua_kernels.algorithms.choosing.auto_tune import AutoTune as AutoTune
+from bagua_kernels.algorithms.choosing.auto import AutoTune as AutoTune
 from bagua_kernels.algorithms.choosing.preset import Preset as Preset
 from bagua_kernels.algorithms.choosing.preset import preset as preset
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce as CompressedAllReduce
+from bagua_kernels.algorithms.compressed import CompressedAllReduce as CompressedAllReduce
 from bagua_kernels.algorithms.data.balanced_batches import (
     LoadBalancingDistributedBatchSampler as LoadBalancingDistributedBatchSampler,
 )
@@ -28,12 +29,11 @@ from bagua_kernels.algorithms.exchanges.exchange import Exchange as Exchange
 from bagua_kernels.algorithms.gossip.choco import Choco as Choco
 from bagua_kernels.algorithms.gossip.d2 import D2 as D2
 from bagua_kernels.algorithms.gossip.decentralized import Decentralized as Decentralized
-from bagua_kernels.algorithms.gossip.low_precision_decentralized import (
+from bagua_kernels.algorithms.gossip.lowprec import (
     LowPrecisionDecentralized as LowPrecisionDecentralized,
 )
-from bagua_kernels.algorithms.gossip.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
+from bagua_kernels.algorithms.gossip.sgp import StochasticGradientPush as StochasticGradientPush
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm as GradientAlgorithm
-from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo as DiLoCo
 from bagua_kernels.algorithms.local_steps.local_sgd import LocalSGD as LocalSGD
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo as MuLoCo
@@ -50,11 +50,11 @@ from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning as
 from bagua_kernels.algorithms.powersgd import PowerSGD as PowerSGD
 from bagua_kernels.algorithms.quantized.bytegrad import ByteGrad as ByteGrad
 from bagua_kernels.algorithms.quantized.double_squeeze import DoubleSqueeze as DoubleSqueeze
-from bagua_kernels.algorithms.quantized.fp8_all_reduce import FP8AllReduce as FP8AllReduce
-from bagua_kernels.algorithms.quantized.natural_compression import NaturalCompression as NaturalCompression
-from bagua_kernels.algorithms.quantized.one_bit_sgd import OneBitSGD as OneBitSGD
+from bagua_kernels.algorithms.quantized.fp8 import FP8AllReduce as FP8AllReduce
+from bagua_kernels.algorithms.quantized.natural import NaturalCompression as NaturalCompression
+from bagua_kernels.algorithms.quantized.onebit import OneBitSGD as OneBitSGD
 from bagua_kernels.algorithms.quantized.qsgd import QSGD as QSGD
-from bagua_kernels.algorithms.quantized.signsgd import SignSGD as SignSGD
+from bagua_kernels.algorithms.quantized.sign import SignSGD as SignSGD
 from bagua_kernels.algorithms.quantized.terngrad import TernGrad as TernGrad
 from bagua_kernels.algorithms.registry import names as names
 from bagua_kernels.algorithms.registry import register as register

@@ -20,7 +20,7 @@ from rich.text import Text
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, from_spec, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.algorithms.compressed import CompressedAllReduce
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo
 from bagua_kernels.algorithms.policy.optimizer_fit import OptimizerFitWarning
 from bagua_kernels.comm import Communicator, run_ranks

@@ -318,8 +318,8 @@ FAULTS = (
     ),
     Fault(
         "algorithms/gossip",
-        "algorithms/gossip/stochastic_gradient_push.py",
-        'self._weight.fill_(numbers["weight"])',
+        "algorithms/gossip/sgp.py",
+        'self.weight.vector.fill_(numbers.get("weight", 1.0))',
         "pass",
         "Push-sum goes on with a weight of one after a checkpoint, and parameters jump.",
         ("tests/algorithms/gossip/test_resume.py",),
@@ -335,8 +335,8 @@ FAULTS = (
     Fault(
         "algorithms/local_steps",
         "algorithms/local_steps/slow_mo.py",
-        "ratio = rate / before if before else 0.0",
-        "ratio = before / rate if rate else 0.0",
+        "ratio = self.rate / before if before else 0.0",
+        "ratio = before / self.rate if self.rate else 0.0",
         "A learning rate that falls makes the slow momentum grow instead of shrink.",
         ("tests/algorithms/local_steps/test_simulation.py",),
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua_kernels.algorithms.adam.frozen_adam import Correction, FrozenAdam
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, EncodingOptions
+from bagua_kernels.algorithms.compressed import CompressedAllReduce, EncodingOptions
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.momentum import Momenta, MomentumExchange
 from bagua_kernels.algorithms.gradient_algorithm import SizeOptions

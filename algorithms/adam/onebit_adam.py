@@ -8,7 +8,7 @@ import torch
 
 from bagua_kernels import compression
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce, MomentumOptions
-from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES
+from bagua_kernels.algorithms.compressed import LARGE_MATRICES
 from bagua_kernels.algorithms.registry import register
 
 

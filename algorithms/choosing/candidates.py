@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.allreduce import GradientAllReduce
 from bagua_kernels.algorithms.choosing.cost.methods import Method, methods
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
-from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce
 from bagua_kernels.comm import Nodes
 from bagua_kernels.compression.codec import parse_spec
 

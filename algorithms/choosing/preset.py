@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.allreduce import GradientAllReduce
 from bagua_kernels.algorithms.choosing.cost.methods import bytes_of
-from bagua_kernels.algorithms.gradient_all_reduce import GradientAllReduce
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo
 from bagua_kernels.algorithms.local_steps.sparse_loco import SparseLoCo
 from bagua_kernels.suggestions import did_you_mean

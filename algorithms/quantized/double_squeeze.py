@@ -6,7 +6,7 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.compression.sparse.codec import SparseCodec

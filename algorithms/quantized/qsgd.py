@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.compressed import CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.registry import register
 
 

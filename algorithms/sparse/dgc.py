@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed_all_reduce import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.compressed import LARGE_MATRICES, CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Feedback
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, euclidean_norm, gather, scatter

@@ -16,7 +16,7 @@ from torch import nn
 from bagua_kernels import optim
 from bagua_kernels.algorithms import Algorithm, ModelAlgorithm, from_spec, names
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce
+from bagua_kernels.algorithms.compressed import CompressedAllReduce
 from bagua_kernels.comm import Communicator, run_ranks
 from bench.gpu.cases import digest
 from bench.gpu.inputs import vector

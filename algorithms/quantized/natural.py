@@ -1,4 +1,4 @@
-"""Gradients as 8-bit floats."""
+"""Natural compression: gradients rounded to powers of two."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.compressed import CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.registry import register
 
 
 @register
-class FP8AllReduce(CompressedAllReduce):
-    """Gradients in 8-bit floats (after FP8-LM, Peng et al., 2023, section 2.2; scales are per block here).
+class NaturalCompression(CompressedAllReduce):
+    """Gradients rounded to powers of two (Horvath et al., 2019, natural compression).
 
-    1. Each rank scales every block to the range of the format and rounds it.
-    2. Ranks average by `CompressedAllReduce`: means are accumulated in float32 and rounded once, where a sum in 8 bits would
-       round at every rank.
+    1. Each rank rounds every element at random to one of the two neighbouring powers of two, without bias. The variance is
+       at most an eighth of the square.
+    2. Ranks average by `CompressedAllReduce`, which rounds the mean likewise.
 
     Options and their defaults, all by keyword::
 
-        format='e4m3'            "e4m3" or "e5m2"
-        block=128                elements that share a scale; see `compression.FP8`
-        stochastic=False         round at random instead of to nearest, which makes the mean unbiased
-        error_feedback=False     True if each rank keeps what its payloads lack; by default if the codec is biased
+        block=256                elements that share the largest power; see `compression.Natural`
+        error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
         owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
         warmup_steps=0           steps without compression at the beginning
         groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
@@ -47,16 +45,14 @@ class FP8AllReduce(CompressedAllReduce):
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
-    name = "fp8"
+    name = "natural"
 
     def __init__(
         self,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        format: str = "e4m3",
-        block: int = 128,
-        stochastic: bool = False,
+        block: int = 256,
         **options: Unpack[CompressionOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -64,11 +60,7 @@ class FP8AllReduce(CompressedAllReduce):
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
-            format: "e4m3" or "e5m2".
-            block: elements that share a scale; see `compression.FP8`.
-            stochastic: round at random instead of to nearest, which makes the mean unbiased.
-            **options: as for `CompressedAllReduce`; error feedback is off unless asked for.
+            block: elements that share the largest power; see `compression.Natural`.
+            **options: as for `CompressedAllReduce`.
         """
-        codec = compression.FP8(format=format, block=block, stochastic=stochastic)
-        given: CompressionOptions = {"error_feedback": False, **options}
-        super().__init__(module, optimizer, codec=codec, **given)
+        super().__init__(module, optimizer, codec=compression.Natural(block), **options)

@@ -1,4 +1,4 @@
-"""1-bit SGD: signs with two magnitudes per block."""
+"""Gradients as 8-bit floats."""
 
 from __future__ import annotations
 
@@ -7,34 +7,30 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed_all_reduce import (
-    LARGE_MATRICES,
-    CompressedAllReduce,
-    CompressionOptions,
-    ScaledOptions,
-)
+from bagua_kernels.algorithms.compressed import CompressedAllReduce, CompressionOptions
 from bagua_kernels.algorithms.registry import register
 
 
 @register
-class OneBitSGD(CompressedAllReduce):
-    """Signs with two magnitudes per block (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014).
+class FP8AllReduce(CompressedAllReduce):
+    """Gradients in 8-bit floats (after FP8-LM, Peng et al., 2023, section 2.2; scales are per block here).
 
-    1. In the first `warmup_steps` steps, average without compression: early gradients change too fast for residuals.
-    2. Then each rank adds its residual to its gradient and sends signs. For each block (the paper: for each column) it also
-       sends the mean of the elements below zero and that of the others.
-    3. Owners of chunks do the same with the mean.
+    1. Each rank scales every block to the range of the format and rounds it.
+    2. Ranks average by `CompressedAllReduce`: means are accumulated in float32 and rounded once, where a sum in 8 bits would
+       round at every rank.
 
     Options and their defaults, all by keyword::
 
-        block=256                elements that share magnitudes; see `compression.Sign`
-        warmup_steps=100         steps without compression at the beginning
-        error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
+        format='e4m3'            "e4m3" or "e5m2"
+        block=128                elements that share a scale; see `compression.FP8`
+        stochastic=False         round at random instead of to nearest, which makes the mean unbiased
+        error_feedback=False     True if each rank keeps what its payloads lack; by default if the codec is biased
         owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
+        warmup_steps=0           steps without compression at the beginning
         groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
-        exact='1d'               patterns of names of parameters to average without compression; "1d" for all biases and
+        exact=()                 patterns of names of parameters to average without compression; "1d" for all biases and
                                  norms
-        min_numel=512            parameters with fewer elements are exact too
+        min_numel=0              parameters with fewer elements are exact too
         seed=0                   of random numbers
         guard=None               measures now and then how much is lost; `stats().errors` has the results
         scaler=None              that by which losses are scaled, if any: residuals change their unit with it
@@ -51,26 +47,28 @@ class OneBitSGD(CompressedAllReduce):
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
-    name = "onebit"
+    name = "fp8"
 
     def __init__(
         self,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        block: int = 256,
-        warmup_steps: int = 100,
-        **options: Unpack[ScaledOptions],
+        format: str = "e4m3",
+        block: int = 128,
+        stochastic: bool = False,
+        **options: Unpack[CompressionOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
-            block: elements that share magnitudes; see `compression.Sign`.
-            warmup_steps: steps without compression at the beginning.
-            **options: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
+            format: "e4m3" or "e5m2".
+            block: elements that share a scale; see `compression.FP8`.
+            stochastic: round at random instead of to nearest, which makes the mean unbiased.
+            **options: as for `CompressedAllReduce`; error feedback is off unless asked for.
         """
-        codec = compression.Sign(block, two_means=True)
-        given: CompressionOptions = {"warmup_steps": warmup_steps, **LARGE_MATRICES, **options}
+        codec = compression.FP8(format=format, block=block, stochastic=stochastic)
+        given: CompressionOptions = {"error_feedback": False, **options}
         super().__init__(module, optimizer, codec=codec, **given)

@@ -1,4 +1,4 @@
-"""Natural compression: gradients rounded to powers of two."""
+"""1-bit SGD: signs with two magnitudes per block."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from typing import Unpack
 import torch
 
 from bagua_kernels import compression
-from bagua_kernels.algorithms.compressed_all_reduce import CompressedAllReduce, CompressionOptions
+from bagua_kernels.algorithms.compressed import (
+    LARGE_MATRICES,
+    CompressedAllReduce,
+    CompressionOptions,
+    ScaledOptions,
+)
 from bagua_kernels.algorithms.registry import register
 
 
 @register
-class NaturalCompression(CompressedAllReduce):
-    """Gradients rounded to powers of two (Horvath et al., 2019, natural compression).
+class OneBitSGD(CompressedAllReduce):
+    """Signs with two magnitudes per block (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014).
 
-    1. Each rank rounds every element at random to one of the two neighbouring powers of two, without bias. The variance is
-       at most an eighth of the square.
-    2. Ranks average by `CompressedAllReduce`, which rounds the mean likewise.
+    1. In the first `warmup_steps` steps, average without compression: early gradients change too fast for residuals.
+    2. Then each rank adds its residual to its gradient and sends signs. For each block (the paper: for each column) it also
+       sends the mean of the elements below zero and that of the others.
+    3. Owners of chunks do the same with the mean.
 
     Options and their defaults, all by keyword::
 
-        block=256                elements that share the largest power; see `compression.Natural`
+        block=256                elements that share magnitudes; see `compression.Sign`
+        warmup_steps=100         steps without compression at the beginning
         error_feedback=None      True if each rank keeps what its payloads lack; by default if the codec is biased
         owner_feedback=None      True if the owners of chunks do; by default as `error_feedback`
-        warmup_steps=0           steps without compression at the beginning
         groups=None              other codecs for parameters whose names match a pattern: `{"*.embedding.*": "topk"}`
-        exact=()                 patterns of names of parameters to average without compression; "1d" for all biases and
+        exact='1d'               patterns of names of parameters to average without compression; "1d" for all biases and
                                  norms
-        min_numel=0              parameters with fewer elements are exact too
+        min_numel=512            parameters with fewer elements are exact too
         seed=0                   of random numbers
         guard=None               measures now and then how much is lost; `stats().errors` has the results
         scaler=None              that by which losses are scaled, if any: residuals change their unit with it
@@ -45,7 +51,7 @@ class NaturalCompression(CompressedAllReduce):
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
 
-    name = "natural"
+    name = "onebit"
 
     def __init__(
         self,
@@ -53,14 +59,18 @@ class NaturalCompression(CompressedAllReduce):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         block: int = 256,
-        **options: Unpack[CompressionOptions],
+        warmup_steps: int = 100,
+        **options: Unpack[ScaledOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
 
         Args:
             module: as for `Algorithm`.
             optimizer: as for `Algorithm`.
-            block: elements that share the largest power; see `compression.Natural`.
-            **options: as for `CompressedAllReduce`.
+            block: elements that share magnitudes; see `compression.Sign`.
+            warmup_steps: steps without compression at the beginning.
+            **options: as for `CompressedAllReduce`; `exact` and `min_numel` are `LARGE_MATRICES`.
         """
-        super().__init__(module, optimizer, codec=compression.Natural(block), **options)
+        codec = compression.Sign(block, two_means=True)
+        given: CompressionOptions = {"warmup_steps": warmup_steps, **LARGE_MATRICES, **options}
+        super().__init__(module, optimizer, codec=codec, **given)
