@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from bagua_kernels import knobs, optim
-from bagua_kernels.optim.watch import watch
+from bagua_kernels.optim.watch import sweep, watch
 from bagua_kernels.optim.watch.sweep import FEWEST, fields
+
+# Before the fixture of this folder makes it lower.
+ON_CPU = sweep.FEWEST_ON_CPU
 
 
 def trained(watched: bool) -> list[torch.Tensor]:
@@ -44,6 +47,17 @@ def test_the_knob_switches_the_watch_off() -> None:
     assert watch(params, []) is not None
     with knobs.override(knobs.WATCH, False):
         assert watch(params, []) is None
+
+
+@pytest.mark.skipif(fields() is None, reason="this Python or PyTorch has other objects, so that nothing is watched")
+def test_few_tensors_on_a_cpu_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reading in memory gains little."""
+    monkeypatch.setattr(sweep, "FEWEST_ON_CPU", ON_CPU)
+    params = [nn.Parameter(torch.ones(1)) for _ in range(ON_CPU)]
+    for p in params:
+        p.grad = torch.ones(1)
+    assert watch(params[1:], []) is None
+    assert watch(params, []) is not None
 
 
 @pytest.mark.skipif(
