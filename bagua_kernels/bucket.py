@@ -168,22 +168,6 @@ class Bucket:
         self.lent[slot] = tensor.detach()
         return True
 
-    def adopt(self, tensor: torch.Tensor) -> bool:
-        """Makes a tensor's memory the buffer, in place of the memory before; returns True if it did.
-
-        That takes a bucket on the CPU with one tensor and nothing else, and memory that is this tensor's alone.
-        """
-        if tensor.data_ptr() == self.whole.data_ptr():
-            return False
-        alone = len(self.views) == 1 and self.whole.numel() == tensor.numel() and tensor.device.type == "cpu"
-        ordinary = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_inference()
-        if not (alone and ordinary and self._plain(0, tensor) and is_exclusive(tensor)):
-            return False
-        # No view: that would keep what it is a view of, which `leave` would find.
-        whole = tensor.detach().new_empty(0)
-        self._use(whole.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)))
-        return True
-
     def _plain(self, slot: int, tensor: torch.Tensor) -> bool:
         view = self.views[slot]
         alike = tensor.shape == view.shape and tensor.stride() == view.stride() and tensor.dtype == view.dtype
@@ -281,7 +265,6 @@ def partition(
     bucket_bytes: int,
     kinds: Sequence[Hashable] | None = None,
     first_bytes: int | None = None,
-    alone: int | None = None,
 ) -> list[list[int]]:
     """Splits tensors, in the given order, into buckets of one kind, dtype and device each.
 
@@ -293,7 +276,6 @@ def partition(
         kinds: of the tensors; all the same if None.
         first_bytes: target size of the first bucket that closes, 1 or more, if it is to be smaller. Each later bucket is up to
             `_GROWTH` times as large as the one before.
-        alone: size in bytes from which a tensor has a bucket to itself; none has if None.
 
     Returns:
         The positions of each bucket's tensors; buckets are ordered by the position of their last tensor, the moment from which
@@ -305,10 +287,6 @@ def partition(
     target = bucket_bytes if first_bytes is None else min(first_bytes, bucket_bytes)
     for position, tensor in enumerate(tensors):
         nbytes = tensor.numel() * tensor.element_size()
-        if alone is not None and nbytes >= alone:
-            buckets.append([position])
-            target = max(target, min(bucket_bytes, _GROWTH * nbytes))
-            continue
         kind = (tensor.dtype, tensor.device, None if kinds is None else kinds[position])
         open_buckets.setdefault(kind, []).append(position)
         sizes[kind] = sizes.get(kind, 0) + nbytes

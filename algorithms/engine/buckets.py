@@ -17,8 +17,6 @@ from bagua_kernels.bucket import Bucket, partition
 from bagua_kernels.comm import Work
 
 _FIRST_BYTES = 1 << 20  # of the first bucket: the wire is idle until it is full
-# A gradient of this size or more costs less to exchange by itself than to copy. ResNet-18 has 7 of 10 elements in such gradients.
-_ALONE_BYTES = 4 << 20
 
 # A slot of a bucket, the gradient that belongs there, and the parameter if its `grad` is to be the slot's view from then on.
 Taken = tuple[int, torch.Tensor | None, torch.nn.Parameter | None]
@@ -50,9 +48,8 @@ class Buckets:
         """
         ordered = [members[position] for position in order]
         first = _FIRST_BYTES if options.small_first else None
-        alone = min(_ALONE_BYTES, options.bucket_bytes) if options.alone else None
         kinds = [member.kind for member in ordered]
-        groups = partition([m.parameter for m in ordered], options.bucket_bytes, kinds, first, alone)
+        groups = partition([m.parameter for m in ordered], options.bucket_bytes, kinds, first)
         self.order = order
         self.groups = [[order[place] for place in group] for group in groups]
         self.all: list[Bucket]
@@ -111,17 +108,14 @@ def fill(
     Args:
         bucket: where to.
         gradients: for each slot its own; None stands for zeros. The list is emptied, so that backward can reuse the memory of
-            gradients that were copied. A gradient that the exchange reads in place stays until it has been exchanged. One
-            that is the bucket's memory stays until the next one is.
+            gradients that were copied. A gradient that the exchange reads in place stays until it has been exchanged.
         weight: by which they are multiplied.
-        exchange: the bucket's, if it may read gradients in place (`reads_in_place`, `takes_memory`); None copies all.
+        exchange: the bucket's, if it may read gradients in place (`reads_in_place`); None copies all.
         interruption: after which no parameter gets its view any more; needed where `gradients` names parameters.
     """
-    lends, adopts = exchange is not None and exchange.reads_in_place, exchange is not None and exchange.takes_memory
+    lends = exchange is not None and exchange.reads_in_place
     while gradients:
         slot, gradient, parameter = gradients.pop()
-        if adopts and gradient is not None:
-            bucket.adopt(gradient)
         if parameter is not None and interruption is not None:
             interruption.give(parameter, bucket.shown(slot))
         lendable = lends and weight == 1.0 and bucket.compressed(slot)

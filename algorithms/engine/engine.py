@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -144,11 +143,6 @@ class Engine:
         self.order_is_known = order is not None
         self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options, before)
         self.buckets.connect(lambda bucket: self._make_exchange(bucket, self.communicator_of(bucket)))
-        takes_memory = self._device.type == "cpu" and all(each.takes_memory for each in self.buckets.exchanges)
-        if takes_memory and not self._bucket_options.alone:
-            self._bucket_options = replace(self._bucket_options, alone=True)
-            self.lay_out(order, state, before)
-            return
         self._bucket_steps: list[BucketSteps] = []
         if self._options.steps is not None and self._in_backward:
             self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
@@ -314,8 +308,8 @@ class Engine:
         bucket, slot = self.buckets.slots[position]
         # What hooks after this one make of a gradient is not exchanged, however long that takes.
         now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, self._on_gpu
-        adopts = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
-        taken = (slot, gradient, member.parameter if adopts else None)
+        shows = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
+        taken = (slot, gradient, member.parameter if shows else None)
         if on_gpu:
             self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
         if now:

@@ -17,13 +17,11 @@ class BucketOptions:
         align: the alignment of tensors in a bucket, in elements.
         bucket_bytes: size from which a bucket takes no more tensors.
         small_first: True if the first buckets take less, so that the wire is in use early.
-        alone: True if a large gradient has a bucket to itself, whose memory it may become.
     """
 
     align: int = 1
     bucket_bytes: int = 10 << 20
     small_first: bool = True
-    alone: bool = False
 
 
 @dataclass(frozen=True)

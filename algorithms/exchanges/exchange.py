@@ -17,7 +17,6 @@ from bagua_kernels.launchers.multitensor import TensorUpdate
 _OF_RUN = (
     "reads_in_place",
     "one_collective",
-    "takes_memory",
     "delivers",
     "has_memory",
     "keeps_means",
@@ -56,7 +55,6 @@ class Exchange(abc.ABC):
         one_collective: True if `run` makes one collective, so that several exchanges may share a communicator.
         delivers: True if `run` may give the mean to `updates` instead of the bucket.
         has_memory: True if a mean may be other than zero though no rank has a gradient in this step.
-        takes_memory: True if the bucket's memory may be another one in each step, as `Bucket.adopt` makes it.
         keeps_means: True if a mean comes out as it went in, so that gradients may contain one of an earlier pass. Otherwise
             they are what has been added to it.
         needs_increments: True if a gradient that contains an earlier mean is to be refused, where what was added is not known.
@@ -64,7 +62,6 @@ class Exchange(abc.ABC):
 
     reads_in_place = False
     one_collective = False
-    takes_memory = False
     delivers = False
     has_memory = True
     keeps_means = False
@@ -108,8 +105,7 @@ class Exchange(abc.ABC):
             other: of which no step is under way; if it was taken over, it cannot be used any more.
 
         Returns:
-            True if it was. The state is then as if `load` had got the other's, but for factors that do not fit here. An
-            exchange whose memory may be another one (`takes_memory`) returns False: it may be made twice.
+            True if it was. The state is then as if `load` had got the other's, but for factors that do not fit here.
         """
         return False
 

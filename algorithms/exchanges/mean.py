@@ -16,7 +16,6 @@ class Mean(Exchange):
 
     one_collective = True
     has_memory = False
-    takes_memory = True
     keeps_means = True
 
     def run(self, step: int) -> Iterator[Work]:
@@ -28,7 +27,6 @@ class HierarchicalMean(Exchange):
     """The exact mean, first inside nodes and then between them."""
 
     has_memory = False
-    takes_memory = True
     keeps_means = True
 
     def __init__(

@@ -36,7 +36,7 @@ class Repaying(Exchange):
         super().__init__(inner.bucket, inner.communicator)
         self.inner = inner
         self._owed = {name: owed[name] for name in inner.bucket.names if name in owed}
-        self.one_collective, self.delivers, self.takes_memory = inner.one_collective, inner.delivers, inner.takes_memory
+        self.one_collective, self.delivers = inner.one_collective, inner.delivers
         self._pays = bool(self._owed)
 
     @property

@@ -344,26 +344,11 @@ class TestPartition:
         assert partition(tensors, 1) == [[0], [1], [2], [3], [4]]
         assert partition(tensors, 1000) == [[0, 1, 2, 3, 4]]
 
-    def test_what_is_large_has_a_bucket_alone(self) -> None:
-        tensors = [torch.empty(n) for n in (1, 20, 2, 21, 3, 9)]
-        assert partition(tensors, 80, alone=80) == [[1], [3], [0, 2, 4, 5]]
-        assert partition(tensors, 12, alone=12) == [[1], [0, 2], [3], [4], [5]]
-        assert partition(tensors, 80, alone=30) == [[1], [3], [0, 2, 4], [5]]
-        assert partition(tensors, 80) == [[0, 1], [2, 3], [4, 5]]
-
     def test_buckets_grow_from_a_small_first_one(self) -> None:
         tensors = [torch.empty(1) for _ in range(60)]
         sizes = [len(group) for group in partition(tensors, 80, first_bytes=8)]
         assert sizes == [2, 12, 20, 20, 6]
         assert [len(group) for group in partition(tensors, 80, first_bytes=200)] == [20, 20, 20]
-
-    def test_buckets_grow_from_what_has_one_alone(self) -> None:
-        tensors = [torch.empty(30), *(torch.empty(1) for _ in range(60))]
-        groups = partition(tensors, 80, first_bytes=8, alone=80)
-        assert [len(group) for group in groups] == [1, 20, 20, 20]
-        tensors = [torch.empty(2), *(torch.empty(1) for _ in range(60))]
-        groups = partition(tensors, 80, first_bytes=4, alone=8)
-        assert [len(group) for group in groups] == [1, 12, 20, 20, 8]
 
     def test_pieces_are_found_wherever_a_part_begins(self) -> None:
         shapes, exact = [(3,), (0,), (2, 4), (5,), (9,), (0,), (1,)], [False, False, False, True, False, False, False]

@@ -11,7 +11,6 @@ from torch import nn
 
 from bagua_kernels import optim
 from bagua_kernels.algorithms import from_spec
-from bagua_kernels.algorithms.engine import buckets as buckets_module
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import Odd, batch, fill
@@ -38,11 +37,8 @@ KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @grid(cover=1, spec=SPECS, keep=list(KEPT), bucket_bytes=[600, 10 << 20])
-def test_kept_gradients_stay_as_they_are(
-    spec: str, keep: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_gradients_stay_as_they_are(spec: str, keep: str, bucket_bytes: int) -> None:
     """Of every task and step, in buckets of one tensor, too; and the training is that of a loop that keeps nothing."""
-    monkeypatch.setattr(buckets_module, "_ALONE_BYTES", 600)
 
     def rank(communicator: Communicator) -> None:
         ends = []

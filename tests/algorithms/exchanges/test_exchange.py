@@ -73,7 +73,6 @@ def test_a_run_before_the_attributes_class_resets_them() -> None:
 
     assert not Mean.has_memory
     assert Remembering.has_memory
-    assert not Remembering.takes_memory
 
 
 def test_a_run_of_a_mixin_has_the_gradients_in_the_bucket() -> None:
