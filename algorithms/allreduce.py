@@ -29,7 +29,7 @@ class GradientAllReduce(GradientAlgorithm):
         hierarchical=False       see step 1; each bucket then has connections of its own
         nodes=None               which ranks share a node; found from the environment if None
         bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
-        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+        in_flight=None           buckets that are exchanged at a time, each on a thread and connections of its own; by
                                  default 2 on CPUs, 1 on GPUs
         apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
                                  goes on
@@ -60,14 +60,16 @@ class GradientAllReduce(GradientAlgorithm):
             **options: as for `GradientAlgorithm`.
 
         Raises:
-            ValueError: hierarchical with several lanes, or as for `GradientAlgorithm`.
+            ValueError: hierarchical with several exchanges at a time, or as for `GradientAlgorithm`.
         """
         self.hierarchical = hierarchical
         self.nodes = nodes
         self._hierarchies: dict[tuple[int, torch.dtype], HierarchicalAllReduce] = {}
         # Process groups are made at the first exchange, and ranks must make them in one order.
-        if hierarchical and options.setdefault("lanes", 1) != 1:
-            raise ValueError(f"hierarchical means have one lane, got lanes={options['lanes']}: leave it out")
+        if hierarchical and options.setdefault("in_flight", 1) != 1:
+            raise ValueError(
+                f"hierarchical means are exchanged one at a time, got in_flight={options['in_flight']}: leave it out"
+            )
         super().__init__(module, optimizer, **options)
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:

@@ -35,19 +35,19 @@ BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "order", "vectors", "decisions"}
 
 
-class LaneOptions(Options, total=False):
+class FlightOptions(Options, total=False):
     """Keyword arguments of `GradientAlgorithm` but for the size of buckets and `apply_in_backward`."""
 
-    lanes: int | None
+    in_flight: int | None
 
 
-class PassOptions(LaneOptions, total=False):
+class PassOptions(FlightOptions, total=False):
     """Keyword arguments of `GradientAlgorithm` but for the size of buckets."""
 
     apply_in_backward: bool
 
 
-class SizeOptions(LaneOptions, total=False):
+class SizeOptions(FlightOptions, total=False):
     """Keyword arguments of `GradientAlgorithm` but for `apply_in_backward`."""
 
     bucket_bytes: int
@@ -70,7 +70,7 @@ class GradientAlgorithm(Algorithm):
         scaler: that by which losses are scaled, if the exchanges' state follows it.
         alignment: the alignment of tensors in a bucket, in elements; of the first buckets where exchanges are replaced.
         small_first: True if the first buckets are small, so that the wire is in use early.
-        lanes: buckets that are exchanged at a time; None for the engine's own number.
+        in_flight: buckets that are exchanged at a time; None for the engine's own number.
         holds_back: the payloads that lack most of a gradient, for `OptimizerFitWarning`; empty if none do.
         has_hook: True if its exchanges are all that it does, so that a hook of `DistributedDataParallel` may run them.
     """
@@ -82,7 +82,7 @@ class GradientAlgorithm(Algorithm):
     small_first = True
     holds_back = ""
     has_hook = True
-    lanes: int | None
+    in_flight: int | None
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class GradientAlgorithm(Algorithm):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        lanes: int | None = None,
+        in_flight: int | None = None,
         apply_in_backward: bool = False,
         **options: Unpack[Options],
     ) -> None:
@@ -101,7 +101,7 @@ class GradientAlgorithm(Algorithm):
             optimizer: as for `Algorithm`.
             bucket_bytes: gradients are exchanged in buckets of about this size; the first ones may be smaller.
                 Smaller ones start earlier and overlap better with backward; larger ones pay the network's latency less often.
-            lanes: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
+            in_flight: buckets that are exchanged at a time, each on a thread and connections of its own; by default 2 on CPUs, 1
                 on GPUs. On CPUs `GradientAllReduce` has them share connections.
             apply_in_backward: True to update each bucket's parameters as soon as its mean has arrived, while backward goes
                 on. The optimizer's options are read when backward begins. `grad` is None afterwards, so that
@@ -111,15 +111,15 @@ class GradientAlgorithm(Algorithm):
 
         Raises:
             TypeError: `apply_in_backward` has no optimizer of this package, or as for `Algorithm`.
-            ValueError: `bucket_bytes` or `lanes` is below 1, or as for `Algorithm`.
+            ValueError: `bucket_bytes` or `in_flight` is below 1, or as for `Algorithm`.
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes=}")
-        if lanes is not None and lanes < 1:
-            raise ValueError(f"lanes must be at least 1, or None, got {lanes=}")
+        if in_flight is not None and in_flight < 1:
+            raise ValueError(f"in_flight must be at least 1, or None, got {in_flight=}")
         if apply_in_backward and self.scaler is not None:
             raise ValueError("a scaler looks at all gradients before its step: leave out apply_in_backward, or scaler")
-        self.lanes, self._bucket_bytes, self._applies = lanes, bucket_bytes, apply_in_backward
+        self.in_flight, self._bucket_bytes, self._applies = in_flight, bucket_bytes, apply_in_backward
         self._engine: Engine | None = None
         self._alone: PassesAlone | None = None
         self._all_communicators: list[Communicator] = []
@@ -172,7 +172,7 @@ class GradientAlgorithm(Algorithm):
         if not members:
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
-        options = EngineOptions(buckets, self.lanes, steps, self.scaler, self.name, type(self).__name__)
+        options = EngineOptions(buckets, self.in_flight, steps, self.scaler, self.name, type(self).__name__)
         self._all_communicators = [self.communicator]
         self._engine = Engine(
             members, self.exchange_for, self.communicator, self._duplicate, self.policy, options, self.listener

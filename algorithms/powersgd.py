@@ -55,7 +55,7 @@ class PowerSGD(GradientAlgorithm):
         bucket_bytes=None        gradients are exchanged in buckets of about this size; the first ones may be smaller;
                                  by default seven tenths of the gradients, at most 32 MiB; or with `only_if_faster`,
                                  which may give compression up, 10 MiB
-        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+        in_flight=None           buckets that are exchanged at a time, each on a thread and connections of its own; by
                                  default 2 on CPUs, 1 on GPUs
         apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
                                  goes on

@@ -58,7 +58,7 @@ class AutoTune(GradientAlgorithm):
         nodes=None               which ranks share a node; found from the environment if None
         scaler=None              that by which losses are scaled, if any
         bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
-        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+        in_flight=None           buckets that are exchanged at a time, each on a thread and connections of its own; by
                                  default 2 on CPUs, 1 on GPUs
         apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
                                  goes on

@@ -40,7 +40,7 @@ def hook(
     module: torch.nn.Module | None = None,
     *,
     communicator: Communicator | None = None,
-    lanes: int | None = None,
+    in_flight: int | None = None,
     **options: Any,
 ) -> Hook:
     """Makes a communication hook, to be registered: `model.register_comm_hook(None, ddp.hook("bytegrad", model))`.
@@ -51,7 +51,7 @@ def hook(
         module: the `DistributedDataParallel`, or the module in it: its parameters' names are those of patterns, and of the
             hook's state. The ranks are those of its process group. Without it parameters have numbers.
         communicator: the ranks, the same as DDP's; if None, those of the module's process group, or of `comm.init()`.
-        lanes: buckets that are exchanged at a time; by default 2 on CPUs, 1 on GPUs.
+        in_flight: buckets that are exchanged at a time; by default 2 on CPUs, 1 on GPUs.
         **options: further arguments of the algorithm.
 
     Raises:
@@ -72,8 +72,8 @@ def hook(
     for unused in _UNUSED:
         if unused in arguments:
             raise ValueError(f"{unused} means nothing to a hook of DistributedDataParallel: leave it out")
-    if lanes is not None:
-        arguments["lanes"] = lanes
+    if in_flight is not None:
+        arguments["in_flight"] = in_flight
     # Errors about what does not fit come on one rank alone, before others wait for it.
     with fitting(spec):
         recipe = kind.recipe(**arguments)
@@ -235,7 +235,7 @@ class Hook:
 
     def _start_threads(self, device: torch.device, parts: Sequence[Share]) -> Runtime:
         on_cpu = device.type == "cpu"
-        in_flight = (self._algorithm and self._algorithm.lanes) or (2 if on_cpu else 1)
+        in_flight = (self._algorithm and self._algorithm.in_flight) or (2 if on_cpu else 1)
         if in_flight > 1 and not (on_cpu and all(part.exchange.one_collective for part in parts)):
             self.communicators += [self.communicators[0].duplicate() for _ in range(in_flight - 1)]
         return Runtime(device, in_flight, len(self.communicators))

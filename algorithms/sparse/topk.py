@@ -36,7 +36,7 @@ class TopK(CompressedAllReduce):
         only_if_faster=False     True to measure in 36 steps if compression is faster than none, by turns of four steps
                                  with it and four without
         bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
-        lanes=None               buckets that are exchanged at a time, each on a thread and connections of its own; by
+        in_flight=None           buckets that are exchanged at a time, each on a thread and connections of its own; by
                                  default 2 on CPUs, 1 on GPUs
         apply_in_backward=False  True to update each bucket's parameters as soon as its mean has arrived, while backward
                                  goes on

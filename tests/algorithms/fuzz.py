@@ -105,7 +105,7 @@ def draw(seed: int, ranks: int | None = None) -> Training:
     early = dice.random() < 0.6
     wrapper: dict[str, Any] = {
         "bucket_bytes": dice.choice((1, 100, 500, 2000, 100_000)),
-        "lanes": dice.choice((1, 2)),
+        "in_flight": dice.choice((1, 2)),
         "apply_in_backward": early,
     }
     return Training(

@@ -311,7 +311,7 @@ def many_runs() -> None:
 
 
 def hierarchical() -> None:
-    """An exchange whose ranks make process groups as they come to them has one lane."""
+    """Exchanges whose ranks make process groups as they come to them take place one at a time."""
     model, _ = hooked("allreduce:hierarchical=true", Odd(0))
     plain, _ = hooked("allreduce", Odd(0))
     for step in range(4):

@@ -28,7 +28,7 @@ def test_what_ddp_asks_of_a_hook() -> None:
         ("qadam", {}, f"is a {QAdam.__name__}, of which there is no hook"),
         ("bytegrad", {"bucket_bytes": 3}, "bucket_bytes means nothing to a hook"),
         ("bytegrad", {"apply_in_backward": True}, "apply_in_backward means nothing to a hook"),
-        ("bytegrad", {"lanes": 0}, "lanes must be at least 1"),
+        ("bytegrad", {"in_flight": 0}, "in_flight must be at least 1"),
         ("sign:majority_vote=true", {}, "counts one vote per rank"),
     ],
 )

@@ -110,8 +110,8 @@ def test_gradients_of_one_memory_are_exchanged() -> None:
 
 def test_options_that_differ_between_ranks_are_refused() -> None:
     def rank(communicator: Communicator) -> None:
-        with pytest.raises(ValueError, match="lanes differs between ranks: 1 on rank 0, 2 on rank 1"):
-            GradientAllReduce(Odd(), communicator=communicator, lanes=1 + communicator.rank)
+        with pytest.raises(ValueError, match="in_flight differs between ranks: 1 on rank 0, 2 on rank 1"):
+            GradientAllReduce(Odd(), communicator=communicator, in_flight=1 + communicator.rank)
 
     run_ranks(2, rank)
 

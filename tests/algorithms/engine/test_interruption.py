@@ -65,11 +65,11 @@ def check_refused(algorithm: Algorithm, optimizers: list[torch.optim.Optimizer],
     assert algorithm.stats().steps == 1
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_gradients_of_a_failed_exchange_are_dropped(lanes: int) -> None:
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_gradients_of_a_failed_exchange_are_dropped(in_flight: int) -> None:
     def rank(communicator: Communicator) -> None:
         module = Odd()
-        algorithm = Failing(module, communicator=communicator, lanes=lanes, **TINY)
+        algorithm = Failing(module, communicator=communicator, in_flight=in_flight, **TINY)
         optimizers = [torch.optim.AdamW(module.parameters()), optim.AdamW(module.parameters())]
         loss(algorithm, communicator).backward()
         for optimizer in optimizers:
@@ -89,7 +89,7 @@ def test_half_a_step_is_told() -> None:
     def rank(communicator: Communicator) -> None:
         module = Odd()
         optimizer = optim.SGD(module.parameters(), lr=0.1)
-        options = {"apply_in_backward": True, "lanes": 1}
+        options = {"apply_in_backward": True, "in_flight": 1}
         algorithm = Failing(module, optimizer, communicator=communicator, **TINY, **options)
         loss(algorithm, communicator).backward()
         second = loss(algorithm, communicator)

@@ -99,7 +99,7 @@ def test_two_buckets_are_exchanged_at_a_time() -> None:
         paired(batch(communicator.rank, 0)).square().mean().backward()
         found = gradients(module)
         paired.close()
-        one = GradientAllReduce(nn.Sequential(*module), lanes=1, **options)
+        one = GradientAllReduce(nn.Sequential(*module), in_flight=1, **options)
         one.zero_grad()
         one(batch(communicator.rank, 0)).square().mean().backward()
         assert all(torch.equal(a, b) for a, b in zip(found, gradients(one), strict=True))
@@ -172,7 +172,7 @@ def test_two_all_reduces_are_under_way_on_one_connection(in_backward: bool) -> N
         assert ahead.order == [0, 1, 2, 3, 4]
         assert ahead.most == 2
         assert len(ahead._engine.communicators) == len(ahead._communicators()) == 1
-        _, expected = train(functools.partial(GradientAllReduce, lanes=1), communicator)
+        _, expected = train(functools.partial(GradientAllReduce, in_flight=1), communicator)
         assert all(map(torch.equal, found, expected))
 
     run_ranks(3, rank)
