@@ -108,7 +108,8 @@ class CorrectedRound(Round):
 
     def merge(self, number: int) -> None:
         """Steps 2 and 3; see `Round.merge`."""
-        self._mixer.terms(self._sent, number).flow(self._correction, self.bucket.flat)
+        correction, bucket = self._correction, self.bucket
+        self._mixer.terms(self._sent, number).flow(correction, bucket.flat)
 
     def disagreement(self) -> tuple[float, int] | None:
         """See `Round.disagreement`."""
