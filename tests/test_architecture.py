@@ -95,6 +95,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "ddp",
         "choosing/cost",
         "choosing",
+        "tuner",
     ),
     "bench": (
         "workloads",

@@ -13,6 +13,7 @@ import pytest
     [
         ("engine.exchange", "exchanges.exchange", "Exchange Updates"),
         ("engine.vectors", "exchanges.vectors", "Named euclidean_norm gather mean_of scatter"),
+        ("tuner.facts", "choosing.facts", "Facts"),
         ("rounds.round_algorithm", "models.model_algorithm", "RoundAlgorithm RoundOptions"),
     ],
 )

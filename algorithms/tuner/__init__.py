@@ -1,0 +1,1 @@
+"""The former folder of `bagua_kernels.algorithms.choosing`, for one release."""
