@@ -136,16 +136,10 @@ def watched(count: int, on: bool) -> Run:
     """Steps of AdamW over so many tensors, by one thread."""
     torch.set_num_threads(1)
     optimizer = optim.AdamW(parameters([(WATCHED // count,)] * count, CPU), lr=RATE)
-    before = os.environ.get(knobs.WATCH.variable)
-    os.environ[knobs.WATCH.variable] = str(int(on))
-    try:
+    with knobs.override(knobs.WATCH, on):
         # The second step decides.
         for _ in range(3):
             optimizer.step()
-    finally:
-        os.environ.pop(knobs.WATCH.variable)
-        if before is not None:
-            os.environ[knobs.WATCH.variable] = before
     return optimizer.step
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,6 @@ from bagua_kernels.algorithms.asynchronous.order import Event, Order
 from bagua_kernels.algorithms.asynchronous.published_model import BRING, FORWARD, PublishedModel, StaleRule
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.loop import READS, Loop
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm.mailbox import lost_error
 from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.errors import MismatchError
@@ -101,9 +100,9 @@ class Averages(Loop):
         self.model.forget_rest()
         self.set_references([bucket.flat for bucket in self.local.flat.buckets])
 
-    def mean_source(self, bucket: Bucket) -> torch.Tensor:
-        """See `Loop.mean_source`."""
-        return self.model.with_rest(bucket)
+    def mean_sources(self) -> Iterator[torch.Tensor]:
+        """See `Loop.mean_sources`."""
+        return (self.model.with_rest(bucket) for bucket in self.local.flat.buckets)
 
     def at_forward(self, training: bool) -> None:
         """See `Loop.at_forward`."""

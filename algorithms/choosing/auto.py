@@ -101,7 +101,7 @@ class AutoTune(GradientAlgorithm):
             **options: as for `GradientAlgorithm`.
 
         Raises:
-            ValueError: `exactness` is none of these, "any" comes without an optimizer, or as for `GradientAlgorithm`.
+            ValueError: `exactness` is not one of these, "any" comes without an optimizer, or as for `GradientAlgorithm`.
         """
         if exactness not in CLASSES:
             raise ValueError(

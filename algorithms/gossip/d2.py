@@ -8,7 +8,7 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.mixing import Mixer, MixerRound, Mixing, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.algorithms.models.round import Round
@@ -75,26 +75,25 @@ class D2(RoundAlgorithm):
         self.peers = checked_peers(peers)
         super().__init__(module, optimizer, **options)
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+    def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
         topology = topology_of(self.peers, local.mailbox.size)
         self._mixing = Mixing(local.mailbox, topology)
         self._mixing.check(local.communicator, "symmetric")
         check_spectrum(topology)
-        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
+        return self.rounds_with(local, RoundsOptions(decay=topology.rho))
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""
         return CorrectedRound(local, bucket, self._mixing.mixer())
 
 
-class CorrectedRound(Round):
+class CorrectedRound(MixerRound):
     """Mixes the parameters without a correction, which takes up what flows from the neighbours."""
 
     def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer) -> None:
         """Begins without a correction."""
-        super().__init__(local, bucket)
-        self._mixer = mixer
+        super().__init__(local, bucket, mixer)
         self._correction, self._sent = self.kept("correction"), self.kept("sent", saved=False)
 
     def restart(self) -> None:
@@ -104,16 +103,12 @@ class CorrectedRound(Round):
     def run(self, number: int) -> Iterator[Work]:
         """Step 1; see `Round.run`."""
         torch.sub(self.bucket.flat, self._correction, out=self._sent)
-        yield from self._mixer.exchange(self._sent, number, self.exchange_number(number))
+        yield from self.mixer.exchange(self._sent, number, self.exchange_number(number))
 
     def merge(self, number: int) -> None:
         """Steps 2 and 3; see `Round.merge`."""
         correction, bucket = self._correction, self.bucket
-        self._mixer.terms(self._sent, number).flow(correction, bucket.flat)
-
-    def disagreement(self) -> tuple[float, int] | None:
-        """See `Round.disagreement`."""
-        return self._mixer.disagreement()
+        self.mixer.terms(self._sent, number).flow(correction, bucket.flat)
 
 
 def check_spectrum(topology: Topology) -> None:

@@ -7,7 +7,7 @@ from typing import Unpack
 
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.mixing import MixerRound, Mixing, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.gossip.sharded import ShardedMixing
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
@@ -77,7 +77,7 @@ class Decentralized(RoundAlgorithm):
         self.peers, self.hierarchical, self.nodes = checked_peers(peers), hierarchical, nodes
         super().__init__(module, optimizer, **options)
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+    def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
         if self.hierarchical:
             self._mixing: Mixing = ShardedMixing(local, self.peers, self.nodes)
@@ -85,9 +85,7 @@ class Decentralized(RoundAlgorithm):
             self._mixing = Mixing(local.mailbox, topology_of(self.peers, local.mailbox.size))
         self._mixing.check(local.communicator, "doubly")
         # Collectives inside nodes run one after the other on all ranks.
-        return super().loop_for(
-            local, options or RoundsOptions(several=self.hierarchical, decay=self._mixing.topology.rho)
-        )
+        return self.rounds_with(local, RoundsOptions(several=self.hierarchical, decay=self._mixing.topology.rho))
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""
@@ -97,27 +95,18 @@ class Decentralized(RoundAlgorithm):
         return MixedRound(local, bucket, self._mixing.mixer())
 
 
-class MixedRound(Round):
+class MixedRound(MixerRound):
     """Mixes the parameters with those of neighbours."""
 
     when = When.BESIDE_STEP
 
-    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer) -> None:
-        """Begins before the first round."""
-        super().__init__(local, bucket)
-        self._mixer = mixer
-
     def run(self, number: int) -> Iterator[Work]:
         """Steps 1 and 2; see `Round.run`."""
-        return self._mixer.exchange(self.bucket.flat, number, self.exchange_number(number))
+        return self.mixer.exchange(self.bucket.flat, number, self.exchange_number(number))
 
     def merge(self, number: int) -> None:
         """Step 3; see `Round.merge`."""
-        self._mixer.terms(self.bucket.flat, number).mix()
-
-    def disagreement(self) -> tuple[float, int] | None:
-        """See `Round.disagreement`."""
-        return self._mixer.disagreement()
+        self.mixer.terms(self.bucket.flat, number).mix()
 
 
 class MeanRound(Round):

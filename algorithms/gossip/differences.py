@@ -105,7 +105,7 @@ class Differences(RoundAlgorithm):
             return f"codecs take float32, float16 and bfloat16, and parameter {double[0]!r} is float64: convert the module before"
         return super()._misfit(trained)
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+    def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
         mailbox, topology = local.mailbox, topology_of(self.peers, local.mailbox.size)
         topology.check(local.communicator, "symmetric")
@@ -123,7 +123,7 @@ class Differences(RoundAlgorithm):
         self._neighbourhood = Neighbourhood(
             self.codec, topology, mailbox.rank, neighbours, ranks, list(weights.values()), self.seed, self._guards
         )
-        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
+        return self.rounds_with(local, RoundsOptions(decay=topology.rho))
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""

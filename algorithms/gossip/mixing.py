@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.topology import (
     Complete,
@@ -228,6 +231,29 @@ class Mixer:
         if key not in self._rooms:
             self._rooms[key] = torch.zeros_like(like)
         return self._rooms[key]
+
+
+class MixerRound(Round):
+    """Base of the rounds that mix a vector.
+
+    Attributes:
+        mixer: mixes it.
+    """
+
+    def __init__(self, local: LocalModel, bucket: Bucket, mixer: Mixer) -> None:
+        """Begins before the first round.
+
+        Args:
+            local: as for `Round`.
+            bucket: as for `Round`.
+            mixer: of the vector.
+        """
+        super().__init__(local, bucket)
+        self.mixer = mixer
+
+    def disagreement(self) -> tuple[float, int] | None:
+        """See `Round.disagreement`."""
+        return self.mixer.disagreement()
 
 
 def sum_of_squares(parts: Iterable[torch.Tensor]) -> tuple[float, int]:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.mixing import Mixer, MixerRound, Mixing, Peers, checked_peers, topology_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.algorithms.models.round import Round
@@ -70,13 +70,13 @@ class StochasticGradientPush(RoundAlgorithm):
         self._weight = PushWeight()
         super().__init__(module, optimizer, **options)
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
+    def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
         topology = topology_of(self.peers, local.mailbox.size)
         self._mixing = Mixing(local.mailbox, topology)
         self._mixing.check(local.communicator, "columns")
         self._weight = PushWeight(local.mailbox.device)
-        return super().loop_for(local, options or RoundsOptions(decay=topology.rho))
+        return self.rounds_with(local, RoundsOptions(decay=topology.rho))
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""
@@ -114,11 +114,10 @@ class PushWeight:
         return self.vector[0]
 
 
-class PushedRound(Round):
+class PushedRound(MixerRound):
     """Base of the rounds that push a vector beside the parameters.
 
     Attributes:
-        mixer: mixes it.
         weight: of this rank.
     """
 
@@ -131,16 +130,12 @@ class PushedRound(Round):
             mixer: of the vector.
             weight: of this rank.
         """
-        super().__init__(local, bucket)
-        self.mixer, self.weight = mixer, weight
+        super().__init__(local, bucket, mixer)
+        self.weight = weight
 
     def restart(self) -> None:
         """See `Round.restart`."""
         self.weight.vector.fill_(1.0)
-
-    def disagreement(self) -> tuple[float, int] | None:
-        """See `Round.disagreement`."""
-        return self.mixer.disagreement()
 
     def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""

@@ -195,7 +195,7 @@ class OuterLoop(RoundAlgorithm):
         schedule, exact = self.assignment.place(name, parameter)
         return OuterKind.of(self.parts.get(name, 0), None if exact or not schedule.codecs else schedule)
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> OuterRounds:
+    def loop_for(self, local: LocalModel) -> OuterRounds:
         """See `RoundAlgorithm.loop_for`."""
         communicator = local.communicator.duplicate()
         local.opened.append(communicator)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
 from bagua_kernels.algorithms.local_steps.earlier_numbers import nested
 from bagua_kernels.algorithms.local_steps.in_step import InStep
@@ -111,7 +113,7 @@ class OuterRounds(Rounds):
         if self.under_way and not reads and self._moments_due():
             self.wait()
 
-    def take_written(self, values: list[Any]) -> None:
+    def take_written(self, values: list[torch.Tensor]) -> None:
         """See `Loop.take_written`.
 
         Raises:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,19 @@ from bagua_kernels.comm.mailbox.group_mean import group_mean
 from bagua_kernels.errors import RankLostError
 
 _MEANS = 1 << 62  # numbers of exchanges from here on are those of means at a rest
+
+
+@dataclass
+class _Part:
+    """A part of the model, which is merged by itself.
+
+    Attributes:
+        rounds: of its buckets.
+        merged: the means since its last round.
+    """
+
+    rounds: list[OuterRound] = field(default_factory=list)
+    merged: list[Means] = field(default_factory=list)
 
 
 class Quorum:
@@ -54,8 +69,7 @@ class Quorum:
         self.needs_all = needs_all
         self._local, self._count, self._grace, self._weighs = local, count, grace, weighs
         self._merges: QuorumMerges | None = None
-        self._rounds: dict[int, list[OuterRound]] = {}
-        self._merged: dict[int, list[Means]] = {}
+        self._parts: defaultdict[int, _Part] = defaultdict(_Part)
         self._posted_at = 0
 
     def open(self, rounds: Sequence[OuterRound]) -> QuorumMerges:
@@ -65,7 +79,7 @@ class Quorum:
             rounds: of all buckets.
         """
         for each in rounds:
-            self._rounds.setdefault(each.kind.part, []).append(each)
+            self._parts[each.kind.part].rounds.append(each)
         exchanges = [_gathered(each) for each in rounds]
         numbers = [each.kind.part for each in rounds]
         self._merges = QuorumMerges(self._local.mailbox, self._count, self._grace, exchanges, numbers)
@@ -79,26 +93,26 @@ class Quorum:
 
     def exchange(self, part: OuterRound, number: int) -> Iterator[Work]:
         """See `Collection.exchange`: posts all buckets of a part of the model with its last one."""
-        if part is self._rounds[part.kind.part][-1]:
+        if part is self._parts[part.kind.part].rounds[-1]:
             self.merges.post(part.kind.part, self._weight())
         return iter(())
 
     def means(self, part: OuterRound) -> Iterable[torch.Tensor]:
         """See `Collection.means`: those of each merge since the last round of the bucket."""
-        return self._of(part, self._merged[part.kind.part])
+        return self._of(part, self._parts[part.kind.part].merged)
 
     def wait_for(self, numbers: Iterable[int]) -> None:
         """Waits until there is a mean of each of some parts of the model since its last round."""
         for number in numbers:
-            self._merged[number] = self.merges.wait(number)
+            self._parts[number].merged = self.merges.wait(number)
 
     @torch.no_grad()
     def catch_up(self) -> None:
         """Uses merges since this rank's last round."""
-        for number, parts in self._rounds.items():
+        for number, part in self._parts.items():
             if merged := self.merges.new(number):
-                for part in parts:
-                    part.catch_up(self._of(part, merged))
+                for each in part.rounds:
+                    each.catch_up(self._of(each, merged))
 
     def _of(self, part: OuterRound, merged: Sequence[Means]) -> Iterator[torch.Tensor]:
         return (means[_gathered(part)] for means in merged)

@@ -81,11 +81,6 @@ class QuorumMerges:
         self._earlier: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._posts = 0
 
-    @property
-    def parts(self) -> list[int]:
-        """Of the model, each merged by itself."""
-        return list(self._exchanges)
-
     def post(self, part: int, weight: float) -> None:
         """Sends the pseudo-gradients that are in the buckets of a part, with their weight in the mean."""
         payloads = [exchange.encode(self._posts) for exchange in self._exchanges[part]]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import ReduceOp
 
 # Calls of all ranks that leave parameters as they are.
@@ -80,9 +79,9 @@ class Loop(abc.ABC):
         """Returns True if parameters may differ between ranks where the optimizer has taken a step."""
         return True
 
-    def mean_source(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the vector whose mean over all ranks is that of the bucket's parameters."""
-        return bucket.flat
+    def mean_sources(self) -> Iterator[torch.Tensor]:
+        """Yields for each bucket the vector whose mean over all ranks is that of its parameters."""
+        return (bucket.flat for bucket in self.local.flat.buckets)
 
     def mean_of_ranks(self, vector: torch.Tensor) -> None:
         """Replaces a vector of floating point by its mean over all ranks; collective."""

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.algorithms.wrapping.replicas import Give, average_from_first, give_all
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, ReduceOp
 
-Source = Callable[[Bucket], torch.Tensor]
 Mean = Callable[[torch.Tensor], None]  # replaces a vector by its mean over ranks
 
 
 @torch.no_grad()
-def put_means(module: torch.nn.Module, flat: FlatParameters, source: Source, mean: Mean, give: Give) -> None:
+def put_means(
+    module: torch.nn.Module, flat: FlatParameters, sources: Iterable[torch.Tensor], mean: Mean, give: Give
+) -> None:
     """Writes means over ranks into parameters and running statistics, and the first rank's other buffers; collective.
 
     Args:
         module: with the buffers, which get no new version for autograd.
         flat: its parameters.
-        source: returns the vector of a bucket whose mean is taken, in float32 at least.
+        sources: for each bucket the vector whose mean is taken, in float32 at least. They are read one by one.
         mean: of one vector; collective.
         give: replaces bytes by those of the first rank; collective.
     """
     flat.check()
-    for bucket in flat.buckets:
-        vector = source(bucket)
+    for bucket, vector in zip(flat.buckets, sources, strict=True):
         wide = vector.to(torch.promote_types(vector.dtype, torch.float32), copy=True)
         mean(wide)
         bucket.flat.copy_(wide)

@@ -214,7 +214,7 @@ class ModelAlgorithm(Algorithm):
         times = 4 * (self.communicator.size - 1) / self.communicator.size
         nbytes = times * sum(4 * each.flat.numel() for each in self.local.flat.buckets)
         with self.communicator.within(call), Sending("the mean model", nbytes, self.communicator):
-            put_means(self.module, self.local.flat, loop.mean_source, loop.mean_of_ranks, loop.give_first)
+            put_means(self.module, self.local.flat, loop.mean_sources(), loop.mean_of_ranks, loop.give_first)
 
     def _in_place(self, call: str) -> Loop | None:
         """Puts what is under way in place; returns None for one rank alone.
@@ -402,15 +402,19 @@ class RoundAlgorithm(ModelAlgorithm):
             bucket: of its parameters.
         """
 
-    def loop_for(self, local: LocalModel, options: RoundsOptions | None = None) -> Rounds:
-        """See `ModelAlgorithm.loop_for`. A subclass that makes what the rounds of all buckets share does that before.
+    def loop_for(self, local: LocalModel) -> Rounds:
+        """See `ModelAlgorithm.loop_for`. A subclass that makes what the rounds of all buckets share does that before."""
+        return self.rounds_with(local, RoundsOptions(delay=self.delay))
+
+    def rounds_with(self, local: LocalModel, options: RoundsOptions) -> Rounds:
+        """Returns the rounds of all buckets.
 
         Args:
             local: this rank's model.
-            options: how rounds take place; by default with `delay` alone.
+            options: how rounds take place.
         """
         rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
-        self.rounds = Rounds(local, rounds, Plan(self.interval), options or RoundsOptions(delay=self.delay))
+        self.rounds = Rounds(local, rounds, Plan(self.interval), options)
         return self.rounds
 
     def skip_step(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from bagua_kernels.algorithms.models.loop import READS, Loop, Vectors
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.round import Round, When
 from bagua_kernels.algorithms.stats import Stats
-from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
 from bagua_kernels.errors import CollectiveTimeoutError, follow_up
 
@@ -256,11 +255,9 @@ class Rounds(Loop):
         for each in self.all:
             each.arrived(call)
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """See `RoundAlgorithm.join`."""
-        with self.catch_up.join():
-            yield
+        return self.catch_up.join()
 
     def before_arrival(self, call: str) -> None:
         """Called before this rank waits for others at a call: does what they expect of it before they can come there."""
@@ -349,9 +346,9 @@ class Rounds(Loop):
             for each in self.all:
                 each.load(states[0]["vectors"])
 
-    def mean_source(self, bucket: Bucket) -> torch.Tensor:
-        """See `Loop.mean_source`."""
-        return self.all[bucket.index].mean_source()
+    def mean_sources(self) -> Iterator[torch.Tensor]:
+        """See `Loop.mean_sources`."""
+        return (each.mean_source() for each in self.all)
 
     def stop(self) -> None:
         """See `Loop.stop`."""

@@ -1,13 +1,7 @@
 """The former path of `bagua_kernels.algorithms.models.model_algorithm`, for one release."""
 
-import warnings
-
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm as RoundAlgorithm
 from bagua_kernels.algorithms.models.model_algorithm import RoundOptions as RoundOptions
+from bagua_kernels.caller_warnings import warn_moved
 
-warnings.warn(
-    "bagua_kernels.algorithms.rounds.round_algorithm has moved to bagua_kernels.algorithms.models.model_algorithm, and this path "
-    "stays for one release: import from there",
-    DeprecationWarning,
-    stacklevel=2,
-)
+warn_moved(__name__, "bagua_kernels.algorithms.models.model_algorithm")

@@ -248,7 +248,11 @@ class Liveness:
             self._changed.wait_for(lambda: diagnosis not in self._outgoing, timeout=_LINGER * self.heartbeat)
         return self.reported(diagnosis.communicator, members) or diagnosis
 
-    def calls(self, communicator: str, number: int, ranks: Iterable[int]) -> dict[int, str]:
+    def call(self, communicator: str) -> str:
+        """Returns in which method this rank began its last operation of a communicator; empty if that is not known."""
+        return self._progress.get(communicator, NOTHING)[3]
+
+    def calls(self, communicator: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
         """Returns in which methods ranks start operations of a communicator, as far as two heartbeats show it.
 
         Args:
@@ -260,7 +264,7 @@ class Liveness:
 
         def told(rank: int) -> str:
             if rank == self.rank:
-                return self._progress.get(communicator, NOTHING)[3]
+                return self.call(communicator)
             seen = self._board.seen.get(rank)
             doing = NOTHING if seen is None else seen.heartbeat.doing.get(communicator, NOTHING)
             return doing[3] if doing[0] >= number else ""

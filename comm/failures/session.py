@@ -253,7 +253,7 @@ class Session:
                 broken = () if broken_at is None else (self.members[broken_at],)
                 since = self.liveness.clock()
                 heard = {self.members[rank]: at for rank, at in self.heard().items()}
-                call = self.liveness.calls(self.name, 0, [self._me])[self._me]
+                call = self.liveness.call(self.name)
                 case = FailedOperation(
                     self.name,
                     others,
