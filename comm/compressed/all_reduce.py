@@ -12,7 +12,7 @@ from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
 from bagua_kernels.comm.compressed.phases import Gather, Scatter, encodes_pieces
-from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.compressed.residuals import Kept
 from bagua_kernels.comm.work import Steps
 from bagua_kernels.compression import Codec
 
@@ -99,7 +99,7 @@ class CompressedAllReduce(AllReduce):
             lambda piece: self._gather.finish(piece, x, exact, deliver),
         )
 
-    def residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Kept | None]:
         """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._scatter.residuals, "owner": self._gather.residuals}
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
+from bagua_kernels.comm.compressed.residuals import Kept, restore, save
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import Steps, Together, drive
 from bagua_kernels.compression import Codec
+
+
+@runtime_checkable
+class MakesAllReduce(Protocol):
+    """A communicator that has compressed all-reduces of its own."""
+
+    def all_reduce_for(self, codec: Codec, n: int, exact: int, dtype: torch.dtype, **options: Any) -> AllReduce:
+        """See the function of this name."""
+
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -152,7 +162,7 @@ class AllReduce(abc.ABC):
         """
         restore(self.residuals(), state)
 
-    def residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Kept | None]:
         """The residuals themselves, by the names of `state_dict`; None where one is not kept."""
         return {}
 

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.all_reduce import CompressedAllReduce
-from bagua_kernels.comm.compressed.base import AllReduce, check_configuration
+from bagua_kernels.comm.compressed.base import AllReduce, MakesAllReduce, check_configuration
 from bagua_kernels.comm.compressed.linear import LinearAllReduce
 from bagua_kernels.comm.compressed.sparse import SparseAllReduce
 from bagua_kernels.compression import Codec
@@ -33,7 +33,8 @@ def all_reduce_for(
 ) -> AllReduce:
     """Makes the all-reduce that suits a codec.
 
-    Linear codecs get `LinearAllReduce`, other sparsifiers `SparseAllReduce`, all others `CompressedAllReduce`.
+    Linear codecs get `LinearAllReduce`, other sparsifiers `SparseAllReduce`, all others `CompressedAllReduce`. A communicator
+    in two tiers has `TieredAllReduce`, which makes one of these for the ranks of one place on all nodes.
 
     Args:
         codec: how vectors are encoded; equal on all ranks.
@@ -51,10 +52,12 @@ def all_reduce_for(
         TypeError, ValueError: as the class chosen.
     """
     check_configuration(codec, dtype)
+    options = {"worker_residual": worker_residual, "pieces": pieces, "plain_below": plain_below}
+    if isinstance(communicator, MakesAllReduce):
+        return communicator.all_reduce_for(codec, n, exact, dtype, owner_residual=owner_residual, own=own, **options)
     make: Callable[..., AllReduce] = partial(CompressedAllReduce, owner_residual=owner_residual, own=own)
     if codec.linear or isinstance(codec, SparseCodec):
         make = LinearAllReduce if codec.linear else SparseAllReduce
-    options = {"worker_residual": worker_residual, "pieces": pieces, "plain_below": plain_below}
     return make(codec, communicator, n, exact, dtype, **options)
 
 

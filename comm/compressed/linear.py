@@ -10,7 +10,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, pipeline
 from bagua_kernels.comm.compressed.phases import Slots
-from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.compressed.residuals import Kept, Residuals
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import BlockCodec, Codec, TernGrad
@@ -116,7 +116,7 @@ class LinearAllReduce(AllReduce):
         yield self.communicator.all_reduce(scales, ReduceOp.MAX)
         return scales
 
-    def residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Kept | None]:
         """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._worker}
 

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from bagua_kernels.compression import Codec, ErrorFeedback
+
+
+class Kept(Protocol):
+    """What the payloads of a vector lacked; see `Residuals`."""
+
+    @property
+    def numel(self) -> int: ...  # noqa: D102
+    def reset(self) -> None: ...  # noqa: D102
+    def scale(self, factor: float) -> None: ...  # noqa: D102
+    def add(self, start: int, x: torch.Tensor) -> None: ...  # noqa: D102
+    def withheld(self, spans: Sequence[tuple[int, int]]) -> AbstractContextManager[None]: ...  # noqa: D102
+    def norm(self) -> torch.Tensor: ...  # noqa: D102
+    def state(self) -> torch.Tensor: ...  # noqa: D102
+    def check(self, state: torch.Tensor) -> None: ...  # noqa: D102
+    def load(self, state: torch.Tensor) -> None: ...  # noqa: D102
 
 
 class Residuals:
@@ -115,12 +132,12 @@ class Residuals:
             self._feedback.residual(name, part)
 
 
-def save(named: Mapping[str, Residuals | None]) -> dict[str, torch.Tensor]:
+def save(named: Mapping[str, Kept | None]) -> dict[str, torch.Tensor]:
     """The states of those residuals that there are."""
     return {name: residuals.state() for name, residuals in named.items() if residuals is not None}
 
 
-def restore(named: Mapping[str, Residuals | None], state: Mapping[str, torch.Tensor]) -> None:
+def restore(named: Mapping[str, Kept | None], state: Mapping[str, torch.Tensor]) -> None:
     """Loads what `save` gave; what it lacks starts at zero again, and what there is no use for is dropped.
 
     Raises:

@@ -9,7 +9,7 @@ from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.exact import ExactPart, mean_of
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
 from bagua_kernels.comm.compressed.phases import Messages
-from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.compressed.residuals import Kept, Residuals
 from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import Codec
 
@@ -111,6 +111,6 @@ class SparseAllReduce(AllReduce):
 
         yield from pipeline(self.layout.pieces, encode, add_up)
 
-    def residuals(self) -> dict[str, Residuals | None]:
+    def residuals(self) -> dict[str, Kept | None]:
         """See `AllReduce.residuals`."""
         return {} if self.plain else {"worker": self._worker}

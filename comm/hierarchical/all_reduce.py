@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from functools import partial
 from types import TracebackType
 
 import torch
 
 from bagua_kernels.comm.communicator import Communicator
-from bagua_kernels.comm.compressed import AllReduce, all_reduce_for
 from bagua_kernels.comm.compressed.base import check_seed
-from bagua_kernels.comm.compressed.layout import length
-from bagua_kernels.comm.compressed.residuals import Residuals, restore, save
+from bagua_kernels.comm.compressed.residuals import Kept, restore, save
 from bagua_kernels.comm.hierarchical.arguments import check_arguments, given
 from bagua_kernels.comm.hierarchical.nodes import Nodes, check_agreement
-from bagua_kernels.comm.hierarchical.scales import Scales
+from bagua_kernels.comm.hierarchical.tiered import TieredReduction
+from bagua_kernels.comm.hierarchical.tiers import Tiers
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.work import FINISHED, Steps, Together, Work, drive
-from bagua_kernels.compression import Codec, fold_seed
-from bagua_kernels.quotient import divide_
-
-_PIECE = 4 << 20  # bytes of the vector, against which the start of a collective is short
-_MOST_PIECES = 8
-_ALIGNMENT = 16  # bytes, at whose multiples shards begin
+from bagua_kernels.comm.work import Steps, drive
+from bagua_kernels.compression import Codec
 
 
 class HierarchicalAllReduce:
@@ -36,7 +28,7 @@ class HierarchicalAllReduce:
 
     1. Inside each node, each shard is reduced, in full precision, onto its owner.
     2. The owners of a shard, one per node, all-reduce it, compressed if there is a codec.
-    3. Inside each node, the owners hand their shards to all.
+    3. Inside each node, the owners send their shards to all. Payloads of an encoded mean travel as they are; all decode them.
 
     A long vector goes in pieces, so that step 2 of one runs beside steps 1 and 3 of others. Each of N nodes sends
     2 (N - 1) / N of the vector (with a codec, of its payload) to others, spread over its ranks.
@@ -49,8 +41,7 @@ class HierarchicalAllReduce:
 
     Attributes:
         nodes: the ranks of each node.
-        local: the communicator of this rank's node.
-        owners: for each shard that this rank owns, the communicator of its owners; empty with one node.
+        tiers: the communicators.
     """
 
     def __init__(
@@ -93,59 +84,20 @@ class HierarchicalAllReduce:
         text = f"{n=}, {dtype=}, codec={kind}, {op=}, {pieces=}, {plain_below=}, {residuals}"
         check_agreement(communicator, "arguments", text)
         check_arguments(n, dtype, codec, op, pieces, plain_below)
-        self._n, self._dtype, self._codec, self._op = n, dtype, codec, op
-        self._inner_op = ReduceOp.SUM if op is ReduceOp.AVG else op
-        self._members = self.nodes.members[self.nodes.node_of(communicator.rank)]
-        self._scales = Scales.of(self.nodes, len(self._members), dtype, codec, op)
-        align = math.lcm(_ALIGNMENT // dtype.itemsize, 1 if codec is None else codec.block)
-        count = pieces or min(_MOST_PIECES, n * dtype.itemsize // _PIECE)
-        self._pieces = self.nodes.cut(n, align, count)
-        self._scatters = len(self._members) == self.nodes.largest > 1
-        # A shard of each piece, of the length of the piece's first, which is the longest.
-        widths = [(shards[0].stop - shards[0].start) * self._scatters for shards in self._pieces]
-        zeros = partial(torch.zeros, dtype=dtype, device=communicator.device)
-        self._own = [zeros(width) for width in widths]
-        # Reduce-scatter needs equal shards. The last piece, where its end falls short, is scattered from a longer copy.
-        short = sum(widths) * self.nodes.largest > n
-        self._padded = zeros(widths[-1] * self.nodes.largest * short)
-        # The same on all ranks, though shards differ in length and some hold none.
-        longest = max(length(shard) for shards in self._pieces for shard in shards)
-        self._plain = codec is None or len(self.nodes.members) == 1 or longest < max(1, plain_below)
-        self._compressed: dict[tuple[int, int], AllReduce] = {}
-        self._connect(communicator)
-        if codec is None:
-            return
+        self._n, self._dtype, self._codec = n, dtype, codec
+        self.tiers = Tiers(communicator, self.nodes)
         try:
-            for piece in range(len(self._pieces)):
-                for shard in self.owners:
-                    # One for each piece, since each has residuals of its own.
-                    self._compressed[piece, shard] = all_reduce_for(
-                        codec,
-                        self.owners[shard],
-                        length(self._pieces[piece][shard]),
-                        dtype=torch.float32 if self._scales.in_float32 else dtype,
-                        worker_residual=worker_residual,
-                        owner_residual=owner_residual,
-                        plain_below=plain_below,
-                    )
-        except BaseException:
-            self.abort()
-            raise
-
-    def _connect(self, communicator: Communicator) -> None:
-        """Makes the communicators; all ranks in the same order."""
-        self.owners: dict[int, Communicator] = {}
-        self._all: list[Communicator] = []
-        try:
-            local = communicator.split(self._members)
-            assert local is not None
-            self.local = local
-            self._all.append(local)
-            for shard in range(self.nodes.largest if len(self.nodes.members) > 1 else 0):
-                owners = communicator.split(self.nodes.owners(shard))
-                if owners is not None:
-                    self.owners[shard] = owners
-                    self._all.append(owners)
+            self._reduction = TieredReduction(
+                self.tiers,
+                n,
+                dtype,
+                codec=codec,
+                op=op,
+                pieces=pieces,
+                plain_below=plain_below,
+                worker_residual=worker_residual,
+                owner_residual=owner_residual,
+            )
         except BaseException:
             self.abort()
             raise
@@ -183,92 +135,8 @@ class HierarchicalAllReduce:
             CommunicationError: as for a call.
         """
         x = self._checked(x)
-        number = 0 if self._codec is None else check_seed(self._codec, seed, self._plain)
-        try:
-            if len(self.nodes.members) == 1:
-                yield self.local.all_reduce(x, self._op)
-            else:
-                yield from self._run(x, number)
-        except BaseException as error:
-            # Whatever it is, and be it an interrupt: owners of other shards would wait for this rank until their timeout.
-            self.abort()
-            owners = [self.nodes.owners(shard) for shard in self.owners]
-            error.add_note(f"ranks of this node: {list(self._members)}; owners of the shards of this rank: {owners}")
-            raise
-
-    def _run(self, x: torch.Tensor, seed: int) -> Steps:
-        """Steps 1, 2 and 3 of each piece, on all ranks in one order, which is why none waits for ever for another."""
-        if self._scales.before != 1:
-            divide_(x, self._scales.before)
-        # Compressed, step 2 has ended when it returns, and step 3 need not wait for the next piece's.
-        lag = 1 if self._codec is None else 0
-        count = len(self._pieces)
-        reduced, across, shared = list[Work](), list[Work](), list[Work]()
-        for step in range(count + 1 + lag):
-            if step < count:
-                reduced.append(self._reduce_within(x, step))
-            if 0 <= step - 1 < count:
-                yield reduced[step - 1]
-                across.append((yield from self._reduce_across(x, step - 1, seed)))
-            if 0 <= step - 1 - lag < count:
-                yield across[step - 1 - lag]
-                shared.append(self._share_within(x, step - 1 - lag))
-        yield Together(shared)
-        if self._padded.numel():
-            end = x[_span(self._pieces[-1])]
-            end.copy_(self._padded[: end.numel()])
-
-    def _reduce_within(self, x: torch.Tensor, piece: int) -> Work:
-        """Step 1."""
-        if self._scatters:
-            whole = self._whole(x, piece)
-            if whole is self._padded:
-                end = x[_span(self._pieces[piece])]
-                whole[: end.numel()].copy_(end)
-            return self.local.reduce_scatter(self._own[piece], whole, self._inner_op)
-        size, shards = self.local.size, enumerate(self._pieces[piece])
-        return Together([self.local.reduce(x[shard], s % size, self._inner_op) for s, shard in shards])
-
-    def _reduce_across(self, x: torch.Tensor, piece: int, seed: int) -> Generator[Work, None, Work]:
-        """Step 2."""
-        if self._codec is None:
-            return Together([self.owners[s].all_reduce(mine, self._inner_op) for s, mine in self._mine(x, piece)])
-        for s, mine in self._mine(x, piece):
-            yield from self._compress(piece, s, mine, fold_seed(seed, piece, s))
-        return FINISHED
-
-    def _share_within(self, x: torch.Tensor, piece: int) -> Work:
-        """Step 3."""
-        if self._scales.after != 1:
-            for _, mine in self._mine(x, piece):
-                divide_(mine, self._scales.after)
-        if self._scatters:
-            return self.local.all_gather(self._whole(x, piece), self._own[piece])
-        size, shards = self.local.size, enumerate(self._pieces[piece])
-        return Together([self.local.broadcast(x[shard], s % size) for s, shard in shards])
-
-    def _whole(self, x: torch.Tensor, piece: int) -> torch.Tensor:
-        """Returns all shards of a piece, of equal lengths."""
-        last = piece == len(self._pieces) - 1
-        return self._padded if last and self._padded.numel() else x[_span(self._pieces[piece])]
-
-    def _compress(self, piece: int, shard: int, mine: torch.Tensor, seed: int) -> Steps:
-        """Replaces a shard by the compressed, weighted mean over its owners, or by their sum."""
-        work = mine.float() if self._scales.in_float32 else mine
-        if self._scales.weight != 1:
-            work.mul_(self._scales.weight)
-        yield from self._compressed[piece, shard].steps(work, seed=seed)
-        if self._scales.times != 1:
-            work.mul_(self._scales.times)
-        if work is not mine:
-            mine.copy_(work)
-
-    def _mine(self, x: torch.Tensor, piece: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields number and elements of each shard that this rank owns, those that hold none left out."""
-        for s in self.owners:
-            shard = self._pieces[piece][s]
-            if elements := length(shard):
-                yield s, self._own[piece][:elements] if self._scatters else x[shard]
+        number = 0 if self._codec is None else check_seed(self._codec, seed, self._reduction.plain)
+        yield from self._reduction.steps(x, number)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The residuals of step 2, named "piece.shard.name" with the names of `AllReduce.state_dict`; each rank's own."""
@@ -283,10 +151,10 @@ class HierarchicalAllReduce:
         """
         restore(self._residuals(), state)
 
-    def _residuals(self) -> dict[str, Residuals | None]:
+    def _residuals(self) -> dict[str, Kept | None]:
         return {
             f"{piece}.{shard}.{name}": residuals
-            for (piece, shard), all_reduce in self._compressed.items()
+            for (piece, shard), all_reduce in self._reduction.exchanges.items()
             for name, residuals in all_reduce.residuals().items()
         }
 
@@ -303,17 +171,15 @@ class HierarchicalAllReduce:
     @property
     def bytes_across(self) -> int:
         """Payload bytes that this rank has sent to other nodes."""
-        return sum(communicator.bytes_sent for communicator in self.owners.values())
+        return self.tiers.bytes_across
 
     def close(self) -> None:
         """Frees the connections; every rank calls it, as often as it likes."""
-        for communicator in self._all:
-            communicator.close()
+        self.tiers.close()
 
     def abort(self) -> None:
         """Gives up: every later call raises `CommunicationError` here, and others see this rank left."""
-        for communicator in self._all:
-            communicator.abort()
+        self.tiers.abort()
 
     def __enter__(self) -> HierarchicalAllReduce:
         """Returns itself."""
@@ -327,7 +193,3 @@ class HierarchicalAllReduce:
             self.close()
         else:
             self.abort()
-
-
-def _span(shards: Sequence[slice]) -> slice:
-    return slice(shards[0].start, shards[-1].stop)

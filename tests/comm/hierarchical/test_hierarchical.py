@@ -165,8 +165,8 @@ def test_every_rank_carries_its_share_between_nodes(layout: list[list[int]], n: 
     def rank(communicator: Communicator) -> tuple[int, int]:
         all_reduce = HierarchicalAllReduce(communicator, n, torch.float32, nodes=Nodes.given(layout))
         all_reduce(torch.ones(n))
-        assert len(layout) == 1 or all_reduce.owners
-        return len(all_reduce.owners), all_reduce.bytes_across
+        assert len(layout) == 1 or all_reduce.tiers.owners
+        return len(all_reduce.tiers.owners), all_reduce.bytes_across
 
     sent = run_ranks(ranks_of(layout), rank)
     nodes, shards = len(layout), max(map(len, layout))
@@ -187,7 +187,7 @@ def test_compression_saves_bytes_between_nodes_only() -> None:
         nodes = Nodes.given([[0, 1], [2, 3]])
         all_reduce = HierarchicalAllReduce(communicator, n, torch.float32, nodes=nodes, codec=codec)
         all_reduce(torch.ones(n))
-        return all_reduce.local.bytes_sent, all_reduce.bytes_across
+        return all_reduce.tiers.local.bytes_sent, all_reduce.bytes_across
 
     plain, compressed = (run_ranks(4, rank, codec) for codec in (None, MinMaxUInt8(256)))
     for (within, across), (same, less) in zip(plain, compressed, strict=True):

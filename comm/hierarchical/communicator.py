@@ -1,0 +1,172 @@
+"""A communicator whose sums and copies cross each link between nodes once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.compressed.base import AllReduce
+from bagua_kernels.comm.hierarchical.compressed import TieredAllReduce
+from bagua_kernels.comm.hierarchical.line import Line
+from bagua_kernels.comm.hierarchical.nodes import Nodes
+from bagua_kernels.comm.hierarchical.tiered import TieredReduction
+from bagua_kernels.comm.hierarchical.tiers import Tiers
+from bagua_kernels.comm.joining.seal import Seal
+from bagua_kernels.comm.reduction import ReduceOp
+from bagua_kernels.comm.work import Steps, Work
+from bagua_kernels.compression import Codec
+
+
+class TieredCommunicator(Communicator):
+    """Another communicator, which exchanges in two tiers what all ranks get.
+
+    - `all_reduce` reduces inside nodes, then between the owners of shards, and shares inside (`HierarchicalAllReduce`).
+    - `all_reduce_for`, so each compressed all-reduce, does the same with payloads between nodes.
+    - `broadcast` sends to one rank of each node, which sends to the others.
+    - `all_gather` sends an input to one rank of each node, if all nodes have as many ranks.
+
+    All other operations are those of the other communicator.
+
+    Attributes:
+        flat: the other communicator, of the same ranks.
+        nodes: the ranks of each node.
+    """
+
+    def __init__(self, flat: Communicator, nodes: Nodes) -> None:
+        """Connects ranks; every rank calls it, with the same nodes, and gives the communicator away.
+
+        Args:
+            flat: of all ranks; closed with this one.
+            nodes: of its ranks.
+
+        Raises:
+            ValueError: the nodes are not those of so many ranks.
+            CommunicationError: a rank was lost or did not take part in time.
+        """
+        if nodes.size != flat.size:
+            raise ValueError(f"expected nodes of {flat.size} ranks, got {nodes.members}: name each rank once")
+        self.flat, self.nodes = flat, nodes
+        self.rank, self.size, self.device = flat.rank, flat.size, flat.device
+        self._tiers = Tiers(flat, nodes)
+        self._line = Line()
+        self._even = len({len(node) for node in nodes.members}) == 1
+        self._places = {rank: place for node in nodes.members for place, rank in enumerate(node)}
+
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        """See `Communicator`."""
+        return self.flat.timeout
+
+    @property
+    def call(self) -> str:
+        """See `Communicator`."""
+        return self.flat.call
+
+    @call.setter
+    def call(self, call: str) -> None:
+        for each in (self.flat, *self._tiers):
+            each.call = call
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """See `Communicator`: to all ranks, also those of this node."""
+        return self.flat.bytes_sent + self._tiers.bytes_sent
+
+    def all_reduce_for(self, codec: Codec, n: int, exact: int, dtype: torch.dtype, **options: Any) -> AllReduce:
+        """See `comm.compressed.all_reduce_for`."""
+        return TieredAllReduce(codec, self, self._tiers, n, exact, dtype, **options)
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Communicator.set_timeout`."""
+        self.flat.set_timeout(seconds)
+        self._tiers.set_timeout(seconds)
+
+    def abort(self, reason: str = "it was aborted") -> None:
+        """See `Communicator.abort`."""
+        self.flat.abort(reason)
+        self._tiers.abort(reason)
+
+    def close(self, limit: float | None = None) -> None:
+        """See `Communicator.close`."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.flat.close, limit)
+            self._tiers.close(limit)
+
+    def close_relatives(self) -> None:
+        """See `Communicator.close_relatives`."""
+        self.flat.close_relatives()
+
+    def _sealed(self) -> Seal:
+        return self.flat._sealed()
+
+    def _unusable(self) -> str:
+        return next((reason for each in (self.flat, *self._tiers) if (reason := each._unusable())), "")
+
+    def _split(self, ranks: tuple[int, ...]) -> Communicator:
+        made = self.flat._split(ranks)
+        return TieredCommunicator(made, self.nodes) if len(ranks) == self.size else made
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        vector = tensor.view(-1)
+        return self._line.start(TieredReduction(self._tiers, vector.numel(), vector.dtype, op=op).steps(vector, 0))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return self._line.start(self._tiered_broadcast(tensor, src))
+
+    def _tiered_broadcast(self, tensor: torch.Tensor, src: int) -> Steps:
+        """To the ranks of all nodes that own the source's shard, and from these to the others."""
+        tiers, nodes = self._tiers, self.nodes
+        shard = self._places[src]
+        if shard in tiers.owners:
+            yield tiers.owners[shard].broadcast(tensor, nodes.node_of(src))
+        owner = nodes.owners(shard)[nodes.node_of(self.rank)]
+        yield tiers.shared.broadcast(tensor, tiers.members.index(owner))
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if not self._even or len(self.nodes.members) == 1:
+            return self.flat._all_gather(output, input)
+        return self._line.start(self._tiered_all_gather(output, input))
+
+    def _tiered_all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Steps:
+        """From the ranks of the same place on all nodes, and then from those of this node."""
+        tiers, members = self._tiers, self.nodes.members
+        across = input.new_empty(len(members), input.numel())
+        yield tiers.owners[self._places[self.rank]].all_gather(across, input)
+        inside = input.new_empty(len(tiers.members), *across.shape)
+        yield tiers.shared.all_gather(inside, across)
+        rows = output.view(self.size, -1)
+        for node, ranks in enumerate(members):
+            for place, rank in enumerate(ranks):
+                rows[rank].copy_(inside[place, node])
+
+    def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
+        return self.flat._reduce(tensor, dst, op)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
+        return self.flat._reduce_scatter(output, input, op)
+
+    def _all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Work:
+        return self.flat._all_to_all(output, input, output_splits, input_splits)
+
+    def _gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int) -> Work:
+        return self.flat._gather(output, input, dst)
+
+    def _scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> Work:
+        return self.flat._scatter(output, input, src)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self.flat._send(tensor, dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        return self.flat._recv(tensor, src, tag)
+
+    def _neighbour_exchange(self, outputs: dict[int, torch.Tensor], inputs: dict[int, torch.Tensor], tag: int) -> Work:
+        return self.flat._neighbour_exchange(outputs, inputs, tag)
+
+    def _barrier(self) -> Work:
+        return self.flat._barrier()
