@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
@@ -19,8 +19,9 @@ from bagua_kernels.algorithms.wrapping.ddp import ArgumentError, exchanging, is_
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
 from bagua_kernels.algorithms.wrapping.recorded import Recorded, annotations_of, recorded
 from bagua_kernels.algorithms.wrapping.replicas import check_replicas
+from bagua_kernels.algorithms.wrapping.tiers import TierOptions
 from bagua_kernels.algorithms.wrapping.weights import check_weights
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, Nodes
 from bagua_kernels.compression import codec
 from bagua_kernels.errors import CommunicationError
 from bagua_kernels.options import check_options
@@ -36,6 +37,8 @@ class Options(TypedDict, total=False):
     """Keyword arguments of `Algorithm`."""
 
     communicator: Communicator | None
+    hierarchical: bool | None
+    nodes: Nodes | Iterable[Iterable[int]] | None
     broadcast_buffers: bool
     average_buffers: bool | str | Sequence[str]
 
@@ -198,6 +201,7 @@ class Algorithm(WrappedModule, abc.ABC):
             count too.
         communicator: its own, of the ranks that train together.
         frozen: the parameters that were frozen when the module was wrapped, with their names.
+        refuses_tiers: why the ranks of a node cannot average first; empty if they can.
         acts_alone: True if it changes the training of one rank alone, too.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
         average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
@@ -206,6 +210,7 @@ class Algorithm(WrappedModule, abc.ABC):
     name: ClassVar[str]
     registered: ClassVar[dict[str, type[Algorithm]]] = {}
     may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
+    refuses_tiers = ""
     acts_alone = False
     _claim: Claim | None = None
     _closed = False
@@ -222,6 +227,8 @@ class Algorithm(WrappedModule, abc.ABC):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         communicator: Communicator | None = None,
+        hierarchical: bool | None = None,
+        nodes: Nodes | Iterable[Iterable[int]] | None = None,
         broadcast_buffers: bool = True,
         average_buffers: bool | str | Sequence[str] = False,
     ) -> None:
@@ -233,6 +240,9 @@ class Algorithm(WrappedModule, abc.ABC):
                 they are, so that schedules made before go on.
             communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
                 algorithm talks on a duplicate of its own, so its messages never meet the caller's.
+            hierarchical: True to average the ranks of a node in full precision first, and then between nodes; False for never;
+                None where several nodes have several ranks. On one node all ranks exchange alike.
+            nodes: which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None.
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
             average_buffers: a pattern of names, as of `fnmatch`, or several. A forward pass begins with the means over all ranks
                 of buffers of floating point that match, and with rank 0's others. True: `*running_mean` and `*running_var`.
@@ -257,6 +267,8 @@ class Algorithm(WrappedModule, abc.ABC):
         self._steps_alone = 0
         self.frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
+        self.hierarchical, self.nodes = hierarchical, nodes
+        TierOptions(hierarchical, nodes, self.refuses_tiers)  # raises before a rank waits for another
         self.communicator = self._world.duplicate()
         self.communicator.call = f"the constructor of {type(self).__name__}"
         self._setup_bytes = 0
@@ -286,12 +298,26 @@ class Algorithm(WrappedModule, abc.ABC):
         """Returns why trainable parameters do not fit this algorithm; empty if they do."""
         return ""
 
+    def tiered(self, communicator: Communicator) -> Communicator:
+        """Returns what exchanges are made by: a communicator in two tiers that has taken over the given one, or that; collective.
+
+        Args:
+            communicator: of all ranks.
+        """
+        hierarchical = self._averages_nodes(communicator.device) if self.hierarchical is None else self.hierarchical
+        return TierOptions(hierarchical, self.nodes, self.refuses_tiers).tiered(communicator)
+
+    def _averages_nodes(self, device: torch.device) -> bool | None:
+        """Returns `hierarchical` where it is not given: None for two tiers where several nodes have several ranks."""
+        return None
+
     def _agree(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Recorded) -> None:
         """Compares this rank with the others, and makes replicas equal."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         problem = exchanging(module, Algorithm) or taken(trained) or self._misfit(trained)
         check_replicas(module, self.communicator, type(self), options, _may_differ(type(self)), problem)
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self.communicator = self.tiered(self.communicator)
         make_equal([*module.parameters(), *module.buffers()], self.communicator)
         if optimizer is not None:
             share_state(optimizer, self.communicator)

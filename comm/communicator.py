@@ -153,6 +153,11 @@ class Communicator(Collectives):
         finally:
             self.call = before
 
+    @property
+    def flat(self) -> Communicator:
+        """Itself, or the communicator in one tier that it is made of."""
+        return self
+
     @abc.abstractmethod
     def abort(self, reason: str = "it was aborted") -> None:
         """Gives up: pending work and every later call raise `CommunicationError` here, and the other ranks see it left.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Unpack
 
 import torch
@@ -20,8 +20,8 @@ from bagua_kernels.algorithms.models.points import misfit
 from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_moment
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Nodes
-from bagua_kernels.comm.hierarchical.arguments import given
+from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.hierarchical import TieredCommunicator
 from bagua_kernels.compression.codec import parse_spec
 from bagua_kernels.suggestions import did_you_mean
 
@@ -47,15 +47,14 @@ class AutoTune(GradientAlgorithm):
 
     A step is measured from the end of a backward pass to that of the next. All ranks choose alike, for they use the same
     numbers. What an optimizer with a second moment does not forgive, few bits or low rank, is no candidate with such an
-    optimizer, nor without one. Where several ranks share a node, and there are several nodes, exact means by nodes are a
-    candidate, too. With `exactness="any"`, see `settled`.
+    optimizer, nor without one. Where several ranks share a node, and there are several nodes, payloads are exchanged between
+    nodes, and exact means by nodes are a candidate, too. With `exactness="any"`, see `settled`.
 
     Options and their defaults, all by keyword::
 
         exactness='synchronous'  "exact" for exact means alone; "synchronous" also for means that are rounded alike on
                                  all ranks; "any" also for what `settled` may return
         facts=None               those of an earlier run, which are used instead of measuring
-        nodes=None               which ranks share a node; found from the environment if None
         scaler=None              that by which losses are scaled, if any
         bucket_bytes=10485760    gradients are exchanged in buckets of about this size; the first ones may be smaller
         in_flight=None           buckets that are exchanged at a time, each on a thread and connections of its own; by
@@ -64,6 +63,9 @@ class AutoTune(GradientAlgorithm):
                                  goes on
         communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
                                  has not been
+        hierarchical=None        True to average the ranks of a node in full precision first, and then between nodes;
+                                 False for never; None where several nodes have several ranks
+        nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
 
@@ -84,7 +86,6 @@ class AutoTune(GradientAlgorithm):
         *,
         exactness: str = "synchronous",
         facts: Facts | None = None,
-        nodes: Nodes | Iterable[Iterable[int]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         **options: Unpack[GradientOptions],
     ) -> None:
@@ -96,7 +97,6 @@ class AutoTune(GradientAlgorithm):
             exactness: "exact" for exact means alone; "synchronous" also for means that are rounded alike on all ranks; "any"
                 also for what `settled` may return. Exact means are tried in buckets of several sizes.
             facts: those of an earlier run, which are used instead of measuring.
-            nodes: which ranks share a node; found from the environment if None.
             scaler: that by which losses are scaled, if any.
             **options: as for `GradientAlgorithm`.
 
@@ -117,7 +117,7 @@ class AutoTune(GradientAlgorithm):
         # Local steps are counted by each rank, which a step that a scaler skips on one of them would upset.
         outside = [one for one in methods() if one.exactness == "any" and not (scaler and one.when == "rounds")]
         applies = options.get("apply_in_backward", False)
-        self.exactness, self.nodes, self.scaler = exactness, nodes, scaler
+        self.exactness, self.scaler = exactness, scaler
         self.chooser = Chooser(module, listed, outside if exactness == "any" else [], facts, applies)
         self.search, self.elsewhere = self.chooser.search, self.chooser.elsewhere
         self.alignment, self.listener = self.chooser.used.recipe.alignment, self.chooser
@@ -138,7 +138,8 @@ class AutoTune(GradientAlgorithm):
         super()._start(module, optimizer)
         engine = self._engine
         if engine is not None:
-            self.chooser.connect(engine, self._found_nodes())
+            communicator = self.communicator
+            self.chooser.connect(engine, communicator.nodes if isinstance(communicator, TieredCommunicator) else None)
             # Where ranks are is found out before training.
             self._setup_bytes = sent_by(engine)
 
@@ -146,17 +147,6 @@ class AutoTune(GradientAlgorithm):
         """See `Algorithm._stop`."""
         super()._stop()
         self.chooser.disconnect()
-
-    def _found_nodes(self) -> Nodes | None:
-        """Which ranks share a node; None if that cannot be found, for it is needed for one candidate only."""
-        if self.nodes is not None:
-            return given(self.nodes).agree(self.communicator)
-        try:
-            return Nodes.find(self.communicator)
-        except ValueError as error:  # the same on all ranks
-            if self.communicator.rank == 0:
-                logger.warning("means by nodes are no candidate: %s", error)
-            return None
 
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`."""
@@ -205,10 +195,3 @@ class AutoTune(GradientAlgorithm):
         decisions = self.chooser.expect(states[0]["decisions"])
         super()._load([{**states[0], "decisions": decisions}, *states[1:]])
         self.chooser.resume()
-
-    def close(self) -> None:
-        """See `Algorithm.close`."""
-        try:
-            self.chooser.close()
-        finally:
-            super().close()

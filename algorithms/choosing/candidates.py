@@ -46,9 +46,14 @@ class Candidate:
         parts = [self.method.name, f"{self.bucket_bytes / (1 << 20):.3g} MiB"]
         parts += ["by nodes"] * (self.nodes is not None)
         parts += ["steps at the end"] * (not self.in_backward)
-        parts += ["one at a time"] * (self.in_flight == 1 and self.nodes is None)
+        parts += ["one at a time"] * (self.in_flight == 1)
         parts += [] if self.sockets is None else [f"sockets: {self.sockets}"]
         return ", ".join(parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is an exact mean of all ranks at once."""
+        return self.method.name == PLAIN and self.nodes is None
 
     def variations(self, sockets: Sequence[int], several: bool, applies: bool) -> list[Candidate]:
         """Variations of this candidate: other sockets, one exchange at a time, all updates at the end.
@@ -82,7 +87,7 @@ def candidates(
     """
     scaled: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
     known = {method.name: method for method in methods()}
-    found = [Candidate(known[PLAIN], size, GradientAllReduce.recipe()) for size in bucket_bytes]
+    found = [Candidate(known[PLAIN], size, GradientAllReduce.recipe(hierarchical=False)) for size in bucket_bytes]
     if exactness == "exact":
         return found
     for method in known.values():
@@ -102,5 +107,4 @@ def candidates(
 
 def by_nodes(plain: Candidate, nodes: Nodes) -> Candidate:
     """The exact mean, first of the ranks of a node."""
-    # Process groups are made at the first exchange, and ranks must make them in one order.
-    return replace(plain, recipe=GradientAllReduce.recipe(hierarchical=True, nodes=nodes), in_flight=1, nodes=nodes)
+    return replace(plain, recipe=GradientAllReduce.recipe(hierarchical=True), nodes=nodes)

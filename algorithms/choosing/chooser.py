@@ -80,6 +80,7 @@ class Chooser(Listener):
         self.elsewhere: dict[str, float] = {}
         self._module, self._outside, self._applies = module, outside, applies
         self._engine: Engine | None = None
+        self._nodes: Nodes | None = None
         self._stripes: list[int] = []
         self._handover = Handover()
         self._leaving = False
@@ -92,14 +93,16 @@ class Chooser(Listener):
 
         Args:
             engine: whose exchanges are replaced.
-            nodes: which ranks share a node; None if that is not known.
+            nodes: between which payloads are exchanged, and exact means may be; None for one tier.
         """
         self._engine, communicator = engine, engine.communicators[0]
         ranked = list(self.candidates.values())
-        if nodes is not None and 1 < len(nodes.members) < communicator.size:
+        self._nodes = nodes
+        if nodes is not None:
             ranked.append(by_nodes(ranked[0], nodes))
-        opened = communicator.stripes if isinstance(communicator, StripedCommunicator) else 1
-        used = communicator.tuning.stripes if isinstance(communicator, StripedCommunicator) else 1
+        beneath = communicator.flat
+        opened = beneath.stripes if isinstance(beneath, StripedCommunicator) else 1
+        used = beneath.tuning.stripes if isinstance(beneath, StripedCommunicator) else 1
         sockets = sorted({1, opened} - {used})
         varied = {one.label: one.variations(sockets, engine.in_flight > 1, self._applies) for one in ranked}
         self.candidates = {one.label: one for one in [*ranked, *itertools.chain(*varied.values())]}
@@ -144,7 +147,7 @@ class Chooser(Listener):
 
     def _use_sockets(self, communicators: Sequence[Communicator], count: int | None) -> None:
         """Has messages take so many sockets between two ranks; None for as many as were used before."""
-        found = [one for one in communicators if isinstance(one, StripedCommunicator)]
+        found = [one.flat for one in communicators if isinstance(one.flat, StripedCommunicator)]
         if count is not None and not self._stripes:
             self._stripes = [one.tuning.stripes for one in found]
         elif count is None and not self._stripes:
@@ -165,10 +168,12 @@ class Chooser(Listener):
         for label in self.ranked:
             one = self.candidates[label]
             there = network
-            if one.nodes is not None:
+            if self._nodes is not None and (one.nodes is not None or not one.is_plain):
                 # What was measured is a rank's part of its node's link.
-                ranks = min(len(node) for node in one.nodes.members)
-                there = Network(ranks * len(one.nodes.members), ranks * network.bits_per_second, network.latency, ranks)
+                ranks = min(len(node) for node in self._nodes.members)
+                there = Network(
+                    ranks * len(self._nodes.members), ranks * network.bits_per_second, network.latency, ranks
+                )
             found[label] = predict(one.method, replace(job, bucket_bytes=one.bucket_bytes), machine, there)
         self.elsewhere.update({one.name: predict(one, job, machine, network).seconds for one in self._outside})
         return {label: one.seconds for label, one in found.items()}
@@ -323,12 +328,6 @@ class Chooser(Listener):
         if label in self.candidates:
             return label
         return next((one for one in self.ranked if label.startswith(f"{one}, ")), label)
-
-    def close(self) -> None:
-        """Closes what recipes have opened; collective."""
-        for candidate in self.candidates.values():
-            if candidate.nodes is not None:
-                candidate.recipe.close()
 
 
 def sent_by(engine: Engine) -> int:

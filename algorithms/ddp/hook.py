@@ -226,7 +226,7 @@ class Hook:
             elif found is None:
                 found = comm.world() if comm.is_initialized() else comm.init(device=device)
             self._algorithm = self._kind.recipe(found, **self._arguments)
-            self.communicators = [found.duplicate()]
+            self.communicators = [self._algorithm.tiered(found.duplicate())]
             self._timer = PassTimer(self._algorithm.listener, self.communicators[0].device)
             self._layout = BucketShares(self._algorithm, getattr(self._module, "module", self._module))
             if self._states:

@@ -8,11 +8,12 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Mixer, MixerRound, Mixing, Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.mixing import Mixer, MixerRound, Peers, checked_peers
+from bagua_kernels.algorithms.gossip.sharded import mixing_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
 from bagua_kernels.algorithms.models.round import Round
-from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
+from bagua_kernels.algorithms.models.rounds import Rounds
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
@@ -44,6 +45,9 @@ class D2(RoundAlgorithm):
         interval=1             the number of steps for which there is one round of exchanges
         communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
                                not been
+        hierarchical=None      True to average the ranks of a node in full precision first, and then between nodes;
+                               False for never; None where several nodes have several ranks
+        nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
@@ -77,11 +81,10 @@ class D2(RoundAlgorithm):
 
     def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
-        topology = topology_of(self.peers, local.mailbox.size)
-        self._mixing = Mixing(local.mailbox, topology)
+        self._mixing = mixing_of(local, self.peers)
         self._mixing.check(local.communicator, "symmetric")
-        check_spectrum(topology)
-        return self.rounds_with(local, RoundsOptions(decay=topology.rho))
+        check_spectrum(self._mixing.topology)
+        return self.rounds_with(local, self._mixing.options())
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""

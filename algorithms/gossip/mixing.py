@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.round import Round
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Mailbox, Work
 from bagua_kernels.comm.topology import (
@@ -165,6 +166,10 @@ class Mixing:
             needs: as for `Topology.check`.
         """
         self.topology.check(communicator, needs)
+
+    def options(self) -> RoundsOptions:
+        """Returns how rounds take place."""
+        return RoundsOptions(decay=self.topology.rho)
 
     def mixer(self) -> Mixer:
         """Returns what mixes one vector."""

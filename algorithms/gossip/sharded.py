@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, Terms, topology_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.comm import Communicator, Nodes, ReduceOp, Work
-from bagua_kernels.comm.topology import Needs
+from bagua_kernels.comm.hierarchical import TieredCommunicator
+from bagua_kernels.comm.topology import Needs, Topology
 from bagua_kernels.comm.work import FINISHED
+
+
+def mixing_of(local: LocalModel, peers: Peers) -> Mixing:
+    """Returns who mixes with whom: ranks, or nodes where the communicator has two tiers; collective.
+
+    A topology of as many ranks as there are stays one of ranks.
+
+    Args:
+        local: this rank's model.
+        peers: as for `topology_of`.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks and the topology is one of nodes, or it fits neither.
+    """
+    communicator = local.communicator
+    of_ranks = isinstance(peers, Topology) and peers.size == communicator.size
+    if not isinstance(communicator, TieredCommunicator) or of_ranks or not even(communicator.nodes, peers):
+        return Mixing(local.mailbox, topology_of(peers, local.mailbox.size))
+    return ShardedMixing(local, peers, communicator.nodes)
+
+
+def even(nodes: Nodes, peers: Peers) -> bool:
+    """Returns True if all nodes have as many ranks, so that a mean of their means is that of all ranks.
+
+    Raises:
+        ValueError: they have not, and the topology is one of nodes.
+    """
+    equal = len({len(node) for node in nodes.members}) == 1
+    if not equal and isinstance(peers, Topology):
+        raise ValueError(
+            f"a topology of nodes weighs them alike, and expects as many ranks on each node, got nodes "
+            f"{[list(node) for node in nodes.members]}: pass a topology of {nodes.size} ranks, or hierarchical=False"
+        )
+    return equal
 
 
 class ShardedMixing(Mixing):
@@ -20,32 +56,25 @@ class ShardedMixing(Mixing):
         node: the communicator of this rank's node.
     """
 
-    def __init__(self, local: LocalModel, peers: Peers, nodes: Nodes | Iterable[Iterable[int]] | None) -> None:
-        """Finds the nodes, and connects the ranks inside; collective.
+    def __init__(self, local: LocalModel, peers: Peers, nodes: Nodes) -> None:
+        """Connects the ranks inside nodes, which all have as many; collective.
 
         Raises:
-            ValueError: nodes have different numbers of ranks, or the topology has not the number of nodes.
+            ValueError: the topology has not the number of nodes.
         """
         communicator = local.communicator
-        if nodes is None:
-            nodes = Nodes.find(communicator)
-        elif not isinstance(nodes, Nodes):
-            nodes = Nodes.given(nodes)
-        sizes = {len(node) for node in nodes.members}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"hierarchical mixing gives each rank of a node a shard, and expects as many ranks on each node, got nodes "
-                f"{[list(node) for node in nodes.members]}: leave out hierarchical, or ranks"
-            )
-        rank = communicator.rank
-        own = next(number for number, node in enumerate(nodes.members) if rank in node)
-        place = nodes.members[own].index(rank)
+        own = nodes.members[nodes.node_of(communicator.rank)]
+        place = own.index(communicator.rank)
         ranks = [node[place] for node in nodes.members]
         super().__init__(local.mailbox, topology_of(peers, len(ranks)), ranks=ranks)
-        node = communicator.split(nodes.members[own])
+        node = communicator.split(own)
         assert node is not None
         local.opened.append(node)
         self.node: Communicator = node
+
+    def options(self) -> RoundsOptions:
+        """See `Mixing.options`: collectives inside nodes run one after the other on all ranks."""
+        return RoundsOptions(several=True, decay=self.topology.rho)
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """See `Mixing.check`; ranks of one place on all nodes compare theirs."""

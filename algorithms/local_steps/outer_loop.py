@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TypedDict
 
@@ -27,7 +27,7 @@ from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, Nodes
 
 
 class LoopOptions(TypedDict, total=False):
@@ -41,6 +41,8 @@ class LoopOptions(TypedDict, total=False):
     quorum: int | None
     grace: float
     communicator: Communicator | None
+    hierarchical: bool | None
+    nodes: Nodes | Iterable[Iterable[int]] | None
     bucket_bytes: int
     average_states: bool
 
@@ -129,6 +131,8 @@ class OuterLoop(RoundAlgorithm):
         quorum: int | None = None,
         grace: float = 0.0,
         communicator: Communicator | None = None,
+        hierarchical: bool | None = None,
+        nodes: Nodes | Iterable[Iterable[int]] | None = None,
         bucket_bytes: int = 10 << 20,
         average_states: bool = False,
     ) -> None:
@@ -154,6 +158,8 @@ class OuterLoop(RoundAlgorithm):
             quorum: ranks whose pseudo-gradients are enough for an outer step; None for all.
             grace: seconds for which a quorum waits for further ranks.
             communicator: as for `Algorithm`.
+            hierarchical: as for `Algorithm`.
+            nodes: as for `Algorithm`.
             bucket_bytes: as for `ModelAlgorithm`.
             average_states: as for `ModelAlgorithm`.
 
@@ -171,6 +177,8 @@ class OuterLoop(RoundAlgorithm):
         check_quorum(quorum, grace, refused)
         if quorum is not None and not self.takes_quorum:
             raise ValueError(f"{type(self).__name__} needs all ranks in step, got {quorum=}: use DiLoCo instead")
+        if quorum is not None:
+            self.refuses_tiers = "with a quorum each rank posts to all others, and waits for none of its node"
         self.delay, self.blend = delay, blend
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
@@ -182,6 +190,8 @@ class OuterLoop(RoundAlgorithm):
             optimizer,
             interval=interval,
             communicator=communicator,
+            hierarchical=hierarchical,
+            nodes=nodes,
             bucket_bytes=bucket_bytes,
             average_states=average_states,
         )

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -28,7 +28,7 @@ from bagua_kernels.algorithms.wrapping.equal import share_state
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, open_mailbox
+from bagua_kernels.comm import Communicator, Nodes, open_mailbox
 from bagua_kernels.comm.mailbox.courier import weakly
 
 BUCKET_BYTES = 10 << 20
@@ -39,6 +39,8 @@ class ModelOptions(TypedDict, total=False):
     """Keyword arguments of `ModelAlgorithm`."""
 
     communicator: Communicator | None
+    hierarchical: bool | None
+    nodes: Nodes | Iterable[Iterable[int]] | None
     bucket_bytes: int
     average_states: bool
     scaler: torch.amp.GradScaler | None
@@ -69,6 +71,8 @@ class ModelAlgorithm(Algorithm):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         communicator: Communicator | None = None,
+        hierarchical: bool | None = None,
+        nodes: Nodes | Iterable[Iterable[int]] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         average_states: bool = False,
         scaler: torch.amp.GradScaler | None = None,
@@ -79,6 +83,8 @@ class ModelAlgorithm(Algorithm):
             module: as for `Algorithm`. Move it before, and `fuse_optimizer` is not used with it: parameters move into buckets.
             optimizer: whose steps change the parameters; its state is set to rank 0's.
             communicator: as for `Algorithm`.
+            hierarchical: as for `Algorithm`.
+            nodes: as for `Algorithm`.
             bucket_bytes: parameters are exchanged in buckets of about this size.
             average_states: True if `synchronize` averages the optimizer's states, too.
             scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. Its `step` then counts that step.
@@ -100,7 +106,14 @@ class ModelAlgorithm(Algorithm):
         self.local = LocalModel(type(self).__name__, self.name, optimizer, scaler)
         self._loop: Loop | None = None
         self._alone: Any = None
-        super().__init__(module, optimizer, communicator=communicator, broadcast_buffers=False)
+        super().__init__(
+            module,
+            optimizer,
+            communicator=communicator,
+            hierarchical=hierarchical,
+            nodes=nodes,
+            broadcast_buffers=False,
+        )
 
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
         """See `Algorithm._misfit`."""

@@ -58,6 +58,9 @@ class SignSGD(CompressedAllReduce):
                                  goes on
         communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
                                  has not been
+        hierarchical=None        True to average the ranks of a node in full precision first, and then between nodes;
+                                 False for never; None where several nodes have several ranks
+        nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
@@ -97,6 +100,7 @@ class SignSGD(CompressedAllReduce):
                 raise ValueError("a majority vote has no error feedback: leave out majority_vote, or the feedback")
             # A rank without a gradient would have to abstain, for which there is no sign.
             self.weighable = False
+            self.refuses_tiers = "a majority vote counts the signs of all ranks, not of their means on nodes"
             given: CompressionOptions = {**options, "error_feedback": False, "owner_feedback": False}
         else:
             given = {**LARGE_MATRICES, **options}

@@ -82,6 +82,9 @@ class DGC(CompressedAllReduce):
                                  goes on
         communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
                                  has not been
+        hierarchical=None        True to average the ranks of a node in full precision first, and then between nodes;
+                                 False for never; None where several nodes have several ranks
+        nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
     """
@@ -129,6 +132,8 @@ class DGC(CompressedAllReduce):
             raise ValueError("DGC is error feedback: error_feedback=False makes no sense of it, take TopK")
         if optimizer is not None and any(group.get("momentum") for group in optimizer.param_groups):
             raise ValueError("DGC keeps the momentum itself: make the optimizer with momentum=0")
+        if masking:
+            self.refuses_tiers = "with masking a rank's momentum stops where its own payload had an element"
         self.correction = Correction(momentum, nesterov, masking, clip)
         start = options.get("warmup_steps", 0)
         ratios = [*(warmup if warmup_every else ()), ratio]

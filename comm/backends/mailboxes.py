@@ -28,6 +28,7 @@ def open_mailbox(communicator: Communicator, *, lasting: bool = True) -> Mailbox
     Raises:
         CommunicationError: if the ranks cannot connect.
     """
+    communicator = communicator.flat
     communicator._check_usable()
     if isinstance(communicator, LocalCommunicator):
         return LocalMailbox(communicator)

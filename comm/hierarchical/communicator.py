@@ -31,7 +31,6 @@ class TieredCommunicator(Communicator):
     All other operations are those of the other communicator.
 
     Attributes:
-        flat: the other communicator, of the same ranks.
         nodes: the ranks of each node.
     """
 
@@ -48,12 +47,17 @@ class TieredCommunicator(Communicator):
         """
         if nodes.size != flat.size:
             raise ValueError(f"expected nodes of {flat.size} ranks, got {nodes.members}: name each rank once")
-        self.flat, self.nodes = flat, nodes
+        self._flat, self.nodes = flat, nodes
         self.rank, self.size, self.device = flat.rank, flat.size, flat.device
         self._tiers = Tiers(flat, nodes)
         self._line = Line()
         self._even = len({len(node) for node in nodes.members}) == 1
         self._places = {rank: place for node in nodes.members for place, rank in enumerate(node)}
+
+    @property
+    def flat(self) -> Communicator:
+        """See `Communicator`."""
+        return self._flat
 
     @property
     def timeout(self) -> float:  # type: ignore[override]

@@ -54,6 +54,8 @@ class Option:
 
 def own(kind: type[Any]) -> dict[str, str]:
     """The options that a class's own constructor declares, and the texts of their defaults."""
+    if "__init__" not in vars(kind):
+        return {}
     found = inspect.signature(vars(kind)["__init__"]).parameters.values()
     return {p.name: repr(p.default) for p in found if p.kind is p.KEYWORD_ONLY}
 
