@@ -45,6 +45,7 @@ class AsyncDecentralized(CourierAlgorithm):
     """
 
     name = "async_decentralized"
+    refuses_tiers = "ranks average in pairs, of which none waits for the others of its node"
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
+from bagua_kernels.algorithms.wrapping.tiers import even_nodes
 from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
 from bagua_kernels.comm.mailbox.courier import weakly
@@ -95,6 +96,8 @@ class AsyncModelAverage(CourierAlgorithm):
         if interval is None and interval_ms is None:
             self.interval_ms = 500.0
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
+        if codec is not None:
+            self.refuses_tiers = "with a codec each rank's difference to the last mean is encoded, not that of its node"
         self._timed: TimedAverages | None = None
         super().__init__(module, optimizer, **options)
 
@@ -174,6 +177,7 @@ class TimedAverages(Averages):
             None,
             self.model,
             replaces=False,
+            nodes=even_nodes(local.communicator),
             group_mean=None if codec is None else weakly(self._encoded_mean),
             on_execution=weakly(self._count),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Unpack
@@ -18,8 +19,9 @@ from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import ModelOptions
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.tiers import even_nodes
 from bagua_kernels.comm.mailbox.courier import weakly
-from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, Shuffled
+from bagua_kernels.comm.mailbox.groups import Butterfly, Groups, OfNodes, Shuffled
 from bagua_kernels.comm.mailbox.triggered import Execution, TriggeredAverage
 
 
@@ -32,6 +34,8 @@ class Wagma(CourierAlgorithm):
     3. Before the next pass: wait until version t is through. If it had this rank's model of version t, take the mean.
     4. If not, add mean - contributed, for each version since: the sum of all models stays the same.
     5. At the end of each period, all ranks average, and wait for each other.
+
+    In two tiers the members of a group are nodes, of which all ranks take part.
 
     Options and their defaults, all by keyword::
 
@@ -102,6 +106,10 @@ class Wagma(CourierAlgorithm):
             raise ValueError(f"stale_rule must be 'conservative' or 'paper', got {stale_rule!r}")
         if activate not in ("group", "all"):
             raise ValueError(f"activate must be 'group' or 'all', got {activate!r}")
+        if groups is not None:
+            self.refuses_tiers = "groups that were given are groups of ranks, not of nodes"
+        elif record is not None or replay is not None:
+            self.refuses_tiers = "simulate.replay recomputes means of all members at once, not first those of nodes"
         self.group, self.period, self.groups, self.seed = group, period, groups, seed
         self.stale_rule, self.activate = stale_rule, activate
         self.record, self.replay = record, replay
@@ -109,14 +117,17 @@ class Wagma(CourierAlgorithm):
 
     def averages_for(self, local: LocalModel) -> GroupAverages:
         """See `CourierAlgorithm.averages_for`."""
-        size = local.communicator.size
-        groups = self.groups or _groups(size, max(2, self.group or 1 << round(math.log2(size) / 2)), self.seed)
+        size, nodes = local.communicator.size, even_nodes(local.communicator)
+        count = size if nodes is None else len(nodes)
+        groups = self.groups or _groups(count, max(2, self.group or 1 << round(math.log2(count) / 2)), self.seed)
+        if nodes is not None:
+            groups = OfNodes(size, groups, nodes)
         order = None
         if self.record is not None or self.replay is not None:
             rank = local.communicator.rank
             events = None if self.replay is None else load(file_of(self.replay, rank))
             order = Order(None if self.record is None else file_of(self.record, rank), events)
-        return GroupAverages(local, groups, self.period, self.activate, self.stale_rule, order)
+        return GroupAverages(local, groups, self.period, self.activate, self.stale_rule, order, nodes)
 
 
 class GroupAverages(Averages):
@@ -130,6 +141,7 @@ class GroupAverages(Averages):
         activate: Literal["group", "all"],
         stale_rule: StaleRule,
         order: Order | None,
+        nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Makes the courier; collective. Arguments as for `Wagma` and `Averages`."""
         super().__init__(local, stale_rule, order)
@@ -137,7 +149,13 @@ class GroupAverages(Averages):
         self._staleness: Counter[int] = Counter()
         self._fresh, self._version = 0, -1
         self.average = self._triggered = TriggeredAverage(
-            self.courier, groups, period, self.model, activate=activate, on_execution=weakly(self._count)
+            self.courier,
+            groups,
+            period,
+            self.model,
+            activate=activate,
+            nodes=nodes,
+            on_execution=weakly(self._count),
         )
 
     def next_version(self) -> int:

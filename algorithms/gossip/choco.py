@@ -94,7 +94,7 @@ class Choco(Differences):
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""
         if self.eta is None:
-            mine = tuned(self.codec, self._neighbourhood.topology) if local.mailbox.rank == 0 else 0.0
+            mine = tuned(self.codec, self._neighbourhood.topology) if local.communicator.rank == 0 else 0.0
             self.eta = float(local.communicator.broadcast_object(mine))
         return PublicRound(local, bucket, self._neighbourhood, self.remedy, self.eta)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 
 from bagua_kernels.algorithms.gossip.mixing import Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.node_exchange import Members, members_of
 from bagua_kernels.algorithms.models.kind import Kind
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm, RoundOptions
@@ -40,9 +41,9 @@ class Neighbourhood:
     Attributes:
         codec: encodes differences.
         topology: the mixing matrix, symmetric and the same in all rounds.
-        rank: this one.
-        neighbours: to whom it sends.
-        ranks: this rank and its neighbours, ascending.
+        members: ranks, or nodes in two tiers.
+        neighbours: to which members this one sends.
+        ranks: this member and its neighbours, ascending.
         weights: of `ranks`, in their order.
         seed: of random numbers.
         guards: of all buckets.
@@ -50,7 +51,7 @@ class Neighbourhood:
 
     codec: Codec
     topology: Topology
-    rank: int
+    members: Members
     neighbours: Sequence[int]
     ranks: list[int]
     weights: list[float]
@@ -58,8 +59,13 @@ class Neighbourhood:
     guards: list[Guard] = field(default_factory=list)
 
     @property
+    def rank(self) -> int:
+        """This member's number."""
+        return self.members.rank
+
+    @property
     def place(self) -> int:
-        """Of this rank in `ranks`."""
+        """Of this member in `ranks`."""
         return self.ranks.index(self.rank)
 
     def by_rank(self, values: Iterable[T]) -> dict[int, T]:
@@ -69,6 +75,9 @@ class Neighbourhood:
 
 class Differences(RoundAlgorithm):
     """Base of the algorithms that send encoded differences to all neighbours of one symmetric topology.
+
+    In two tiers the topology is one of nodes. The ranks of a node take their exact mean first, and encode the same. Each of them
+    exchanges a part of the payload with other nodes.
 
     Attributes:
         codec: encodes differences.
@@ -107,23 +116,36 @@ class Differences(RoundAlgorithm):
 
     def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""
-        mailbox, topology = local.mailbox, topology_of(self.peers, local.mailbox.size)
-        topology.check(local.communicator, "symmetric")
+        members = members_of(local)
+        topology = topology_of(self.peers, members.size)
+        self._check(local, members, topology)
         if topology.period != 1:
             raise ValueError(
                 f"{type(self).__name__} keeps what its neighbours have, and expects one matrix for all steps, got "
                 f"{topology!r}: use a static topology such as a ring"
             )
-        weights = {rank: weight for rank, weight in topology.weights(mailbox.rank).items() if weight}
-        if mailbox.rank not in weights:
+        weights = {rank: weight for rank, weight in topology.weights(members.rank).items() if weight}
+        if members.rank not in weights:
             raise ValueError(
                 f"{type(self).__name__} expects each rank to keep a part of its own, got {topology!r}: use Lazy"
             )
-        neighbours, ranks = topology.neighbours_in(mailbox.rank), list(weights)
+        neighbours, ranks = topology.neighbours_in(members.rank), list(weights)
         self._neighbourhood = Neighbourhood(
-            self.codec, topology, mailbox.rank, neighbours, ranks, list(weights.values()), self.seed, self._guards
+            self.codec, topology, members, neighbours, ranks, list(weights.values()), self.seed, self._guards
         )
-        return self.rounds_with(local, RoundsOptions(decay=topology.rho))
+        # Ranks of a node wait for each other on their training threads: one that is at a call hears of the round before.
+        of_nodes = members.size < local.mailbox.size
+        return self.rounds_with(local, RoundsOptions(several=of_nodes, announces=of_nodes, decay=topology.rho))
+
+    def _check(self, local: LocalModel, members: Members, topology: Topology) -> None:
+        """Compares topologies of all ranks, or of those of one place on all nodes; collective."""
+        if members.size == local.mailbox.size:
+            topology.check(local.communicator, "symmetric")
+            return
+        across = local.communicator.split(members.peers)
+        assert across is not None
+        with across:
+            topology.check(across, "symmetric")
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""
@@ -179,7 +201,8 @@ class DifferenceRound(Round):
             scalars: of the rule.
             replicas: of which the weighted sum is the rule's last array, if there are any.
         """
-        hood, flat, payloads = self.hood, self.bucket.flat, self.payloads
+        hood, flat, memory = self.hood, self.bucket.flat, self._memory
+        hood.members.average(flat)
         looks = number % _EVERY == 0
         # Of a large bucket the first elements show as much.
         expected = self._value(rule, [each[:_SAMPLE] for each in arrays], scalars, replicas) if looks else None
@@ -187,13 +210,12 @@ class DifferenceRound(Round):
         now = flat[:_SAMPLE].to(torch.float32, copy=True) if looks else flat
         seed = fold_seed(hood.seed, number, self.bucket.index, hood.rank)
         options: dict[str, Any] = {"replicas": replicas, "weights": None if replicas is None else hood.weights}
-        out = payloads[hood.place]
+        out = memory[hood.place, : hood.codec.payload_size(flat.numel())]
         encode_rule(hood.codec, rule, arrays, scalars, seed=seed, out=out, counts=self._counts, **options)
         if expected is not None:
             self._look(expected, hood.codec.decode(out, torch.empty_like(flat, dtype=torch.float32)), now, number)
-        rooms = {rank: payloads[place] for place, rank in enumerate(hood.ranks) if place != hood.place}
-        sent = dict.fromkeys(hood.neighbours, out)
-        yield self.local.mailbox.exchange(rooms, sent, self.exchange_number(number))
+        rooms = {rank: memory[place] for place, rank in enumerate(hood.ranks) if place != hood.place}
+        yield from hood.members.exchange(rooms, hood.neighbours, memory[hood.place], self.exchange_number(number))
 
     def _look(self, expected: torch.Tensor, decoded: torch.Tensor, now: torch.Tensor, number: int) -> None:
         """Lets the guard look at the first elements of what was encoded."""
@@ -226,9 +248,14 @@ class DifferenceRound(Round):
     @property
     def payloads(self) -> torch.Tensor:
         """The memory of the payloads of all of the neighbourhood, one row each."""
+        rows = self._memory[:, : self.hood.codec.payload_size(self.bucket.flat.numel())]
+        return rows if isinstance(self.hood.codec, BlockCodec) else rows.contiguous()
+
+    @property
+    def _memory(self) -> torch.Tensor:
         if self._payloads is None:
-            flat, codec = self.bucket.flat, self.hood.codec
-            shape = len(self.hood.ranks), codec.payload_size(flat.numel())
+            flat, hood = self.bucket.flat, self.hood
+            shape = len(hood.ranks), hood.members.padded(hood.codec.payload_size(flat.numel()))
             self._payloads = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
         return self._payloads
 

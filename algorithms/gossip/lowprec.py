@@ -129,6 +129,7 @@ class ReplicaRound(DifferenceRound):
     def run(self, number: int) -> Iterator[Work]:
         """See `Round.run`."""
         rows, flat = self._rows, self.bucket.flat
+        self._carries = self.hood.members.most(self._carries)
         # The rule writes the new parameters, which are the new replica.
         steps = self.encode(number, DCD, [flat, rows[self.hood.place]], replicas=rows)
         if self._carries:

@@ -35,6 +35,7 @@ class RoundsOptions:
 
     Attributes:
         several: True if an exchange makes several collectives on one communicator, which must not meet those of others.
+        announces: True if each round is announced to all other ranks when it begins, as within `join`.
         delay: the number of optimizer's steps that come before results are put in place before a forward pass.
         cure_of_lateness: what errors contain about a rank that did not come to a round.
         decay: returns the factor by which a period of the topology shrinks differences at worst; None without a topology.
@@ -42,6 +43,7 @@ class RoundsOptions:
     """
 
     several: bool = False
+    announces: bool = False
     delay: int = 0
     cure_of_lateness: str = _CURE
     decay: Callable[[], float] | None = None
@@ -178,7 +180,7 @@ class Rounds(Loop):
         self.number, self._until, self.under_way = number, local.steps + 1 + self.options.delay, True
         self._begun_at, self.known = local.steps, number + 1
         self.begun += 1
-        if self.tells:
+        if self.tells or (self.options.announces and not local.is_through):
             self.catch_up.tell()
         with local.failing(), torch.no_grad():
             for part in self.parts(number):

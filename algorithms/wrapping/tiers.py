@@ -65,3 +65,11 @@ class TierOptions:
         """Returns a communicator in two tiers that has taken over the given one, or the given one; collective."""
         nodes = self.nodes_of(communicator)
         return communicator if nodes is None else TieredCommunicator(communicator, nodes)
+
+
+def even_nodes(communicator: Communicator) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the ranks of each node if the communicator has two tiers, and all nodes as many ranks; else None."""
+    if not isinstance(communicator, TieredCommunicator):
+        return None
+    members = communicator.nodes.members
+    return members if len({len(node) for node in members}) == 1 else None

@@ -60,6 +60,33 @@ class Whole(Groups):
 
 
 @dataclass(frozen=True)
+class OfNodes(Groups):
+    """Groups of whole nodes, which another partition divides.
+
+    Attributes:
+        inner: the groups of nodes, by their numbers.
+        nodes: the ranks of each node.
+    """
+
+    inner: Groups = Whole(1)
+    nodes: tuple[tuple[int, ...], ...] = ((0,),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = sum(map(len, self.nodes))
+        if self.inner.size != len(self.nodes) or self.size != ranks:
+            raise ValueError(
+                f"expected groups of {len(self.nodes)} nodes with {self.size} ranks, got those of {self.inner.size} nodes with "
+                f"{ranks} ranks"
+            )
+
+    def partition(self, version: int) -> Sequence[tuple[int, ...]]:
+        """See `Groups.partition`."""
+        groups = self.inner.partition(version)
+        return [tuple(sorted(rank for node in group for rank in self.nodes[node])) for group in groups]
+
+
+@dataclass(frozen=True)
 class Butterfly(Groups):
     """Groups of `group` ranks whose numbers differ in some bits; the next version takes the next bits (WAGMA-SGD, section IV.B).
 

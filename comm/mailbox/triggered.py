@@ -10,14 +10,14 @@ from typing import Literal, Protocol
 import torch
 
 from bagua_kernels.comm.mailbox.courier import Courier
-from bagua_kernels.comm.mailbox.group_mean import group_mean
+from bagua_kernels.comm.mailbox.group_mean import NUMBERS, group_mean, mean_by_nodes
 from bagua_kernels.comm.mailbox.groups import Groups
 from bagua_kernels.comm.mailbox.rests import Rests
 
 _ACT = 0  # kind of letters
 _ACT_BODY = struct.Struct("<q")
 
-# Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of two exchanges).
+# Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of the first exchange).
 GroupMean = Callable[[Sequence[int], int, torch.Tensor, int], None]
 
 
@@ -92,6 +92,7 @@ class TriggeredAverage:
         activate: Literal["group", "all"] = "group",
         replaces: bool = True,
         group_mean: GroupMean | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
         on_execution: Callable[[Execution], None] | None = None,
     ) -> None:
         """Gives a courier, which is not started yet, its work.
@@ -105,6 +106,7 @@ class TriggeredAverage:
                 version in their own groups.
             replaces: False if every rank is owed mean - read, as if it were late in each version.
             group_mean: takes the mean of one bucket; by default the function of this name.
+            nodes: the ranks of each node, as many on all, where groups consist of whole nodes: these take their means first.
             on_execution: called on the courier's thread after each version.
         """
         if period is not None and period < 1:
@@ -112,6 +114,7 @@ class TriggeredAverage:
         self._courier, self._mailbox, self._groups = courier, courier.mailbox, groups
         self._period, self._model, self._activate, self._replaces = period, model, activate, replaces
         self._group_mean = group_mean or self._plain_mean
+        self._nodes = nodes
         self._on_execution = on_execution
         self._everyone = tuple(range(self._mailbox.size))
         self.next = 0
@@ -243,14 +246,17 @@ class TriggeredAverage:
         fresh = resting or (self._replaces and contributed == version)
         for index, (read, mean) in enumerate(zip(self._read, self._means, strict=True)):
             mean.copy_(read)
-            number = 2 * (version * len(self._means) + index)
+            number = NUMBERS * (version * len(self._means) + index)
             self._group_mean(members, index, mean, number)
         execution = Execution(version, members, contributed, fresh)
         self._model.receive(execution, self._read, self._means)
         return execution
 
     def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
-        group_mean(self._mailbox, members, vector, number)
+        if self._nodes is None:
+            group_mean(self._mailbox, members, vector, number)
+        else:
+            mean_by_nodes(self._mailbox, [node for node in self._nodes if node[0] in members], vector, number)
 
 
 def neighbours(members: Sequence[int], rank: int, version: int) -> list[int]:
