@@ -202,6 +202,7 @@ class Algorithm(WrappedModule, abc.ABC):
         communicator: its own, of the ranks that train together.
         frozen: the parameters that were frozen when the module was wrapped, with their names.
         refuses_tiers: why the ranks of a node cannot average first; empty if they can.
+        needs_even_nodes: True if ranks of a node average first only where all nodes have as many.
         acts_alone: True if it changes the training of one rank alone, too.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
         average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
@@ -211,6 +212,7 @@ class Algorithm(WrappedModule, abc.ABC):
     registered: ClassVar[dict[str, type[Algorithm]]] = {}
     may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
     refuses_tiers = ""
+    needs_even_nodes = False
     acts_alone = False
     _claim: Claim | None = None
     _closed = False
@@ -240,8 +242,8 @@ class Algorithm(WrappedModule, abc.ABC):
                 they are, so that schedules made before go on.
             communicator: the ranks that train together; those of `comm.init()` if None, which is called if it has not been. The
                 algorithm talks on a duplicate of its own, so its messages never meet the caller's.
-            hierarchical: True to average the ranks of a node in full precision first, and then between nodes; False for never;
-                None where several nodes have several ranks. On one node all ranks exchange alike.
+            hierarchical: True to average inside nodes in full precision first, and then between them; False for never; None
+                where nodes have several ranks. On one node all ranks exchange alike.
             nodes: which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None.
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
             average_buffers: a pattern of names, as of `fnmatch`, or several. A forward pass begins with the means over all ranks
@@ -305,7 +307,7 @@ class Algorithm(WrappedModule, abc.ABC):
             communicator: of all ranks.
         """
         hierarchical = self._averages_nodes(communicator.device) if self.hierarchical is None else self.hierarchical
-        return TierOptions(hierarchical, self.nodes, self.refuses_tiers).tiered(communicator)
+        return TierOptions(hierarchical, self.nodes, self.refuses_tiers, self.needs_even_nodes).tiered(communicator)
 
     def _averages_nodes(self, device: torch.device) -> bool | None:
         """Returns `hierarchical` where it is not given: None for two tiers where several nodes have several ranks."""

@@ -49,8 +49,8 @@ class AsyncModelAverage(CourierAlgorithm):
         codec=None             a codec or its spec; it encodes differences to the last mean, with error feedback
         communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
                                not been
-        hierarchical=None      True to average the ranks of a node in full precision first, and then between nodes;
-                               False for never; None where several nodes have several ranks
+        hierarchical=None      True to average inside nodes in full precision first, and then between them; False for
+                               never; None where nodes have several ranks
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
@@ -58,6 +58,7 @@ class AsyncModelAverage(CourierAlgorithm):
     """
 
     name = "async_model_average"
+    needs_even_nodes = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Work
 from bagua_kernels.comm.compressed.layout import first_seed
 from bagua_kernels.comm.compressed.residuals import Residuals
+from bagua_kernels.comm.hierarchical import TieredCommunicator
 from bagua_kernels.comm.topology import weighted_sum
 from bagua_kernels.compression import ChunkedTopK, Codec
 
@@ -122,14 +123,25 @@ class SparseMean(GatheredMean):
     Attributes:
         sparse_codec: of the payloads.
         contributors: True if each element is divided by the number of ranks that have sent it, False by that of all ranks.
-        payload: of this rank.
+        payload: of this rank, or of its node.
+        nodes: the communicator whose nodes send a payload each, which all ranks of a node make alike; None where ranks do.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, codec: ChunkedTopK, contributors: bool) -> None:
         """Begins without a payload."""
         super().__init__(bucket, communicator, codec, Feedback(workers=False))
         self.sparse_codec, self.contributors = codec, contributors
+        self.nodes = communicator if isinstance(communicator, TieredCommunicator) and communicator.even else None
         self.payload = self.empty()
+
+    def run(self, step: int) -> Iterator[Work]:
+        """See `Exchange.run`."""
+        if self.nodes is None:
+            yield from super().run(step)
+            return
+        everyone = self.payload.new_empty((len(self.nodes.nodes.members), self.payload.numel()))
+        yield self.nodes.all_gather_of_nodes(everyone, self.payload)
+        self.combine(everyone.unbind(0), [1.0] * len(everyone), self.bucket.flat)
 
     def encode(self, step: int) -> torch.Tensor:
         """See `GatheredMean.encode`: a copy of what is in `payload`."""

@@ -84,6 +84,7 @@ class Differences(RoundAlgorithm):
         remedy: what else to use where an algorithm diverges.
     """
 
+    needs_even_nodes = True
     remedy = "Choco, which scales what it sends"
 
     def __init__(

@@ -23,30 +23,12 @@ def mixing_of(local: LocalModel, peers: Peers) -> Mixing:
     Args:
         local: this rank's model.
         peers: as for `topology_of`.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks and the topology is one of nodes, or it fits neither.
     """
     communicator = local.communicator
     of_ranks = isinstance(peers, Topology) and peers.size == communicator.size
-    if not isinstance(communicator, TieredCommunicator) or of_ranks or not even(communicator.nodes, peers):
+    if not isinstance(communicator, TieredCommunicator) or of_ranks:
         return Mixing(local.mailbox, topology_of(peers, local.mailbox.size))
     return ShardedMixing(local, peers, communicator.nodes)
-
-
-def even(nodes: Nodes, peers: Peers) -> bool:
-    """Returns True if all nodes have as many ranks, so that a mean of their means is that of all ranks.
-
-    Raises:
-        ValueError: they have not, and the topology is one of nodes.
-    """
-    equal = len({len(node) for node in nodes.members}) == 1
-    if not equal and isinstance(peers, Topology):
-        raise ValueError(
-            f"a topology of nodes weighs them alike, and expects as many ranks on each node, got nodes "
-            f"{[list(node) for node in nodes.members]}: pass a topology of {nodes.size} ranks, or hierarchical=False"
-        )
-    return equal
 
 
 class ShardedMixing(Mixing):

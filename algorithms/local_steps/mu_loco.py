@@ -48,8 +48,8 @@ class MuLoCo(DiLoCo):
         grace=0.0              seconds for which a quorum waits for further ranks
         communicator=None      the ranks that train together; those of `comm.init()` if None, which is called if it has
                                not been
-        hierarchical=None      True to average the ranks of a node in full precision first, and then between nodes;
-                               False for never; None where several nodes have several ranks
+        hierarchical=None      True to average inside nodes in full precision first, and then between them; False for
+                               never; None where nodes have several ranks
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too

@@ -28,6 +28,7 @@ from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes
+from bagua_kernels.comm.hierarchical import TieredCommunicator
 
 
 class LoopOptions(TypedDict, total=False):
@@ -94,6 +95,7 @@ class OuterLoop(RoundAlgorithm):
         blend: the share of x in step 4; None for the sum.
         quorum: ranks whose pseudo-gradients are enough for a step; None for all.
         grace: seconds for which a quorum waits for further ranks.
+        begins_in_node: True if in two tiers a round begins with a wait for the ranks of this node.
         fragments: the number of rounds in which each parameter is exchanged once.
         weighs: False if all ranks have the same weight, whatever their numbers of samples.
         takes_quorum: True if an outer step needs no more of other ranks than their mean.
@@ -103,6 +105,7 @@ class OuterLoop(RoundAlgorithm):
         setup: what rounds are made with, on several ranks.
     """
 
+    begins_in_node = False
     fragments = 1
     weighs = True
     takes_quorum = True
@@ -232,6 +235,7 @@ class OuterLoop(RoundAlgorithm):
         options = RoundsOptions(
             # Residuals and two passes take several collectives.
             several=True,
+            announces=self.begins_in_node and isinstance(communicator, TieredCommunicator),
             delay=self.delay,
             # Steps that are left out do not count here.
             cure_of_lateness="with fewer batches on some ranks, train within join()",

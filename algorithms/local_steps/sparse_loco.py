@@ -39,6 +39,8 @@ class SparseLoCo(OuterLoop):
     3. v = all elements of e, encoded by `dense`;  e -= v.
     4. d = the mean of all ranks' v, encoded by `dense` with a residual of its own.
 
+    In two tiers, the ranks of a node take the mean of their x in step 2, and have one residual and one payload.
+
     The decayed residual takes the place of an outer momentum, which harms here. A rank sends 0.0205 bytes per sparse element and
     other rank in a round.
 
@@ -64,8 +66,8 @@ class SparseLoCo(OuterLoop):
         grace=0.0               seconds for which a quorum waits for further ranks
         communicator=None       the ranks that train together; those of `comm.init()` if None, which is called if it has
                                 not been
-        hierarchical=None       True to average the ranks of a node in full precision first, and then between nodes;
-                                False for never; None where several nodes have several ranks
+        hierarchical=None       True to average inside nodes in full precision first, and then between them; False for
+                                never; None where nodes have several ranks
         nodes=None              which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=268435456  parameters are exchanged in buckets of about this size
         average_states=False    True if `synchronize` averages the optimizer's states, too
@@ -76,6 +78,7 @@ class SparseLoCo(OuterLoop):
     """
 
     name = "sparse_loco"
+    begins_in_node = True
     # A payload is made when a round begins, and its elements are those of few ranks.
     weighs = False
 
@@ -176,6 +179,10 @@ class SparseRound(OuterRound):
         """See `OuterRound.take_difference`."""
         if self._meets:
             flat, residual, sparse = self.bucket.flat, self._residual, self._sparse
+            if sparse.nodes is not None:
+                flat = flat.clone()
+                # waits: for ranks of this node, which make one payload.
+                sparse.nodes.average_inside(flat).wait()
             sparse.sparse_codec.encode_outer(self.start, flat, residual, self._beta, out=sparse.payload)
         else:
             super().take_difference()

@@ -52,8 +52,8 @@ class TernGrad(CompressedAllReduce):
                                  goes on
         communicator=None        the ranks that train together; those of `comm.init()` if None, which is called if it
                                  has not been
-        hierarchical=None        True to average the ranks of a node in full precision first, and then between nodes;
-                                 False for never; None where several nodes have several ranks
+        hierarchical=None        True to average inside nodes in full precision first, and then between them; False for
+                                 never; None where nodes have several ranks
         nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several

@@ -1,4 +1,4 @@
-"""In one tier or two: whether the ranks of a node average before they meet other nodes."""
+"""One tier or two: where the ranks of a node average before they meet other nodes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class TierOptions:
         hierarchical: True for two tiers; None for two where nodes have several ranks; False for one.
         nodes: which ranks share a node; None to find that.
         refusal: why an algorithm has one tier only; empty if it may have two.
+        evenly: True if all nodes have to have as many ranks, for otherwise a mean of their means is not that of all ranks.
     """
 
     hierarchical: bool | None = None
     nodes: Nodes | Iterable[Iterable[int]] | None = None
     refusal: str = ""
+    evenly: bool = False
 
     def __post_init__(self) -> None:
         if self.hierarchical not in (None, True, False):
@@ -39,7 +41,8 @@ class TierOptions:
         There is none on one node, nor where each node has one rank.
 
         Raises:
-            ValueError: the given nodes are not those of the ranks; or they cannot be found, and `hierarchical` is True.
+            ValueError: the given nodes are not those of the ranks; or they cannot be found or are uneven, and `hierarchical` is
+                True.
         """
         if self.hierarchical is False or self.refusal or communicator.size == 1:
             return None
@@ -59,7 +62,16 @@ class TierOptions:
                 if communicator.rank == 0:
                     logger.warning("ranks of a node do not average first: %s", error)
                 return None
-        return found if 1 < len(found.members) < communicator.size else None
+        if not 1 < len(found.members) < communicator.size:
+            return None
+        if self.evenly and len({len(node) for node in found.members}) > 1:
+            if self.hierarchical:
+                raise ValueError(
+                    "in two tiers this algorithm weighs nodes alike, and expects as many ranks on each node, got "
+                    f"{[list(node) for node in found.members]}: leave out hierarchical"
+                )
+            return None
+        return found
 
     def tiered(self, communicator: Communicator) -> Communicator:
         """Returns a communicator in two tiers that has taken over the given one, or the given one; collective."""

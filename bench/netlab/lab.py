@@ -159,14 +159,23 @@ class Lab:
     def address(self, host: int) -> str:
         return f"10.213.0.{host + 1}"
 
-    def environment(self, rank: int, per_host: int = 1) -> dict[str, str]:
+    def places(self, per_host: int | Sequence[int]) -> list[tuple[int, int]]:
+        """The host of each rank, and the rank's number there; `per_host` ranks on each host, or as many as listed."""
+        counts = [per_host] * self.hosts if isinstance(per_host, int) else list(per_host)
+        if len(counts) != self.hosts:
+            raise ValueError(f"expected the ranks of {self.hosts} hosts, got {counts}")
+        return [(host, number) for host, count in enumerate(counts) for number in range(count)]
+
+    def environment(self, rank: int, per_host: int | Sequence[int] = 1) -> dict[str, str]:
         """What torchrun would set for a rank, with the interface to use."""
+        places = self.places(per_host)
+        host, number = places[rank]
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.hosts * per_host),
-            "LOCAL_RANK": str(rank % per_host),
-            "LOCAL_WORLD_SIZE": str(per_host),
-            "GROUP_RANK": str(rank // per_host),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(number),
+            "LOCAL_WORLD_SIZE": str(sum(each == host for each, _ in places)),
+            "GROUP_RANK": str(host),
             "MASTER_ADDR": self.address(0),
             # Another one for each run, so that none meets what an earlier one left behind.
             "MASTER_PORT": str(PORT + self._runs),
@@ -196,28 +205,27 @@ class Lab:
     def run(
         self,
         command: Sequence[str],
-        per_host: int = 1,
+        per_host: int | Sequence[int] = 1,
         env: Mapping[str, str] | None = None,
         timeout: float = 600.0,
         capture: bool = True,
     ) -> list[Result]:
-        """Runs a command as `per_host` ranks on each host and waits for all; those that take too long are ended.
+        """Runs a command as ranks on hosts and waits for all; those that take too long are ended.
 
         Args:
             command: in its words, {rank}, {world}, {host}, {hosts}, {master}, {port} and {interface} are replaced.
-            per_host: ranks on each host.
+            per_host: ranks on each host, or a list of each host's.
             env: variables beside `environment` and those of this process.
             timeout: seconds.
             capture: True to return the output of ranks; otherwise it goes to this process's output.
         """
         self._runs += 1
-        world = self.hosts * per_host
+        places = self.places(per_host)
         with contextlib.ExitStack() as stack:
             ranks = []
-            for rank in range(world):
-                host = rank // per_host
+            for rank, (host, _) in enumerate(places):
                 values = {**self.environment(rank, per_host), **(env or {})}
-                words = {"rank": rank, "world": world, "host": host, "hosts": self.hosts, "interface": INTERFACE}
+                words = {"rank": rank, "world": len(places), "host": host, "hosts": self.hosts, "interface": INTERFACE}
                 words |= {"master": values["MASTER_ADDR"], "port": values["MASTER_PORT"]}
                 # Files take any amount while nobody reads.
                 files = [stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)]

@@ -19,6 +19,8 @@ from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import Steps, Work
 from bagua_kernels.compression import Codec
 
+_UNIT = 16  # bytes, of which each part of a payload has a multiple
+
 
 class TieredCommunicator(Communicator):
     """Another communicator, which exchanges in two tiers what all ranks get.
@@ -82,6 +84,40 @@ class TieredCommunicator(Communicator):
     def all_reduce_for(self, codec: Codec, n: int, exact: int, dtype: torch.dtype, **options: Any) -> AllReduce:
         """See `comm.compressed.all_reduce_for`."""
         return TieredAllReduce(codec, self, self._tiers, n, exact, dtype, **options)
+
+    @property
+    def even(self) -> bool:
+        """True if all nodes have as many ranks."""
+        return self._even
+
+    def average_inside(self, tensor: torch.Tensor) -> Work:
+        """Replaces a tensor by its mean over the ranks of this node."""
+        return self._tiers.local.all_reduce(tensor, ReduceOp.AVG)
+
+    def all_gather_of_nodes(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Gathers one input of each node, whose ranks all have the same; only where nodes are even.
+
+        Each rank sends a part of it to the ranks of its place on other nodes.
+
+        Args:
+            output: shape (nodes, n), uint8.
+            input: shape (n,), uint8, with the same bytes on all ranks of a node.
+        """
+        output, input = self._enter("all_gather", "output", output), self._enter("all_gather", "input", input)
+        return self._line.start(self._gather_of_nodes(output, input))
+
+    def _gather_of_nodes(self, output: torch.Tensor, input: torch.Tensor) -> Steps:
+        tiers, count = self._tiers, len(self.nodes.members)
+        width = -(-input.numel() // (_UNIT * len(tiers.members))) * _UNIT
+        place = self._places[self.rank]
+        part = input.new_zeros(width)
+        mine = input[place * width : (place + 1) * width]
+        part[: mine.numel()].copy_(mine)
+        across = input.new_empty(count, width)
+        yield tiers.owners[place].all_gather(across, part)
+        inside = input.new_empty(len(tiers.members), count, width)
+        yield tiers.shared.all_gather(inside, across)
+        output.copy_(inside.transpose(0, 1).reshape(count, -1)[:, : input.numel()])
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""

@@ -26,8 +26,7 @@ class TieredAllReduce(AllReduce):
     1. Reduce-scatter in float32 inside the node: each rank has the sum of one shard, which it multiplies by N / P.
     2. The ranks of one place on all nodes take the mean of these by the codec's own all-reduce (`all_reduce_for`). It is the
        mean over all P ranks, whatever the numbers of ranks on nodes.
-    3. All-gather inside the node: of the payloads of step 2 where it encodes the mean, which all ranks decode alike, and of the
-       mean itself where it does not.
+    3. All-gather inside the node. Where step 2 encodes the mean, its payloads are gathered, and all ranks decode them alike.
 
     On a node of fewer ranks than the largest a rank has several shards. Each node sends what `all_reduce_for` sends for N ranks.
     The exact part is averaged in the same two tiers as it is.

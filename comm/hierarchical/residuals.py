@@ -13,7 +13,7 @@ from bagua_kernels.comm.compressed.residuals import Residuals
 class ShardResiduals:
     """The residuals of those shards of a vector that this rank owns; of other elements it has none.
 
-    A node of L of the P ranks encodes L N / P times the mean of its ranks, of which the exchange takes the mean over N nodes. An
+    A node of L of the P ranks encodes L N / P times the mean of its ranks. The exchange takes the mean of that over N nodes. An
     element's residual is thus a part of the vector that counts P / N times as much as the same element of one rank's vector.
     """
 

@@ -13,8 +13,8 @@ class Tiers:
 
     A vector is cut into S shards, S being the ranks of the largest node. On a node of L ranks, local rank s mod L owns shard s.
 
-    Operations of one kind may be under way at the same time as those of another kind, and follow each other in another order on
-    other ranks. That is why what precedes and what follows the exchange between nodes have a communicator each.
+    What precedes the exchange between nodes and what follows it have a communicator each. Operations of both kinds may be under
+    way at a time, in another order on other ranks.
 
     Attributes:
         nodes: the ranks of each node.

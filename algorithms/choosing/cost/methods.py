@@ -128,7 +128,7 @@ def methods() -> list[Method]:
                 ("8 bits", "compressed:codec=absmax_int8", "absmax_int8"),
                 ("4 bits", "compressed:codec=absmax_int4", "absmax_int4"),
                 ("SignSGD", "sign", "sign"),
-                ("QAdam 1-bit", "qadam", "sign"),
+                ("OneBitAdam", "onebit_adam", "sign"),
             )
         ),
         reduced("TopK 1 %", topk, "synchronous", sent=functools.partial(gathered, topk), messages=once, codec=topk),

@@ -44,7 +44,7 @@ def test_the_order_is_said_to_be_that_of_time(capsys: pytest.CaptureFixture[str]
     words = {method.name: command.loss(method) for method in methods()}
     assert words["DDP"] == words["GradientAllReduce"] == "the same"
     assert words["TopK 1 %"] == words["PowerSGD 1"] == words["SignSGD"] == "higher with Adam"
-    assert words["ByteGrad"] == words["4 bits"] == words["QAdam 1-bit"] == words["DDP fp16"] == "almost the same"
+    assert words["ByteGrad"] == words["4 bits"] == words["OneBitAdam"] == words["DDP fp16"] == "almost the same"
     assert words["LocalSGD 16"] == "measure it"
 
 

@@ -117,7 +117,7 @@ PUBLISHED: dict[str, tuple[float | None, ...]] = {
     "Decentralized": (1500, 790, 83, 137, 415),
     "ByteGrad": (700, 350, 86, 142, 465),
     "LowPrecisionDecentralized 8": (730, 365, 75, 92, 155),
-    "QAdam 1-bit": (70, None, 68, 83, 220),
+    "OneBitAdam": (70, None, 68, 83, 220),
     "AsyncModelAverage": (60, None, 61, 61, 61),
 }
 NETWORKS = ((1e9, 5e-5), (2e9, 5e-5), (1e11, 5e-5), (1e11, 1e-3), (1e11, 5e-3))

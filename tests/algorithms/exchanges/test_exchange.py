@@ -160,16 +160,15 @@ def test_a_state_from_before_the_new_layout_resumes_bit_for_bit(saved: int, thir
     run_ranks(2, rank)
 
 
-def test_hierarchies_of_the_first_layout_are_closed() -> None:
+def test_buckets_of_all_sizes_share_the_connections_of_nodes() -> None:
     def rank(communicator: Communicator) -> None:
-        model = GradientAllReduce(
-            Late(), communicator=communicator, hierarchical=True, nodes=[[0, 1], [2]], bucket_bytes=6000
-        )
+        model = GradientAllReduce(Late(), communicator=communicator, nodes=[[0, 1], [2]], bucket_bytes=6000)
+        opened = []
         for step in range(3):
             model(batch(communicator.rank, step)).square().mean().backward()
-            if step:  # in the first one, buckets are laid out anew
-                sizes = {(bucket.whole.numel(), bucket.whole.dtype) for bucket in model._engine.buckets.all}
-                assert set(model._hierarchies) == sizes
+            opened.append([list(each._tiers) for each in model._communicators()])
+        assert len({bucket.whole.numel() for bucket in model._engine.buckets.all}) > 1
+        assert opened[0] == opened[1] == opened[2]
         model.close()
 
     run_ranks(3, rank)

@@ -1,0 +1,193 @@
+"""Bytes that leave hosts of several ranks, beside the formulas: `python -m bench.training.nodes [--output …/nodes.json]`.
+
+Each layout is a lab (`bench.netlab`) of one host for each of its numbers, with so many ranks: 4,4 is two hosts of four. Every
+algorithm trains the same layers. Each host's own counter of its link is read before and after some steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from bagua_kernels import comm
+from bagua_kernels.algorithms import from_spec
+from bagua_kernels.algorithms.choosing.cost.facts import Job
+from bagua_kernels.algorithms.choosing.cost.methods import bytes_of, methods
+from bench import speed
+from bench.netlab import lab as netlab
+
+LAYOUTS = ("4,4", "1,2,4", "2,2,2,2")
+WIDTH, LAYERS = 1024, 8
+_COUNTER = Path(f"/sys/class/net/{netlab.INTERFACE}/statistics/tx_bytes")
+
+Formula = Callable[[Job, Sequence[int]], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm.
+
+    Attributes:
+        spec: of the algorithm.
+        formula: bytes of an exchange out of each host, by job and ranks of the hosts; None for a list of hosts' own.
+        steps: from one exchange to the next.
+        even: True if two tiers take hosts of equal numbers of ranks.
+    """
+
+    spec: str
+    formula: Formula
+    steps: int = 1
+    even: bool = False
+
+
+def adviser(name: str) -> Formula:
+    """What the adviser counts for a method."""
+    method = next(one for one in methods() if one.name == name)
+    return lambda job, ranks: method.sent(job, len(ranks))
+
+
+def twice(codec: str) -> Formula:
+    """An all-reduce between nodes."""
+    return lambda job, ranks: bytes_of(codec) * 2 * (len(ranks) - 1) / len(ranks) * job.elements
+
+
+def once(codec: str) -> Formula:
+    """A payload to all other nodes."""
+    return lambda job, ranks: bytes_of(codec) * (len(ranks) - 1) * job.elements
+
+
+def peers(codec: str, most: float) -> Formula:
+    """A payload to each of some other nodes."""
+    return lambda job, ranks: bytes_of(codec) * min(most, len(ranks) - 1) * job.elements
+
+
+CASES = [
+    Case("allreduce", adviser("GradientAllReduce")),
+    Case("bytegrad", adviser("ByteGrad")),
+    Case("compressed:codec=absmax_int8", adviser("8 bits")),
+    Case("compressed:codec=absmax_int4", adviser("4 bits")),
+    Case("compressed:codec=cast", twice("cast")),
+    Case("sign", adviser("SignSGD")),
+    Case("onebit:warmup_steps=0", twice("two_magnitudes")),
+    Case("double_squeeze", twice("sign")),
+    Case("fp8", twice("fp8")),
+    Case("qsgd", twice("qsgd")),
+    Case("natural", twice("natural")),
+    Case("topk:ratio=0.01", adviser("TopK 1 %")),
+    Case("dgc:ratio=0.01", once("topk:ratio=0.01")),
+    Case("powersgd:rank=2", adviser("PowerSGD 2")),
+    Case("qadam:freeze_step=1", twice("minmax_uint8")),
+    Case("onebit_adam:freeze_step=1", adviser("OneBitAdam")),
+    Case("local_sgd:interval=2", adviser("LocalSGD 16"), 2),
+    Case("diloco:interval=2", adviser("DiLoCo 30"), 2),
+    Case("diloco:interval=2,codec=absmax_int4", adviser("DiLoCo 30, 4 bits"), 2),
+    Case("sparse_loco:interval=2", adviser("SparseLoCo 30"), 2, even=True),
+    Case("decentralized:peers=one_peer_exponential", adviser("Decentralized"), even=True),
+    Case("sgp:peers=one_peer_exponential", adviser("SGP"), even=True),
+    Case("d2:peers=lazy_ring", adviser("D2 ring"), even=True),
+    Case("lowprec:codec=minmax_uint8", adviser("LowPrecisionDecentralized 8"), even=True),
+    Case("choco:eta=0.5", adviser("Choco"), even=True),
+    Case("wagma:group=2,period=none", peers("", 1.0), even=True),
+    Case("async_model_average:interval=2", adviser("AsyncModelAverage"), 2, even=True),
+]
+
+
+def on_rank(specs: Sequence[str], exchanges: int) -> None:
+    """One rank; prints a line for each algorithm with what its host has sent, if it is the host's first rank."""
+    torch.set_num_threads(1)
+    world = comm.init()
+    for spec in specs:
+        case = next(one for one in CASES if one.spec == spec)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        own = None if spec.startswith(("qadam", "onebit_adam")) else torch.optim.SGD(net.parameters(), 1e-3)
+        model = from_spec(spec.replace("period=none", "period=1000000"), net, own)
+        optimizer: Any = own or model.optimizer
+
+        def train(steps: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            for _ in range(steps):
+                model(torch.randn(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.wait()
+
+        train(3 * case.steps)
+        world.barrier().wait()
+        before, rounds = int(_COUNTER.read_text()), model.stats().rounds
+        train(exchanges * case.steps)
+        world.barrier().wait()
+        sent, done = int(_COUNTER.read_text()) - before, exchanges
+        if spec.startswith("async"):
+            done = model.stats().rounds - rounds
+        print(json.dumps({"spec": spec, "sent": sent / done}), flush=True)
+        model.close()
+    comm.shutdown()
+
+
+def measure(layout: Sequence[int], cases: Sequence[Case], exchanges: int, timeout: float) -> dict[str, list[float]]:
+    """Returns for each algorithm what each host has sent for an exchange."""
+    specs = [case.spec for case in cases]
+    command = [sys.executable, "-m", "bench.training.nodes", "--rank", *specs, "--exchanges", str(exchanges)]
+    with netlab.Lab(len(layout)) as lab:
+        outputs = lab.run(command, layout, timeout=timeout)
+        first = [rank for rank, (_, number) in enumerate(lab.places(layout)) if number == 0]
+    sent: dict[str, list[float]] = {}
+    for result in outputs:
+        if result.returncode:
+            raise SystemExit(f"rank {result.rank} gave {result.returncode}: {result.stderr[-2000:]}")
+    for rank in first:
+        for line in outputs[rank].stdout.splitlines():
+            row = json.loads(line)
+            sent.setdefault(row["spec"], []).append(row["sent"])
+    return sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), help="ranks of each host, such as 4,4")
+    parser.add_argument("--specs", nargs="*", default=[case.spec for case in CASES])
+    parser.add_argument("--exchanges", type=int, default=4)
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a layout")
+    parser.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    if given.rank:
+        on_rank(given.rank, given.exchanges)
+        return
+    if reason := netlab.available(delay=False):
+        raise SystemExit(f"no lab here: {reason}")
+    job = Job(1.0, ((WIDTH, WIDTH),) * LAYERS)
+    rows = []
+    for text in given.layouts:
+        layout = [int(word) for word in text.split(",")]
+        even = len(set(layout)) == 1
+        cases = [case for case in CASES if case.spec in given.specs and (even or not case.even)]
+        for spec, hosts in measure(layout, cases, given.exchanges, given.timeout).items():
+            case = next(one for one in cases if one.spec == spec)
+            wanted = case.formula(job, layout)
+            rows.append({"layout": text, "spec": spec, "sent": hosts, "formula": wanted, "most": max(hosts) / wanted})
+            print(json.dumps(rows[-1]), flush=True)
+    table = Table(title=f"{job.elements / 1e6:.3g} million parameters: MB that leave a host for an exchange")
+    for column in ("ranks of hosts", "algorithm", "sent", "formula", "ratio"):
+        table.add_column(column, justify="right" if column in ("formula", "ratio") else "left")
+    for row in rows:
+        sent = " ".join(f"{each / 1e6:.3f}" for each in row["sent"])
+        table.add_row(row["layout"], row["spec"], sent, f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}")
+    speed.console().print(table)
+    if given.output:
+        speed.write(
+            given.output,
+            {"elements": job.elements, "exchanges": given.exchanges, "rows": rows, "machine": speed.machine()},
+        )
+
+
+if __name__ == "__main__":
+    main()
