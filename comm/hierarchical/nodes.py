@@ -33,8 +33,8 @@ class Place:
     def here(cls) -> Place:
         """Returns what this process knows: BAGUA_KERNELS_NODE, else GROUP_RANK, else NODE_RANK, else its host.
 
-        Hosts are told apart by name, boot and network namespace: containers with a network each count as nodes, and
-        so do two machines of one name.
+        Hosts are told apart by boot and network namespace: containers with a network each count as nodes, and so do two
+        machines of one name.
 
         Raises:
             ValueError: if a variable holds no whole number.
@@ -237,10 +237,10 @@ def _faults(ranks: Sequence[int]) -> str:
 
 
 def _host() -> str:
-    """Returns a text that is equal on two processes exactly if they share a kernel, a host name and a network."""
-    boot = boot_id() or text_of("/etc/machine-id")
+    """Returns a text that is equal on two processes exactly if they share a kernel and a network, whatever the host's name is."""
+    boot = boot_id() or f"{text_of('/etc/machine-id')} {socket.gethostname()}"
     try:
         network = os.readlink("/proc/self/ns/net")
     except OSError:
         network = ""
-    return f"{socket.gethostname()} {boot} {network}"
+    return f"{boot} {network}"
