@@ -52,6 +52,8 @@ def is_exact(training: Training) -> bool:
     ):
         # What travels uncompressed in float64.
         return False
+    if training.nodes and rules & {"dcd", "choco"}:
+        return False  # ranks of a node take their mean before they encode
     # Muon rounds to bfloat16 on its way. What is projected may count as written, or as part of a step.
     return training.optimizer != "muon" and not (training.clamp and rules & {"outer", "slow", "d2", "dcd", "choco"})
 

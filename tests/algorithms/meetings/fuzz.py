@@ -33,13 +33,15 @@ from tests.algorithms.meetings.trainings import COLLECTIVE, MIDDLE, NEUTRAL, Eve
 
 # Seconds for which a rank waits for another: longer than anything takes, shorter than a user's patience.
 PATIENCE = 20.0
+# By number of ranks.
+NODES = {3: ((0, 2), (1,)), 4: ((0, 1), (2, 3)), 5: ((0,), (1, 2), (3, 4))}
 
 
-def draw(seed: int, ranks: int | None = None, rows: Sequence[str] = tuple(ROWS)) -> Training:
-    """A training from a seed."""
+def draw(seed: int, ranks: int | None = None, rows: Sequence[str] = tuple(ROWS), nodes: bool = False) -> Training:
+    """A training from a seed; with `nodes`, on nodes of several ranks."""
     dice = random.Random(seed)
     size = dice.choice((2, 2, 3, 4))
-    size = ranks or size
+    size = ranks or (size + 2 - size // 4 * 2 if nodes else size)
     name = dice.choice(list(rows))
     row = ROWS[name]
     steps = dice.randint(3, 8)
@@ -87,6 +89,7 @@ def draw(seed: int, ranks: int | None = None, rows: Sequence[str] = tuple(ROWS))
         clamp=dice.choice((0.0, 0.0, 0.0, 0.0, 0.7)),
         optimizer=optimizer,
         still=dice.random() < 0.15,
+        nodes=NODES.get(size, ()) if nodes else (),
     )
     return replace(training, events=_events(dice, training, steps))
 
@@ -143,13 +146,13 @@ def problems_of(training: Training) -> list[str]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def by_threads(seeds: Sequence[int], rows: Sequence[str] = tuple(ROWS)) -> dict[int, list[str]]:
+def by_threads(seeds: Sequence[int], rows: Sequence[str] = tuple(ROWS), nodes: bool = False) -> dict[int, list[str]]:
     """Runs trainings with threads as ranks; returns what is wrong, by seed."""
     found = {}
     for seed in seeds:
-        if problems := problems_of(draw(seed, rows=rows)):
+        if problems := problems_of(draw(seed, rows=rows, nodes=nodes)):
             found[seed] = problems
-            _tell(seed, problems, draw(seed, rows=rows))
+            _tell(seed, problems, draw(seed, rows=rows, nodes=nodes))
     return found
 
 
@@ -202,13 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=0, help="trainings with processes as ranks")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help="the algorithms to draw from")
+    parser.add_argument("--nodes", action="store_true", help="threads are ranks on nodes of several")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     begin, total = time.monotonic(), 0
     for part in range(0, options.threads, 50):
         end = min(part + 50, options.threads)
-        total += len(by_threads(range(options.seed + part, options.seed + end), options.rows))
+        total += len(by_threads(range(options.seed + part, options.seed + end), options.rows, options.nodes))
         gc.collect()
         print(f"threads: {end} of {options.threads}, {time.monotonic() - begin:.0f} s", flush=True)
     done = 0

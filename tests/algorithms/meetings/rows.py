@@ -17,6 +17,7 @@ from tests.oracles.gossip import column_stochastic
 
 # What is known of an algorithm: "mean", it averages gradients exactly; "lossy", gradients have the same bits on all ranks;
 # "gossip", one round for each step; "local", one round for some steps; "courier", rounds at any time.
+Nodes = tuple[tuple[int, ...], ...]
 Family = Literal["mean", "lossy", "gossip", "local", "courier"]
 
 
@@ -63,17 +64,39 @@ class Row:
     def delays(self) -> bool:
         return bool(self.options.get("delay"))
 
-    def arguments(self, size: int) -> dict[str, Any]:
+    def members(self, size: int, nodes: Nodes) -> int:
+        """The members of the graph: nodes where these have equal numbers of ranks, else ranks."""
+        return len(nodes) if len({len(node) for node in nodes}) == 1 else size
+
+    def matrix(self, size: int, nodes: Nodes) -> np.ndarray | None:
+        """The mixing matrix of all ranks; None without one. Ranks of a node take their mean before."""
+        peers = self.peers or self.numbers.get("matrix")
+        if peers is None:
+            return None
+        members = self.members(size, nodes)
+        share = size // members
+        found: np.ndarray = np.kron(peers(members), np.full((share, share), 1 / share))
+        return found
+
+    def arguments(self, size: int, nodes: Nodes = ()) -> dict[str, Any]:
         """What the constructor gets beside the module and the optimizer, on some ranks."""
         found = dict(self.options)
         if self.peers is not None:
-            found["peers"] = GivenMatrix(size, self.peers(size).tolist())
+            members = self.members(size, nodes)
+            found["peers"] = GivenMatrix(members, self.peers(members).tolist())
+        if nodes:
+            found["nodes"] = nodes
         return found
 
     def make(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer | None, communicator: Communicator, **options: Any
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        communicator: Communicator,
+        nodes: Nodes = (),
+        **options: Any,
     ) -> Algorithm:
-        arguments = {**self.arguments(communicator.size), **options}
+        arguments = {**self.arguments(communicator.size, nodes), **options}
         given = None if self.own_optimizer else optimizer
         found = self.kind(net, given, communicator=communicator, **arguments)
         if isinstance(found, AutoTune):

@@ -168,8 +168,7 @@ class _Rule:
     def __init__(self, row: Row, rank: _Rank) -> None:
         self.row, self.rank = row, rank
         self.steps = self.rounds = 0
-        peers = row.peers or row.numbers.get("matrix")
-        self.weights = None if peers is None else peers(rank.training.ranks)
+        self.weights = row.matrix(rank.training.ranks, rank.training.nodes)
         self.start()
 
     @property

@@ -90,6 +90,7 @@ class Training:
         optimizer: key of `RATES`.
         still: True for a learning rate of 0.
         events: in the order in which they take place.
+        nodes: the ranks of each node; empty for one rank on each.
     """
 
     row: str
@@ -109,6 +110,7 @@ class Training:
     optimizer: str = "sgd"
     still: bool = False
     events: tuple[Event, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def kind(self) -> Row:
@@ -261,7 +263,7 @@ class Loop:
             self.scalers = [made[0] if training.scaler == "shared" else each for each in made]
         parts = zip(self.nets, self.optimizers, self.scalers, strict=True)
         self.models: list[Algorithm] = [
-            self.row.make(net, optimizer, self.communicator, **self.options_of(self.row, scaler))
+            self.row.make(net, optimizer, self.communicator, self.training.nodes, **self.options_of(self.row, scaler))
             for net, optimizer, scaler in parts
         ]
         if self.row.own_optimizer:
@@ -389,7 +391,9 @@ class Loop:
         self.row = ROWS[event.row]
         models = []
         for model, optimizer, scaler in zip(self.models, self.optimizers, self.scalers, strict=True):
-            options = self.row.arguments(self.communicator.size) | self.options_of(self.row, scaler)
+            options = self.row.arguments(self.communicator.size, self.training.nodes) | self.options_of(
+                self.row, scaler
+            )
             models.append(model.switch_to(self.row.kind, optimizer=optimizer, **options))
         self.models = models
 
