@@ -93,7 +93,12 @@ def connect(
 
 
 def connect_over(
-    communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float
+    communicator: Communicator,
+    stripes: int,
+    host: str,
+    secret: Secret,
+    deadline: float,
+    exchange: Callable[[Any], list[Any]] | None = None,
 ) -> dict[int, list[socket.socket]]:
     """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
 
@@ -103,6 +108,7 @@ def connect_over(
         host: see `connect`.
         secret: see `connect`.
         deadline: when the time for all of it is over, as of `time.monotonic`.
+        exchange: see `connect`; by default an operation of the communicator.
 
     Raises:
         CommunicationError: as `connect`; a `RankLostError` if the communicator finds that a rank is lost.
@@ -113,7 +119,7 @@ def connect_over(
         if isinstance(session, Session):
             stack.enter_context(session.within(deadline))
             look = session.reported
-        gather, left = communicator.all_gather_object, deadline - time.monotonic()
+        gather, left = exchange or communicator.all_gather_object, deadline - time.monotonic()
         return connect(
             communicator.rank, communicator.size, stripes, gather, left, host, secret=secret, look=look
         )  # fmt: skip
