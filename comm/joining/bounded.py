@@ -17,6 +17,8 @@ T = TypeVar("T")
 _PATIENCE = 5.0  # seconds for the thread to end
 _GLANCE = 0.05  # seconds between two looks at whether waiting still makes sense
 _PAUSES = (0.001, 0.02)  # seconds between two questions to a store: the first, and the longest
+_SHARE = 0.125  # of a wait that has passed before the next question
+_RAREST = 0.25  # seconds between two questions of a long wait
 
 
 class BoundedStore:
@@ -49,6 +51,21 @@ class BoundedStore:
         """Returns True if a key is there."""
         return bool(self._ask(lambda: self._store.check([key])))
 
+    def gather(self, keys: list[str]) -> list[str]:
+        """Returns the texts of keys that are there, in one message and its answer where the store can do so."""
+
+        def call() -> list[bytes]:
+            if self._store.has_extended_api():
+                return list(self._store.multi_get(keys))
+            return [self._store.get(key) for key in keys]
+
+        return [text.decode() for text in self._ask(call)]
+
+    def wait(self, keys: list[str], seconds: float) -> bool:
+        """Returns True as soon as all of the keys are there, and False if they are not within some seconds."""
+
+        return bool(self._ask(lambda: await_keys(self._store, keys, seconds), seconds))
+
     def __enter__(self) -> BoundedStore:
         """Returns itself."""
         return self
@@ -67,7 +84,7 @@ class BoundedStore:
             # A thread that comes back from C++ while the interpreter ends would end the process with an abort.
             atexit.register(self._thread.join, _PATIENCE)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, call: Callable[[], Any], seconds: float = 0.0) -> Any:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bagua_kernels store", daemon=True)
             self._thread.start()
@@ -75,7 +92,7 @@ class BoundedStore:
             raise TimeoutError("the store does not answer")
         self._calls.put(call)
         try:
-            answer, error = self._answers.get(timeout=max(0.1, self.deadline - time.monotonic()))
+            answer, error = self._answers.get(timeout=max(seconds + 0.1, self.deadline - time.monotonic()))
         except queue.Empty:
             self._lost = True
             self.close()
@@ -90,6 +107,36 @@ class BoundedStore:
                 self._answers.put((call(), None))
             except RuntimeError as error:
                 self._answers.put((None, error))
+
+
+def await_keys(store: Store, keys: list[str], seconds: float, given_up: threading.Event | None = None) -> bool:
+    """Waits until keys are there, by asking whether they are, more rarely the longer it takes.
+
+    A wait of torch's own store cannot be ended, blocks every other call of that store, and prints warnings when its time is
+    over. A question has a few bytes and its answer one, and a wait takes as many as its length has digits, or a few more.
+
+    Args:
+        store: where they will be.
+        keys: all of them are awaited.
+        seconds: the longest wait.
+        given_up: set when nobody waits any more.
+
+    Returns:
+        True if all are there.
+
+    Raises:
+        GivenUpError: if nobody waits any more.
+        RuntimeError: if the store cannot be reached.
+    """
+    began = time.monotonic()
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if given_up is not None and given_up.is_set():
+            raise GivenUpError("nobody waits for this any more")
+        if waited >= seconds:
+            return False
+        time.sleep(min(max(_PAUSES[0], waited * _SHARE), _RAREST, max(0.0, seconds - waited)))
+    return True
 
 
 class GivenUpError(RuntimeError):

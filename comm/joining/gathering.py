@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from bagua_kernels.comm.joining.bounded import GivenUpError, bounded
+from bagua_kernels.comm.joining.bounded import await_keys, bounded
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 
 COLLECTOR = 0  # the rank that puts the values of a round together
-_SLICE = timedelta(seconds=0.25)  # of a wait: whatever else this process asks the store has to wait for its end
+_AFTERWARDS = 60.0  # seconds after which a thread ends that nobody has ended
 _LENGTH = 4  # bytes of the length of a value
 
 
@@ -23,12 +21,11 @@ class Gathering:
     """Gathers bytes of all ranks; all ranks call it in one order.
 
     1. Each rank stores its value.
-    2. Rank 0, which waits in the store until all are there, stores the list of them.
-    3. The others, which wait in the store for this list, fetch it.
+    2. Rank 0 waits until all are there, and stores the list of them.
+    3. The others wait until this list is there, and fetch it.
 
-    So a round takes four one-way delays at most, for any number of ranks. A ring takes one for each of them. The store holds
-    one list for all ranks rather than each rank fetching all values one by one. Values are not checked: anybody may have
-    written into the store.
+    So a round takes four to six one-way delays for any number of ranks, where a ring takes one for each of them. Each rank
+    fetches one list rather than all values one by one. Values are not checked: anybody may have written into the store.
 
     Args:
         store: shared by all ranks.
@@ -76,7 +73,7 @@ class Gathering:
         if self._size == 1:
             return [value]
         key = f"{self._name}/{next(self._numbers)}"
-        left = max(0.001, self._deadline - time.monotonic())
+        left = max(0.001, self._left() - _AFTERWARDS)
         try:
             packed = bounded(lambda given_up: self._round(key, value, given_up), left, self._look)
         except TimeoutError:
@@ -94,25 +91,19 @@ class Gathering:
         store, everyone = self._store, f"{key}/all"
         if self._rank != COLLECTOR:
             store.set(f"{key}/{self._rank}", value)
-            self._await([everyone], given_up)
+            await_keys(store, [everyone], self._left(), given_up)
             return store.get(everyone)
         keys = [f"{key}/{rank}" for rank in range(self._size) if rank != COLLECTOR]
-        self._await(keys, given_up)
+        await_keys(store, keys, self._left(), given_up)
         values = iter(self._get(keys))
         values = [value if rank == COLLECTOR else next(values) for rank in range(self._size)]
         packed = b"".join(len(one).to_bytes(_LENGTH, "little") + one for one in values)
         store.set(everyone, packed)
         return packed
 
-    def _await(self, keys: list[str], given_up: threading.Event) -> None:
-        while not given_up.is_set():
-            with contextlib.suppress(RuntimeError):
-                self._store.wait(keys, _SLICE)
-                return
-            # Raises if it was not only the end of the slice.
-            if self._store.check(keys):
-                return
-        raise GivenUpError("nobody waits for this any more")
+    def _left(self) -> float:
+        # Whoever waits for the thread ends the wait in time, and the thread with it.
+        return self._deadline - time.monotonic() + _AFTERWARDS
 
     def _get(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():
