@@ -64,7 +64,7 @@ class BoundedStore:
     def wait(self, keys: list[str], seconds: float) -> bool:
         """Returns True as soon as all of the keys are there, and False if they are not within some seconds."""
 
-        return bool(self._ask(lambda: await_keys(self._store, keys, seconds), seconds))
+        return _until(lambda: bool(self._ask(lambda: self._store.check(keys))), seconds)
 
     def __enter__(self) -> BoundedStore:
         """Returns itself."""
@@ -84,7 +84,7 @@ class BoundedStore:
             # A thread that comes back from C++ while the interpreter ends would end the process with an abort.
             atexit.register(self._thread.join, _PATIENCE)
 
-    def _ask(self, call: Callable[[], Any], seconds: float = 0.0) -> Any:
+    def _ask(self, call: Callable[[], Any]) -> Any:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bagua_kernels store", daemon=True)
             self._thread.start()
@@ -92,7 +92,7 @@ class BoundedStore:
             raise TimeoutError("the store does not answer")
         self._calls.put(call)
         try:
-            answer, error = self._answers.get(timeout=max(seconds + 0.1, self.deadline - time.monotonic()))
+            answer, error = self._answers.get(timeout=max(0.1, self.deadline - time.monotonic()))
         except queue.Empty:
             self._lost = True
             self.close()
@@ -113,7 +113,7 @@ def await_keys(store: Store, keys: list[str], seconds: float, given_up: threadin
     """Waits until keys are there, by asking whether they are, more rarely the longer it takes.
 
     A wait of torch's own store cannot be ended, blocks every other call of that store, and prints warnings when its time is
-    over. A question has a few bytes and its answer one, and a wait takes as many as its length has digits, or a few more.
+    over.
 
     Args:
         store: where they will be.
@@ -128,14 +128,26 @@ def await_keys(store: Store, keys: list[str], seconds: float, given_up: threadin
         GivenUpError: if nobody waits any more.
         RuntimeError: if the store cannot be reached.
     """
-    began = time.monotonic()
-    while not store.check(keys):
-        waited = time.monotonic() - began
+
+    def there() -> bool:
         if given_up is not None and given_up.is_set():
             raise GivenUpError("nobody waits for this any more")
+        return store.check(keys)
+
+    return _until(there, seconds)
+
+
+def _until(there: Callable[[], bool], seconds: float) -> bool:
+    """Asks until the answer is True, or for some seconds; returns the last answer.
+
+    Pauses grow with the wait, so that a hundred ranks that wait for the last one hardly cost the store's host anything.
+    """
+    began = time.monotonic()
+    while not there():
+        waited = time.monotonic() - began
         if waited >= seconds:
             return False
-        time.sleep(min(max(_PAUSES[0], waited * _SHARE), _RAREST, max(0.0, seconds - waited)))
+        time.sleep(min(max(_PAUSES[0], waited * _SHARE), _RAREST, seconds - waited))
     return True
 
 
