@@ -1,8 +1,9 @@
 """Many ranks on one machine: `python -m bench.many --ranks 64 --limit 1024 --specs diloco bytegrad [--output ...]`.
 
-All ranks are forked from this process, with `--limit` as the hard limit on open files of each. For each algorithm they call `init`,
-train a small model for some steps, and end. The table has for each the seconds of the slowest rank in each part, and the most
-that a rank has of descriptors, of descriptors for each other rank, of threads and of memory. The spec `init` trains nothing.
+All ranks are forked from this process, with `--limit` as the hard limit on open files of each. For each algorithm they call
+`init`, train a small model for some steps, and end. The table has for each the seconds of the slowest rank in each part, and
+the most that a rank has of descriptors, of descriptors for each other rank, of threads and of memory. The spec `init` trains
+nothing.
 
 Ranks share two processors here, so that times are those of this machine under a hundred processes, not of a network.
 """
@@ -30,10 +31,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bagua_kernels import comm
+from bagua_kernels import comm, knobs
 from bagua_kernels.algorithms import from_spec
-from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
+from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.local_steps.mu_loco import MuLoCo
 from bagua_kernels.optim import muon_with_adamw
 
@@ -101,7 +102,13 @@ def train(communicator: comm.Communicator, spec: str, steps: int) -> tuple[Algor
 
 def rank_main(told: Told, size: int, port: int, spec: str, steps: int, timeout: float) -> None:
     """Is one rank from its start to its end."""
-    place = {"RANK": told.rank, "WORLD_SIZE": size, "LOCAL_RANK": told.rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": told.rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": told.rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     told.before = len(os.listdir("/proc/self/fd"))
     with _timed(told, "init"):
@@ -180,7 +187,7 @@ def _timed(told: Told, part: str) -> Iterator[None]:
 
 def _be(rank: int, size: int, port: int, spec: str, limit: int, steps: int, timeout: float, write: int) -> None:
     """Is a forked rank; never returns."""
-    told = Told(rank)
+    told, line = Told(rank), dict[str, Any]()
     try:
         if limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -190,9 +197,11 @@ def _be(rank: int, size: int, port: int, spec: str, limit: int, steps: int, time
         line = {"rank": rank, "error": f"{type(error).__name__}: {str(error)[:600]}"}
         if rank == 0:
             traceback.print_exc()
-    # One write of less than a pipe's atomic size does not mix with those of other ranks.
-    os.write(write, json.dumps(line).encode()[:4000] + b"\n")
-    os._exit(0)
+    finally:
+        # One write of less than a pipe's atomic size does not mix with those of other ranks.
+        with contextlib.suppress(OSError):
+            os.write(write, json.dumps(line).encode()[:4000] + b"\n")
+        os._exit(0)
 
 
 def _read(pipe: int, deadline: float) -> list[bytes]:
@@ -225,10 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--specs", nargs="+", default=list(FAMILIES), help=f"algorithms ({', '.join(FAMILIES)})")
     parser.add_argument("--steps", type=int, default=10, help="of training (10)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds, of `init` and of operations (600)")
+    parser.add_argument("--heartbeat", default="", help="seconds between two heartbeats (as without this option)")
     parser.add_argument("--output", type=Path, help="JSON file; rows of other specs and numbers of ranks in it stay")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.heartbeat:
+        os.environ[knobs.HEARTBEAT.variable] = options.heartbeat
     for spec in options.specs:
         # Ranks inherit compiled kernels: to compile them a hundred times over would take most of the time.
         closing = comm.run_ranks(4, lambda communicator, spec=spec: _once(communicator, spec), timeout=options.timeout)
@@ -237,9 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for spec in options.specs:
         try:
             rows.append(
-                summary(spec, run(options.ranks, spec, limit=options.limit, steps=options.steps, timeout=options.timeout))
+                summary(
+                    spec, run(options.ranks, spec, limit=options.limit, steps=options.steps, timeout=options.timeout)
+                )
             )
-            rows[-1]["limit"] = options.limit
+            rows[-1] |= {"limit": options.limit, "heartbeat": knobs.HEARTBEAT.get()}
             print(rows[-1], file=sys.stderr, flush=True)
         except RuntimeError as error:
             failed += 1

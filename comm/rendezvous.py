@@ -60,8 +60,9 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     no variable.
 
     Ranks on CPUs are joined by sockets of their own (`StripedCommunicator`), unless `BAGUA_KERNELS_SOCKETS` is 0. Gloo
-    then connects two ranks only when they first meet in an operation of torch's. On GPUs NCCL is driven through torch, or through CuPy (`NcclCommunicator`) if
-    `BAGUA_KERNELS_NCCL=cupy`. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
+    then connects two ranks only when they first meet in an operation of torch's. On GPUs NCCL is driven through torch, or
+    through CuPy (`NcclCommunicator`) if `BAGUA_KERNELS_NCCL=cupy`. What `tune` has measured can be given in
+    `BAGUA_KERNELS_TUNING`.
 
     Args:
         timeout: seconds after which an operation that does not finish raises an error, and within which all ranks
@@ -105,7 +106,9 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         for knob in (knobs.HEARTBEAT, knobs.SECRET):
             knob.get()
         launch = None if dist.is_initialized() else Launch.read()
-        _make_room(dist.get_world_size() if dist.is_initialized() else 1 if launch is None else launch.world_size, launch)
+        _make_room(
+            dist.get_world_size() if dist.is_initialized() else 1 if launch is None else launch.world_size, launch
+        )
         at = None if launch is None else _place(launch, wanted)
     if dist.is_initialized():
         try:

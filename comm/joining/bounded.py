@@ -53,17 +53,10 @@ class BoundedStore:
 
     def gather(self, keys: list[str]) -> list[str]:
         """Returns the texts of keys that are there, in one message and its answer where the store can do so."""
-
-        def call() -> list[bytes]:
-            if self._store.has_extended_api():
-                return list(self._store.multi_get(keys))
-            return [self._store.get(key) for key in keys]
-
-        return [text.decode() for text in self._ask(call)]
+        return [text.decode() for text in self._ask(lambda: values_of(self._store, keys))]
 
     def wait(self, keys: list[str], seconds: float) -> bool:
         """Returns True as soon as all of the keys are there, and False if they are not within some seconds."""
-
         return _until(lambda: bool(self._ask(lambda: self._store.check(keys))), seconds)
 
     def __enter__(self) -> BoundedStore:
@@ -107,6 +100,11 @@ class BoundedStore:
                 self._answers.put((call(), None))
             except RuntimeError as error:
                 self._answers.put((None, error))
+
+
+def values_of(store: Any, keys: list[str]) -> list[bytes]:
+    """Returns the values of keys that are there, in one message and its answer where the store can do so."""
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def await_keys(store: Store, keys: list[str], seconds: float, given_up: threading.Event | None = None) -> bool:

@@ -6,13 +6,13 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from bagua_kernels.comm.joining.bounded import await_keys, bounded
+from bagua_kernels.comm.joining.bounded import await_keys, bounded, values_of
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 
-COLLECTOR = 0  # the rank that puts the values of a round together
 _AFTERWARDS = 60.0  # seconds after which a thread ends that nobody has ended
 _LENGTH = 4  # bytes of the length of a value
 
@@ -51,7 +51,7 @@ class Gathering:
         longest: int = 1 << 20,
     ) -> None:
         self.looks = [] if look is None else [look]
-        self._store = store
+        self._store: Any = store  # torch declares values as text, and takes bytes
         self._name = f"bagua_kernels/gathering/{name}"
         self._rank = rank
         self._size = size
@@ -89,14 +89,14 @@ class Gathering:
 
     def _round(self, key: str, value: bytes, given_up: threading.Event) -> bytes:
         store, everyone = self._store, f"{key}/all"
-        if self._rank != COLLECTOR:
+        if self._rank > 0:
             store.set(f"{key}/{self._rank}", value)
             await_keys(store, [everyone], self._left(), given_up)
-            return store.get(everyone)
-        keys = [f"{key}/{rank}" for rank in range(self._size) if rank != COLLECTOR]
+            packed: bytes = store.get(everyone)
+            return packed
+        keys = [f"{key}/{rank}" for rank in range(1, self._size)]
         await_keys(store, keys, self._left(), given_up)
-        values = iter(self._get(keys))
-        values = [value if rank == COLLECTOR else next(values) for rank in range(self._size)]
+        values = [value, *values_of(store, keys)]
         packed = b"".join(len(one).to_bytes(_LENGTH, "little") + one for one in values)
         store.set(everyone, packed)
         return packed
@@ -104,11 +104,6 @@ class Gathering:
     def _left(self) -> float:
         # Whoever waits for the thread ends the wait in time, and the thread with it.
         return self._deadline - time.monotonic() + _AFTERWARDS
-
-    def _get(self, keys: list[str]) -> list[bytes]:
-        if self._store.has_extended_api():
-            return list(self._store.multi_get(keys))
-        return [self._store.get(key) for key in keys]
 
     def _unpack(self, packed: bytes) -> list[bytes]:
         found, at = list[bytes](), 0

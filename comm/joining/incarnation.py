@@ -16,7 +16,7 @@ from bagua_kernels.comm.joining.installed import Installed, check_installed, mis
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 
 _POLL = 0.01  # seconds
-_PAUSES = (0.05, 0.5)  # seconds of a wait in the store, after which a rank looks for what else may have come: the first, the longest
+_PAUSES = (0.05, 0.5)  # seconds of a wait, after which a rank looks for what else may have come: the first, the longest
 _FAREWELL = 1.0  # seconds that rank 0 stays after it has given up, for it may hold the store
 _LONG_FAREWELL = 5.0  # where the others may still be on their way
 _SETTLED = 1.0  # seconds after which a refusal is not one of an earlier start, whose rank would have come again
@@ -147,7 +147,9 @@ class _Agreement:
         """Looks for what else than its turn may have come."""
         store = self._store
         if self._rank == 0:
-            self._publish([store.get(key) if store.check(key) else "" for key in (f"{_ROOT}/{r}" for r in range(self._size))])
+            self._publish(
+                [store.get(key) if store.check(key) else "" for key in (f"{_ROOT}/{r}" for r in range(self._size))]
+            )
             if store.check(f"{_ROOT}/beyond/{self._name}"):
                 peer, *told = json.loads(store.get(f"{_ROOT}/beyond/{self._name}"))
                 self._compare({0: self._about, int(peer): _About.parse(*told)})

@@ -24,7 +24,9 @@ from bagua_kernels.errors import CommunicationError
 
 _KEY = "bagua_kernels/secret"  # in torch's store
 _LONGEST = 1 << 20  # bytes of a value as JSON
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # introductions begun, of each group
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
+    weakref.WeakKeyDictionary()
+)  # introductions begun, of each group
 
 
 def job_secret(store: Store, seconds: float | None = None, look: Callable[[], object] | None = None) -> Secret:
@@ -90,7 +92,9 @@ class Introduction:
         # A nonce of every rank goes in, so that nothing that was recorded of an earlier introduction is valid in this one.
         nonces = self._gather(secrets.token_bytes(Secret.NBYTES))
         if any(len(nonce) != Secret.NBYTES for nonce in nonces):
-            raise CommunicationError(f"ranks have sent nonces of impossible lengths, {[len(one) for one in nonces]} bytes")
+            raise CommunicationError(
+                f"ranks have sent nonces of impossible lengths, {[len(one) for one in nonces]} bytes"
+            )
         self.name = hashlib.sha256(b"".join(nonces)).hexdigest()[:32]
         self.secret = secret.derive("introduction", *nonces)
         self._first: list[Any] | None = self([Installed.here().told(), first])

@@ -16,8 +16,8 @@ HEADER = struct.Struct("<QQQIQQQ")
 FAREWELL = (1 << 64) - 1  # in place of a number: the sender has left the context; what follows is the reason
 LONGEST_REASON = 4096  # bytes
 # Bytes that leave a socket together: as long as another communicator's next message may have to wait. A large message of one
-# must not keep the small ones of others until all of it has gone.
-FRAME = 1 << 18
+# must not keep the small ones of others until all of it has gone. Halving it costs some percent more processor time a byte.
+FRAME = 1 << 19
 STAGING = 1 << 16  # bytes read ahead where the next thing is a header; small messages cost one call to the kernel
 _WASTE = memoryview(bytearray(STAGING))  # where bytes go that nobody wants
 
@@ -120,7 +120,7 @@ class Channel:
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self.expected = count
 
-    def put(
+    def append(
         self, number: int, code: int, tag: int, offset: int, data: memoryview, total: int, transfer: Transfer | None
     ) -> None:  # fmt: skip
         """Appends a part of a message, which `flush` sends; see `MessagePart`."""
@@ -189,7 +189,7 @@ class Channel:
             parts.append(begun)
         reason = reason[:LONGEST_REASON]
         self.out.setdefault(context, parts)
-        self.put(context << 64 | FAREWELL, 0, 0, 0, memoryview(reason), len(reason), None)
+        self.append(context << 64 | FAREWELL, 0, 0, 0, memoryview(reason), len(reason), None)
 
     def forsake(self, context: int) -> None:
         """Throws away what is still to come of the message that is arriving, if it is of a context."""
@@ -212,21 +212,27 @@ class Channel:
         """
         taken = 0
         while taken < limit and self.parked is None:
-            into = self.rest if len(self.rest) else self.staging[self.end :]
+            wanted = len(self.rest)
+            if self.arrival is not None:
+                # With the header behind it, and no more: what follows that goes straight to its place, too.
+                into, most = [self.rest, self.staging[: HEADER.size]], wanted + HEADER.size
+            else:
+                into = [self.rest if wanted else self.staging[self.end :]]
+                most = len(into[0])
             try:
-                count = self.sock.recv_into(into)
+                count = self.sock.recvmsg_into(into)[0]
             except BlockingIOError:
                 break
             if not count:
                 raise ConnectionResetError("it was closed at the other end")
             taken += count
             self.moved += count
-            if len(self.rest):
-                self._filled(inbox, count)
-            else:
-                self.end += count
+            if wanted:
+                self._filled(inbox, min(count, wanted))
+            if count > wanted:
+                self.end += count - wanted
                 self.parse(inbox)
-            if count < len(into):
+            if count < most:
                 break
         return taken
 

@@ -120,9 +120,7 @@ class StripedCommunicator(Communicator):
         self._loop, self._context = loop, context
         context.use(self.tuning.stripes, self.tuning.split)
         self.session.moves = lambda: context.moved
-        self.session.heard = lambda: {
-            rank: loop.heard[peer] for rank, peer in enumerate(members) if peer in loop.heard
-        }
+        self.session.heard = lambda: {rank: loop.heard[peer] for rank, peer in enumerate(members) if peer in loop.heard}
         weakref.finalize(self, loop.leave, context, "it was forgotten, or its process exits", wait=False)
         _open.add(self)
 
@@ -210,7 +208,14 @@ class StripedCommunicator(Communicator):
         assert self._loop is not None
         assert self._context is not None
         operation = Operation(
-            name, self._context.number_of(number), code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, self, self._context
+            name,
+            self._context.number_of(number),
+            code,
+            iter(lanes),
+            self.tuning.window,
+            nbytes <= _BRIEF,
+            self,
+            self._context,
         )
         self._loop.submit(operation)
         counted, missing = number if collective else None, lambda: operation.missing()

@@ -218,7 +218,7 @@ class Loop:
         self._running[operation].add(transfer)
         context.sent(total)
         for offset, channel in zip(starts, channels, strict=False):
-            channel.put(operation.number, lane.code, tag, offset, data[offset : offset + step], total, transfer)
+            channel.append(operation.number, lane.code, tag, offset, data[offset : offset + step], total, transfer)
             if not channel.writing:
                 self._guarded(channel, self._write)
         return transfer
@@ -289,7 +289,9 @@ class Loop:
             for operation in [each for each in (*self._running, *self._submitted) if each.context is context]:
                 self._inbox.withdraw(self._running.pop(operation, set()))
                 operation.end(ConnectionAbortedError(reason))
-            for key in [key for table in (self._farewells, self._departed) for key in table if key[0] == context.number]:
+            for key in [
+                key for table in (self._farewells, self._departed) for key in table if key[0] == context.number
+            ]:
                 self._farewells.pop(key, None)
                 self._departed.pop(key, None)
             said = reason.encode()

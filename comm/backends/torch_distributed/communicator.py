@@ -72,7 +72,10 @@ class TorchCommunicator(Communicator):
         ValueError: if torch.distributed is not initialised, or the group serves no tensors on `device`.
     """
 
+    introduction: Introduction | None
     _owned_liveness: Liveness | None
+    _connected: bool
+    _connecting: threading.Lock
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class TorchCommunicator(Communicator):
         self._key = key
         self._secret = secret
         self._owned_liveness = None
-        self.introduction: Introduction | None = None
+        self.introduction = None
         self._connected = group.backend is not None or group.size == 1
         self._connecting = threading.Lock()
         session.abandon = group.abandon
