@@ -191,7 +191,10 @@ def _make_room(size: int, launch: Launch | None) -> None:
         return
     # Torch's store has a connection to each rank, in the process that holds it.
     store = size if launch is not None and launch.rank == HOST and not launch.agent_store else 0
-    make_room(store + max(1, knobs.SOCKETS.get()) * (size - 1), size, useful=_LATER * (size - 1))
+    sockets = 1
+    with contextlib.suppress(ValueError):  # all ranks learn of it later, when they compare what they ask for
+        sockets = max(sockets, knobs.SOCKETS.get())
+    make_room(store + sockets * (size - 1), size, useful=_LATER * (size - 1))
 
 
 def _place(launch: Launch, wanted: torch.device | None) -> tuple[torch.device, str]:
