@@ -79,8 +79,7 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         RankLostError: if a rank died on the way.
         MismatchError: if WORLD_SIZE or the version of this package differs between ranks.
         CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another. Also if
-            the process may not open as many files as connections to so many ranks take; `init` raises the soft limit to the
-            hard one before.
+            the process may not open enough files for so many connections, even at the hard limit.
     """
     global _current
     wanted = None if device is None else _indexed(torch.device(device))

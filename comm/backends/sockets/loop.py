@@ -36,8 +36,8 @@ class Loop:
     Several communicators may share the sockets, each with a `Context`, whose number goes with each frame. None of them can keep
     another one waiting for ever:
 
-    - Who sends: contexts take turns, frame by frame (`Channel`), so that a message of any size delays those of others by one
-      frame, and by what the kernel has already taken.
+    - Who sends: contexts take turns, frame by frame (`Channel`). A message of any size delays those of others by one frame, and
+      by what the kernel has already taken.
     - Who receives: the thread reads whatever the receivers of single contexts do. What has not been asked for is kept, without a
       limit where something of that rank is awaited (`Inbox`). So the bytes in front of an awaited message always move on.
     - Operations: each has its own lanes, and a lane that waits holds nothing that a lane of another operation needs.
