@@ -102,7 +102,7 @@ class Gathering:
         return packed
 
     def _left(self) -> float:
-        # Whoever waits for the thread ends the wait in time, and the thread with it.
+        # `bounded` ends the wait in time, and the thread with it.
         return self._deadline - time.monotonic() + _AFTERWARDS
 
     def _unpack(self, packed: bytes) -> list[bytes]:

@@ -32,7 +32,7 @@ class MessagePart:
         offset: of the part in the message.
         data: the bytes of the part.
         total: bytes of the message.
-        transfer: told when all parts have gone; None for a farewell.
+        transfer: counts the parts that have not gone; None for a farewell.
         most: bytes of a frame.
 
     Attributes:

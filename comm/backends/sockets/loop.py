@@ -42,7 +42,7 @@ class Loop:
       limit where something of that rank is awaited (`Inbox`). So the bytes in front of an awaited message always move on.
     - Operations: each has its own lanes, and a lane that waits holds nothing that a lane of another operation needs.
 
-    A rank that leaves a context, since it closes or aborts its communicator, says so by a farewell on each socket. What other
+    A rank that leaves a context, since it closes or aborts its communicator, sends a farewell on each socket. What other
     ranks wait for from it in this context fails when the farewell has come through all of them, behind the messages before it.
     The sockets close with the last context. A connection that breaks ends all operations with that rank, of all contexts.
 
@@ -124,7 +124,7 @@ class Loop:
         return made
 
     def leave(self, context: Context, reason: str, *, wait: bool = True) -> None:
-        """Ends what is under way in a context, and says farewell to its other ranks; from any thread, more than once.
+        """Ends what is under way in a context, and sends a farewell to its other ranks; from any thread, more than once.
 
         Args:
             context: of `open`.
