@@ -171,7 +171,7 @@ NCCL: Knob[str] = Knob(
 )
 SOCKETS: Knob[int] = Knob(
     "BAGUA_KERNELS_SOCKETS",
-    2,
+    1,
     _sockets,
     "Sockets that `init` opens between two ranks on CPUs; `tune` measures how many are used; 0 leaves all to Gloo.",
 )

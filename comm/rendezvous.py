@@ -24,12 +24,14 @@ from bagua_kernels.comm.backends.torch_distributed.gloo_end import await_freed, 
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.joining.address import address_of
 from bagua_kernels.comm.joining.bounded import KeptStore, PatientStore, bounded
+from bagua_kernels.comm.joining.descriptors import make_room
 from bagua_kernels.comm.joining.launch import Launch, Refusal, gloo_on, loopback_of
-from bagua_kernels.comm.joining.start import Start, begin, tell_refusal
+from bagua_kernels.comm.joining.start import HOST, Start, begin, tell_refusal
 from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _FREEING = 2.0  # seconds that `shutdown` waits for connections to be closed after a failure
 _ON_GLOO = frozenset(("cpu", "cuda", "gloo"))  # in the configuration of a group that has no other backend
+_LATER = 2  # descriptors for each other rank that a mailbox takes
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
 _log = logging.getLogger(__name__)
@@ -57,9 +59,10 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
     group by setting that variable while the group is made, because there is no other way. This package's own sockets need
     no variable.
 
-    Ranks on CPUs are joined by sockets of their own beside Gloo's (`StripedCommunicator`), unless
-    `BAGUA_KERNELS_SOCKETS` is 0. On GPUs NCCL is driven through torch, or through CuPy (`NcclCommunicator`) if
-    `BAGUA_KERNELS_NCCL=cupy`. What `tune` has measured can be given in `BAGUA_KERNELS_TUNING`.
+    Ranks on CPUs are joined by sockets of their own (`StripedCommunicator`), unless `BAGUA_KERNELS_SOCKETS` is 0. Gloo
+    then connects two ranks only when they first meet in an operation of torch's. On GPUs NCCL is driven through torch, or
+    through CuPy (`NcclCommunicator`) if `BAGUA_KERNELS_NCCL=cupy`. What `tune` has measured can be given in
+    `BAGUA_KERNELS_TUNING`.
 
     Args:
         timeout: seconds after which an operation that does not finish raises an error, and within which all ranks
@@ -75,7 +78,8 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         CollectiveTimeoutError: if not all ranks arrived in time; it names those that are missing.
         RankLostError: if a rank died on the way.
         MismatchError: if WORLD_SIZE or the version of this package differs between ranks.
-        CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another.
+        CommunicationError: if the store at MASTER_ADDR cannot be reached, or the ranks cannot reach one another. Also if
+            the process may not open enough files for so many connections, even at the hard limit.
     """
     global _current
     wanted = None if device is None else _indexed(torch.device(device))
@@ -101,6 +105,9 @@ def init(*, timeout: float | None = None, device: str | torch.device | None = No
         for knob in (knobs.HEARTBEAT, knobs.SECRET):
             knob.get()
         launch = None if dist.is_initialized() else Launch.read()
+        _make_room(
+            dist.get_world_size() if dist.is_initialized() else 1 if launch is None else launch.world_size, launch
+        )
         at = None if launch is None else _place(launch, wanted)
     if dist.is_initialized():
         try:
@@ -166,11 +173,27 @@ def _refusals_told() -> Iterator[None]:
     """Reports to the other ranks, which would wait for this one, that it refuses what it was given."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, CommunicationError) as error:
         refusal = None if dist.is_initialized() else Refusal.read()
         if refusal is not None:
             tell_refusal(refusal, error)
         raise
+
+
+def _make_room(size: int, launch: Launch | None) -> None:
+    """Raises the limit on open files, if it is too low for so many ranks.
+
+    Raises:
+        CommunicationError: if it cannot be raised as far as is needed.
+    """
+    if size == 1:
+        return
+    # Torch's store has a connection to each rank, in the process that holds it.
+    store = size if launch is not None and launch.rank == HOST and not launch.agent_store else 0
+    sockets = 1
+    with contextlib.suppress(ValueError):  # all ranks learn of it later, when they compare what they ask for
+        sockets = max(sockets, knobs.SOCKETS.get())
+    make_room(store + sockets * (size - 1), size, useful=_LATER * (size - 1))
 
 
 def _place(launch: Launch, wanted: torch.device | None) -> tuple[torch.device, str]:

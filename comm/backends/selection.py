@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +16,8 @@ from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import Tuning
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
 from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.failures.heartbeat import OPENING
+from bagua_kernels.comm.failures.session import Session
 
 
 def over_torch(
@@ -29,21 +32,30 @@ def over_torch(
         look: called again and again while it waits for other ranks; what it raises ends the wait.
     """
     deadline = time.monotonic() + timeout
-    base = TorchCommunicator(timeout=timeout, device=place, host=host, look=look)
+    base = TorchCommunicator(
+        timeout=timeout, device=place, host=host, look=look, connected=False, first=asdict(Settings.here())
+    )
     if base.size == 1:
         return base
     try:
-        with base.session.within(max(deadline, time.monotonic() + timeout / 10)):
-            settings = agreed_settings(base)
+        assert base.introduction is not None
+        settings = agreed_settings([Settings(**told) for told in base.introduction.first()])
+        sockets = base.device.type == "cpu" and settings.sockets
+        if not sockets:
+            with base.session.within(max(deadline, time.monotonic() + timeout / 10)):
+                base.connect(look)
         if base.device.type == "cuda" and settings.nccl == "cupy":
             made = NcclCommunicator(timeout=timeout, device=base.device)
             base.close()
             return made
-        if base.device.type == "cuda" or not settings.sockets:
+        if not sockets:
             return base
         tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
         stripes = max(settings.sockets, tuning.stripes)
-        return StripedCommunicator(base, stripes=stripes, tuning=tuning, host=host, deadline=deadline)
+        base.introduction.watch(partial(_see, base.session))
+        return StripedCommunicator(
+            base, stripes=stripes, tuning=tuning, host=host, deadline=deadline, exchange=base.introduction
+        )
     except BaseException as error:
         base.abort(f"init failed: {error}")
         raise
@@ -65,23 +77,29 @@ class Settings:
     nccl: str
     problem: str = ""
 
+    @classmethod
+    def here(cls) -> Settings:
+        """Returns those of this process."""
+        try:
+            text = knobs.TUNING.get()
+            try:
+                Tuning.from_json(text or "{}")
+            except ValueError as error:
+                raise ValueError(f"{knobs.TUNING.variable}: {error}") from None
+            return cls(knobs.SOCKETS.get() if hasattr(select, "epoll") else 0, text, knobs.NCCL.get())
+        except ValueError as error:
+            return cls(0, "", "", str(error))
 
-def agreed_settings(base: TorchCommunicator) -> Settings:
+
+def agreed_settings(everyone: list[Settings]) -> Settings:
     """Returns what all ranks want.
+
+    Args:
+        everyone: the settings of each rank.
 
     Raises:
         ValueError: on all ranks, if one cannot read its environment, or wants something else.
     """
-    try:
-        text = knobs.TUNING.get()
-        try:
-            Tuning.from_json(text or "{}")
-        except ValueError as error:
-            raise ValueError(f"{knobs.TUNING.variable}: {error}") from None
-        mine = Settings(knobs.SOCKETS.get() if hasattr(select, "epoll") else 0, text, knobs.NCCL.get())
-    except ValueError as error:
-        mine = Settings(0, "", "", str(error))
-    everyone: list[Settings] = base.all_gather_object(mine)
     problems = {rank: one.problem for rank, one in enumerate(everyone) if one.problem}
     if problems:
         raise ValueError(f"some ranks cannot use their environment: {problems}")
@@ -89,4 +107,10 @@ def agreed_settings(base: TorchCommunicator) -> Settings:
         values = {rank: getattr(one, name) for rank, one in enumerate(everyone)}
         if len(set(values.values())) > 1:
             raise ValueError(f"{knob.variable} has to be the same on all ranks, got {values}: let the launcher set it")
-    return mine
+    return everyone[0]
+
+
+def _see(session: Session) -> None:
+    """Ends a wait that makes no sense any more, since a rank was lost."""
+    if session.reported():
+        raise session.failure("connect", OPENING, None, None, timed_out=False)

@@ -17,6 +17,8 @@ T = TypeVar("T")
 _PATIENCE = 5.0  # seconds for the thread to end
 _GLANCE = 0.05  # seconds between two looks at whether waiting still makes sense
 _PAUSES = (0.001, 0.02)  # seconds between two questions to a store: the first, and the longest
+_SHARE = 0.125  # of a wait that has passed before the next question
+_RAREST = 0.25  # seconds between two questions of a long wait
 
 
 class BoundedStore:
@@ -48,6 +50,14 @@ class BoundedStore:
     def check(self, key: str) -> bool:
         """Returns True if a key is there."""
         return bool(self._ask(lambda: self._store.check([key])))
+
+    def gather(self, keys: list[str]) -> list[str]:
+        """Returns the texts of keys that are there, in one message and its answer where the store can do so."""
+        return [text.decode() for text in self._ask(lambda: values_of(self._store, keys))]
+
+    def wait(self, keys: list[str], seconds: float) -> bool:
+        """Returns True as soon as all of the keys are there, and False if they are not within some seconds."""
+        return _until(lambda: bool(self._ask(lambda: self._store.check(keys))), seconds)
 
     def __enter__(self) -> BoundedStore:
         """Returns itself."""
@@ -90,6 +100,53 @@ class BoundedStore:
                 self._answers.put((call(), None))
             except RuntimeError as error:
                 self._answers.put((None, error))
+
+
+def values_of(store: Any, keys: list[str]) -> list[bytes]:
+    """Returns the values of keys that are there, in one message and its answer where the store can do so."""
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def await_keys(store: Store, keys: list[str], seconds: float, given_up: threading.Event | None = None) -> bool:
+    """Waits until keys are there, by asking whether they are, more rarely the longer it takes.
+
+    A wait of torch's own store cannot be ended, blocks every other call of that store, and prints warnings when its time is
+    over.
+
+    Args:
+        store: where they will be.
+        keys: all of them are awaited.
+        seconds: the longest wait.
+        given_up: set when nobody waits any more.
+
+    Returns:
+        True if all are there.
+
+    Raises:
+        GivenUpError: if nobody waits any more.
+        RuntimeError: if the store cannot be reached.
+    """
+
+    def there() -> bool:
+        if given_up is not None and given_up.is_set():
+            raise GivenUpError("nobody waits for this any more")
+        return store.check(keys)
+
+    return _until(there, seconds)
+
+
+def _until(there: Callable[[], bool], seconds: float) -> bool:
+    """Asks until the answer is True, or for some seconds; returns the last answer.
+
+    Pauses grow with the wait, so that a hundred ranks that wait for the last one hardly cost the store's host anything.
+    """
+    began = time.monotonic()
+    while not there():
+        waited = time.monotonic() - began
+        if waited >= seconds:
+            return False
+        time.sleep(min(max(_PAUSES[0], waited * _SHARE), _RAREST, seconds - waited))
+    return True
 
 
 class GivenUpError(RuntimeError):

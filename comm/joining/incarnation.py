@@ -16,6 +16,7 @@ from bagua_kernels.comm.joining.installed import Installed, check_installed, mis
 from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError, MismatchError, RankLostError
 
 _POLL = 0.01  # seconds
+_PAUSES = (0.05, 0.5)  # seconds of a wait, after which a rank looks for what else may have come: the first, the longest
 _FAREWELL = 1.0  # seconds that rank 0 stays after it has given up, for it may hold the store
 _LONG_FAREWELL = 5.0  # where the others may still be on their way
 _SETTLED = 1.0  # seconds after which a refusal is not one of an earlier start, whose rank would have come again
@@ -45,9 +46,12 @@ def agree(store: BoundedStore, rank: int, size: int, timeout: float) -> Incarnat
     torchrun's count of restarts will not do: with several hosts each counts its own.
 
     1. Every rank writes its process and a number of its own, drawn at random, under its rank.
-    2. Rank 0 publishes the list of these with a fresh name, again whenever one changes.
-    3. A rank that finds its own entry in the list confirms the name, with the seconds that it has left.
+    2. Rank 0 publishes the list of these with a fresh name, again whenever one changes, and answers each number in it.
+    3. A rank whose number is answered finds its own entry in the list, and confirms the name, with the seconds that it has left.
     4. After all have confirmed, rank 0 writes that they may start. A dead rank's entry is never confirmed for a fresh name.
+
+    Each step is awaited in the store by a key that only this start has. So no rank asks again and again, and what a rank
+    fetches, the list twice, does not grow with the time that others take.
 
     A rank whose time is over writes the missing ranks to the store, so that the others need not wait for them, too. So does one
     that finds another WORLD_SIZE, or another version of this package, than its own.
@@ -74,7 +78,8 @@ class _Agreement:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._about = _About(size, Installed.here())
-        self._own = json.dumps([uuid.uuid4().hex, *Process.current().told(), self._about.told()])
+        self._number = uuid.uuid4().hex
+        self._own = json.dumps([self._number, *Process.current().told(), self._about.told()])
         self._name = uuid.uuid4().hex if rank == 0 else ""
         self._seen = self._name  # by which ranks that do not belong together speak of the start
         self._listed = 0
@@ -87,39 +92,84 @@ class _Agreement:
             # Of this rank's process before this one.
             store.set(REFUSED, _NOTHING)
         store.set(f"{_ROOT}/{rank}", self._own)
+        pause = _PAUSES[0]
         while time.monotonic() < self._deadline:
-            self._publish() if rank == 0 else self._confirm()
-            if self._name and store.check(f"{_ROOT}/missing/{self._name}"):
-                self._give_up(json.loads(store.get(f"{_ROOT}/missing/{self._name}")))
-            if self._seen and store.check(f"{_ROOT}/differs/{self._seen}"):
-                text, ranks = json.loads(store.get(f"{_ROOT}/differs/{self._seen}"))
-                self._end(MismatchError(text, ranks), range(1, self._size), min(_LONG_FAREWELL, self._timeout / 2))
-            self._heed_refusal()
-            if rank == 0 and not self._unconfirmed():
-                self._compare({peer: _About.of(entry) for peer, entry in enumerate(self._entries)})
-                left = [float(store.get(self._confirmed(r))) for r in range(1, self._size)]
-                store.set(f"{_ROOT}/go/{self._name}", str(min([self._deadline - time.monotonic(), *left])))
-            if self._name and store.check(f"{_ROOT}/go/{self._name}"):
-                seconds = float(store.get(f"{_ROOT}/go/{self._name}"))
-                # Others may have come since this rank read the list: a list that may start is complete.
-                listed, *self._entries = json.loads(store.get(f"{_ROOT}/list"))
-                if listed != self._name:
-                    continue  # rank 0 has started once more
-                processes = [Process.parse(json.loads(entry)[1:4]) for entry in self._entries]
-                return Incarnation(self._name, seconds, tuple(processes))
-            time.sleep(_POLL)
+            awaited = self._awaited()
+            began = time.monotonic()
+            if store.wait(awaited, max(0.001, min(pause, self._deadline - began))):
+                made = self._come(awaited)
+                if made is not None:
+                    return made
+                if self._awaited() == awaited and time.monotonic() - began < _POLL:
+                    time.sleep(_POLL)  # what it waits for is there, and not of this start
+            else:
+                pause = min(1.5 * pause, _PAUSES[1])
+                self._glance()
         self._give_up(self._unconfirmed() if self._name else [0])
 
-    def _publish(self) -> None:
+    def _awaited(self) -> list[str]:
+        """Returns the keys that this rank waits for."""
+        if self._rank == 0:
+            complete = self._entries and all(self._entries)
+            return [self._confirmed(r) if complete else f"{_ROOT}/{r}" for r in range(1, self._size)] or [f"{_ROOT}/0"]
+        return [f"{_ROOT}/go/{self._name}" if self._name else f"{_ROOT}/answer/{self._number}"]
+
+    def _come(self, awaited: list[str]) -> Incarnation | None:
+        """Goes on, now that the keys that it waited for are there; returns the start if all ranks may start."""
         store = self._store
-        keys = [f"{_ROOT}/{r}" for r in range(self._size)]
-        entries = [store.get(key) if store.check(key) else "" for key in keys]
-        if entries != self._entries:
-            self._entries = entries
-            store.set(f"{_ROOT}/list", json.dumps([self._name, *entries]))
-        if store.check(f"{_ROOT}/beyond/{self._name}"):
-            peer, *told = json.loads(store.get(f"{_ROOT}/beyond/{self._name}"))
-            self._compare({0: self._about, int(peer): _About.parse(*told)})
+        if self._rank == 0:
+            if not (self._entries and all(self._entries)):
+                self._publish(store.gather([f"{_ROOT}/{r}" for r in range(self._size)]))
+            if self._size > 1 and awaited[0] != self._confirmed(1):
+                return None
+            self._compare({peer: _About.of(entry) for peer, entry in enumerate(self._entries)})
+            left = [float(text) for text in store.gather(awaited)] if self._size > 1 else []
+            seconds = min([self._deadline - time.monotonic(), *left])
+            store.set(f"{_ROOT}/go/{self._name}", str(seconds))
+            return self._made(seconds)
+        if not self._name:
+            self._confirm()
+            return None
+        # Others may have come since this rank read the list: a list that may start is complete.
+        told, text = store.gather([*awaited, f"{_ROOT}/list"])
+        listed, *entries = json.loads(text)
+        if listed != self._name:  # rank 0 has started once more
+            self._name = ""
+            return None
+        self._entries = entries
+        return self._made(float(told))
+
+    def _made(self, seconds: float) -> Incarnation:
+        processes = [Process.parse(json.loads(entry)[1:4]) for entry in self._entries]
+        return Incarnation(self._name, seconds, tuple(processes))
+
+    def _glance(self) -> None:
+        """Looks for what else than its turn may have come."""
+        store = self._store
+        if self._rank == 0:
+            self._publish(
+                [store.get(key) if store.check(key) else "" for key in (f"{_ROOT}/{r}" for r in range(self._size))]
+            )
+            if store.check(f"{_ROOT}/beyond/{self._name}"):
+                peer, *told = json.loads(store.get(f"{_ROOT}/beyond/{self._name}"))
+                self._compare({0: self._about, int(peer): _About.parse(*told)})
+        elif not self._name:
+            self._confirm()
+        if self._name and store.check(f"{_ROOT}/missing/{self._name}"):
+            self._give_up(json.loads(store.get(f"{_ROOT}/missing/{self._name}")))
+        if self._seen and store.check(f"{_ROOT}/differs/{self._seen}"):
+            text, ranks = json.loads(store.get(f"{_ROOT}/differs/{self._seen}"))
+            self._end(MismatchError(text, ranks), range(1, self._size), min(_LONG_FAREWELL, self._timeout / 2))
+        self._heed_refusal()
+
+    def _publish(self, entries: list[str]) -> None:
+        if entries == self._entries:
+            return
+        fresh = [entry for entry in entries[1:] if entry and entry not in self._entries]
+        self._entries = entries
+        self._store.set(f"{_ROOT}/list", json.dumps([self._name, *entries]))
+        for entry in fresh:
+            self._store.set(f"{_ROOT}/answer/{json.loads(entry)[0]}", self._name)
 
     def _heed_refusal(self) -> None:
         """Ends the start where a rank has refused its environment, unless it comes meanwhile: it was an earlier start's then."""

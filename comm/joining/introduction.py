@@ -1,4 +1,4 @@
-"""Lets the ranks of a torch process group check that they share a secret, and exchange their addresses."""
+"""Lets the ranks of a torch process group check that they share a secret, and exchange what they start with."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import itertools
 import json
 import secrets
 import time
+import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.joining.bounded import bounded
+from bagua_kernels.comm.joining.gathering import Gathering
 from bagua_kernels.comm.joining.installed import Installed, check_installed
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
+from bagua_kernels.errors import CommunicationError
 
 _KEY = "bagua_kernels/secret"  # in torch's store
-_SLICE = 0.1  # seconds between two looks at whether waiting still makes sense
-_LONGEST = 1 << 20  # bytes of a value: lengths are read before signatures
+_LONGEST = 1 << 20  # bytes of a value as JSON
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
+    weakref.WeakKeyDictionary()
+)  # introductions begun, of each group
 
 
 def job_secret(store: Store, seconds: float | None = None, look: Callable[[], object] | None = None) -> Secret:
@@ -60,6 +63,7 @@ class Introduction:
         secret: of the job.
         deadline: when all waits are over, as of `time.monotonic`; by default after `BAGUA_KERNELS_TIMEOUT`.
         look: called again and again while it waits; what it raises ends the wait.
+        first: a value that goes along with the first one, so that it takes no round of its own; see the method `first`.
 
     Attributes:
         name: a name that all ranks agree on, and that no other introduction has.
@@ -77,21 +81,33 @@ class Introduction:
         secret: Secret,
         deadline: float | None = None,
         look: Callable[[], object] | None = None,
+        first: Any = None,
     ) -> None:
-        self._group = group
-        self._deadline = time.monotonic() + knobs.TIMEOUT.get() if deadline is None else deadline
-        self._look = look
         self._rank = dist.get_rank(group)
-        self._size = dist.get_world_size(group)
-        served = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        kind = "cpu" if "cpu" in served else next(iter(served))
-        self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        deadline = time.monotonic() + knobs.TIMEOUT.get() if deadline is None else deadline
+        store, size = _get_default_store(), dist.get_world_size(group)
+        # Room for a signature.
+        self._gather = Gathering(store, _name(group), self._rank, size, deadline, look, _LONGEST + Secret.NBYTES)
         self._numbers = itertools.count()
         # A nonce of every rank goes in, so that nothing that was recorded of an earlier introduction is valid in this one.
         nonces = self._gather(secrets.token_bytes(Secret.NBYTES))
+        if any(len(nonce) != Secret.NBYTES for nonce in nonces):
+            raise CommunicationError(
+                f"ranks have sent nonces of impossible lengths, {[len(one) for one in nonces]} bytes"
+            )
         self.name = hashlib.sha256(b"".join(nonces)).hexdigest()[:32]
         self.secret = secret.derive("introduction", *nonces)
-        check_installed({rank: Installed.parse(told) for rank, told in enumerate(self(Installed.here().told()))})
+        self._first: list[Any] | None = self([Installed.here().told(), first])
+        check_installed({rank: Installed.parse(told) for rank, (told, _) in enumerate(self._first)})
+
+    def first(self) -> list[Any]:
+        """Returns the values `first` of all ranks, in rank order."""
+        assert self._first is not None
+        return [value for _, value in self._first]
+
+    def watch(self, look: Callable[[], object]) -> None:
+        """Calls a function, too, while it waits; what it raises ends the wait."""
+        self._gather.looks.append(look)
 
     def __call__(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order, as JSON leaves them: tuples have become lists.
@@ -104,13 +120,10 @@ class Introduction:
         if len(body) > _LONGEST:
             raise ValueError(f"expected a value of at most {_LONGEST} bytes as JSON, got {len(body)}")
         signed = self.secret.sign(b"value", number, str(self._rank).encode(), body) + body
-        lengths = [int.from_bytes(length, "little") for length in self._gather(len(signed).to_bytes(8, "little"))]
-        if max(lengths) > _LONGEST + Secret.NBYTES or min(lengths) < Secret.NBYTES:
-            raise CommunicationError(f"ranks have sent values of impossible lengths, {lengths} bytes")
         texts: list[bytes] = []
         strangers: list[int] = []
-        for rank, (length, data) in enumerate(zip(lengths, self._gather(signed.ljust(max(lengths))), strict=True)):
-            signature, text = data[: Secret.NBYTES], data[Secret.NBYTES : length]
+        for rank, data in enumerate(self._gather(signed)):
+            signature, text = data[: Secret.NBYTES], data[Secret.NBYTES :]
             texts.append(text)
             if not self.secret.verify(signature, b"value", number, str(rank).encode(), text):
                 strangers.append(rank)
@@ -122,36 +135,11 @@ class Introduction:
             )
         return [json.loads(text) for text in texts]
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Returns bytes of all ranks, the same number of each."""
-        if self._size == 1:
-            return [data]
-        # waits: at start.
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._size)]
-        work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
-        self._wait(work)
-        # waits: at start.
-        return [one.cpu().numpy().tobytes() for one in everyone]
 
-    def _wait(self, work: Any) -> None:
-        """Waits on the host, in slices: torch's own limit is that of the group, and nobody looks around meanwhile."""
-        if self._device.type != "cpu":
-            # waits: at start; torch's watchdog bounds it.
-            work.wait()
-            return
-        while True:
-            left = self._deadline - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(0.001, min(_SLICE, left))))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            if self._look is not None:
-                self._look()
-            if left <= 0:
-                raise CollectiveTimeoutError(
-                    "not all ranks of torch's process group came in time to make a communicator: see that all of them make "
-                    "one, in the same order as others, or raise timeout="
-                )
+def _name(group: dist.ProcessGroup) -> str:
+    """Returns a name for the next introduction of a group, which its ranks make in one order."""
+    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+    # Torch does not promise that no two groups have one name.
+    whose = f"{group.group_name}/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
+    count = _made[group] = _made.get(group, 0) + 1
+    return f"{whose}/{count}"

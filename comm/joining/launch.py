@@ -204,13 +204,16 @@ def loopback_of(address: str) -> str:
 
 @contextlib.contextmanager
 def gloo_on(host: str) -> Iterator[None]:
-    """Makes Gloo use the loopback interface within the block, if `host` is given."""
+    """Makes Gloo use the loopback interface within the block, if `host` is given, and connect two ranks when they first meet.
+
+    A rank that uses torch's default group for nothing then has no descriptor for each other rank.
+    """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-    if not host or not name:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    wanted = {"GLOO_SOCKET_IFNAME": name if host else "", "TORCH_GLOO_LAZY_INIT": "1"}
+    wanted = {variable: value for variable, value in wanted.items() if value and variable not in os.environ}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        for variable in wanted:
+            del os.environ[variable]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.comm.backends.sockets import mesh, schedules
+from bagua_kernels.comm.backends.sockets.context import Context
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
@@ -36,6 +37,10 @@ class StripedCommunicator(Communicator):
     reduce-scatter sends each part once. Large messages may be split over several sockets, as BAGUA-Net did for NCCL. `tuning`
     contains the way for each size; `tune` measures it. The communicator beneath is used where it is faster.
 
+    Duplicates and splits share the sockets of the communicator that they come from, and the thread of these: each has a
+    `Context`. Making one sends nothing, because its name and its secret follow from those of its parent and the number of
+    the split. How they stay independent of one another is described at `Loop`.
+
     Results are reduced in rank order where one rank reduces, and have the same bits on all ranks in any case.
     `bytes_sent` counts what goes into the sockets, without headers.
 
@@ -45,6 +50,7 @@ class StripedCommunicator(Communicator):
         tuning: equal on all ranks.
         host: the address to listen on; by default that of the interface which Gloo would use.
         deadline: when the time to connect is over, as of `time.monotonic`; by default after the timeout of `base`.
+        exchange: gathers a value of every rank as JSON, in rank order; by default an operation of `base`.
 
     Raises:
         ValueError: if `base` is not on the CPU.
@@ -59,7 +65,18 @@ class StripedCommunicator(Communicator):
         tuning: Tuning | None = None,
         host: str = "",
         deadline: float | None = None,
+        exchange: Callable[[Any], list[Any]] | None = None,
     ) -> None:
+        self._check(base, stripes)
+        self._begin(base, stripes, tuning or Tuning(), host)
+        if self.size > 1:
+            by = time.monotonic() + base.timeout if deadline is None else deadline
+            links = mesh.connect_over(base, stripes, host, base._sealed().secret.derive("sockets"), by, exchange)
+            loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: None)
+            self._share(loop, tuple(range(self.size)))
+
+    @staticmethod
+    def _check(base: Communicator, stripes: int) -> None:
         if base.device.type != "cpu":
             raise ValueError(f"StripedCommunicator expects a communicator on the CPU, got one on {base.device}")
         if isinstance(base, StripedCommunicator):
@@ -68,6 +85,9 @@ class StripedCommunicator(Communicator):
             raise ValueError("StripedCommunicator needs epoll, which only Linux has: use its base")
         if stripes < 1:
             raise ValueError(f"expected at least one socket between two ranks, got {stripes=}")
+
+    def _begin(self, base: Communicator, stripes: int, tuning: Tuning, host: str) -> None:
+        """Sets everything but the sockets."""
         secret = base._sealed().secret
         self._assign(base.rank, base.size, base.device, base.timeout, secret.derive("striped"))
         self.base = base
@@ -83,24 +103,32 @@ class StripedCommunicator(Communicator):
             self.session = Session("world", base.timeout, base.rank, everyone, None)
         self.session.abandon = self._abandon
         self._loop: Loop | None = None
-        self.tuning = tuning or Tuning()
-        if self.size > 1:
-            by = time.monotonic() + base.timeout if deadline is None else deadline
-            links = mesh.connect_over(base, stripes, host, secret.derive("sockets"), by)
-            # The thread must not keep a communicator alive that nobody uses any more.
-            counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
-            self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
-            self._loop.use(self.tuning.stripes, self.tuning.split)
-            self.session.moves, loop = self._loop.moved, self._loop
-            self.session.heard = lambda: loop.heard
-            weakref.finalize(self, self._loop.stop, "it was forgotten, or its process exits")
-            _open.add(self)
+        self._context: Context | None = None
+        self.tuning = tuning
+
+    def _share(self, loop: Loop, members: tuple[int, ...]) -> None:
+        """Takes its part of a loop.
+
+        Args:
+            loop: of this communicator, or of that which it comes from.
+            members: by rank, the rank as the loop numbers it.
+        """
+        # The thread must not keep a communicator alive that nobody uses any more.
+        counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
+        number = self.base._sealed().secret.derive("context").export()[:16]
+        context = loop.open(int(number, 16), members, lambda n: _tell(counted, n))
+        self._loop, self._context = loop, context
+        context.use(self.tuning.stripes, self.tuning.split)
+        self.session.moves = lambda: context.moved
+        self.session.heard = lambda: {rank: loop.heard[peer] for rank, peer in enumerate(members) if peer in loop.heard}
+        weakref.finalize(self, loop.leave, context, "it was forgotten, or its process exits", wait=False)
+        _open.add(self)
 
     def retune(self, tuning: Tuning) -> None:
         """Follows another table from now on; every rank calls it with the same one, with nothing under way."""
         self.tuning = tuning
-        if self._loop is not None:
-            self._loop.use(tuning.stripes, tuning.split)
+        if self._context is not None:
+            self._context.use(tuning.stripes, tuning.split)
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""
@@ -146,23 +174,20 @@ class StripedCommunicator(Communicator):
             self.base.abort()
 
     def _stop(self, reason: str) -> None:
-        if self._loop is not None:
-            self._loop.stop(reason)
+        if self._loop is not None and self._context is not None:
+            self._loop.leave(self._context, reason)
         _open.discard(self)
 
     def _unusable(self) -> str:
         return self.session.ended or self.base._unusable()
 
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
-        deadline = time.monotonic() + self.timeout
-        base = self.base._split(ranks)
-        try:
-            return StripedCommunicator(
-                base, stripes=self.stripes, tuning=self.tuning, host=self._host, deadline=deadline
-            )
-        except BaseException as error:
-            base.abort(f"{type(error).__name__}: {error}")
-            raise
+        child = StripedCommunicator.__new__(StripedCommunicator)
+        base = self.base.later(ranks) if isinstance(self.base, TorchCommunicator) else self.base._split(ranks)
+        child._begin(base, self.stripes, self.tuning, self._host)
+        if self._loop is not None and self._context is not None and child.size > 1:
+            child._share(self._loop, tuple(self._context.members[rank] for rank in ranks))
+        return child
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
@@ -180,8 +205,18 @@ class StripedCommunicator(Communicator):
     ) -> Work:  # fmt: skip
         collective = number is None
         number = self.session.enter(name, self.call) if number is None else number
-        operation = Operation(name, number, code, iter(lanes), self.tuning.window, nbytes <= _BRIEF, owner=self)
         assert self._loop is not None
+        assert self._context is not None
+        operation = Operation(
+            name,
+            self._context.number_of(number),
+            code,
+            iter(lanes),
+            self.tuning.window,
+            nbytes <= _BRIEF,
+            self,
+            self._context,
+        )
         self._loop.submit(operation)
         counted, missing = number if collective else None, lambda: operation.missing()
         return SessionWork(self.session, operation, name, counted, peer, finish, device=None, missing=missing)

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua_kernels.comm.backends.sockets.channel import HEADER, Channel, MessagePart
+from bagua_kernels.comm.backends.sockets.channel import FRAME, Channel
+from bagua_kernels.comm.backends.sockets.context import Context
 from bagua_kernels.comm.backends.sockets.inbox import Inbox, different
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfer
-from bagua_kernels.comm.failures.failure import PeerError
 from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 
 _TURN = 4 << 20  # bytes that one socket may deliver before the others get their turn
@@ -33,10 +33,23 @@ class Loop:
     A brief operation takes its first steps on the thread that submits it, if the loop has nothing else in hand: waking
     a thread takes about as long as a small message.
 
+    Several communicators may share the sockets, each with a `Context`, whose number goes with each frame. None of them can keep
+    another one waiting for ever:
+
+    - Who sends: contexts take turns, frame by frame (`Channel`). A message of any size delays those of others by one frame, and
+      by what the kernel has already taken.
+    - Who receives: the thread reads whatever the receivers of single contexts do. What has not been asked for is kept, without a
+      limit where something of that rank is awaited (`Inbox`). So the bytes in front of an awaited message always move on.
+    - Operations: each has its own lanes, and a lane that waits holds nothing that a lane of another operation needs.
+
+    A rank that leaves a context, since it closes or aborts its communicator, sends a farewell on each socket. What other
+    ranks wait for from it in this context fails when the farewell has come through all of them, behind the messages before it.
+    The sockets close with the last context. A connection that breaks ends all operations with that rank, of all contexts.
+
     Args:
         name: of the thread.
         links: the connected sockets to each other rank; the loop owns them from now on.
-        sent: called with the bytes of every message that this rank sends.
+        sent: called with the bytes of every message that this rank sends outside of the contexts of `open`.
         beside: a further channel to each other rank, which messages of operations do not use.
 
     Attributes:
@@ -44,6 +57,7 @@ class Loop:
     """
 
     _inbox_type: ClassVar[type[Inbox]] = Inbox
+    _frame: ClassVar[int] = FRAME
 
     def __init__(
         self,
@@ -52,17 +66,20 @@ class Loop:
         sent: Callable[[int], None],
         beside: Mapping[int, Channel] | None = None,
     ) -> None:
-        self._links = {peer: [Channel(peer, sock) for sock in socks] for peer, socks in links.items()}
+        self._links = {peer: [Channel(peer, sock, self._frame) for sock in socks] for peer, socks in links.items()}
         for peer, channel in (beside or {}).items():
             self._links[peer].append(channel)
         self._channels = {channel.fd: channel for channels in self._links.values() for channel in channels}
         self.heard = dict.fromkeys(links, time.monotonic())
-        self._stripes = self._split = 1
-        self._sent = sent
-        self._inbox = self._inbox_type(self._links, self._done, self._fail, self._compare)
+        self._inbox = self._inbox_type(self._links, self._done, self._fail, self._compare, self._departs)
+        self._plain = self._inbox.contexts[0] = Context(0, range(max(links, default=0) + 1), sent)
+        self._opened = 0  # contexts in use beside that one
+        # By context and rank: farewells that have come, through how many sockets.
+        self._farewells: dict[tuple[int, int], int] = {}
+        self._departed: dict[tuple[int, int], str] = {}
         self._running: dict[Operation, set[Transfer]] = {}
         self._ready: deque[Lane] = deque()
-        self._lost: dict[int, BaseException] = {}
+        self._lost: dict[int, str] = {}
         self._submitted: deque[Operation] = deque()
         self._called: deque[Callable[[], None]] = deque()
         self._stopping = ""
@@ -83,11 +100,55 @@ class Loop:
         self._thread.start()
 
     def use(self, stripes: int, split: int) -> None:
-        """Cuts messages of at least `split` bytes over the first `stripes` sockets; others take the least busy of these."""
-        self._stripes, self._split = stripes, split
+        """See `Context.use`; for operations without a context."""
+        self._plain.use(stripes, split)
+
+    def open(self, number: int, members: Sequence[int], sent: Callable[[int], None]) -> Context:
+        """Returns a context for a communicator of some of the ranks; sends nothing, from any thread.
+
+        Args:
+            number: see `Context`; no other context of this loop had it.
+            members: see `Context`.
+            sent: see `Context`.
+
+        Raises:
+            ConnectionAbortedError: if the loop has ended.
+        """
+        made = Context(number, members, sent)
+        with self._lock:
+            if self._stopping:
+                raise ConnectionAbortedError(self._stopping)
+            self._opened += 1
+            self._inbox.contexts[number] = made
+        self.call(partial(self._recall, made), "open")
+        return made
+
+    def leave(self, context: Context, reason: str, *, wait: bool = True) -> None:
+        """Ends what is under way in a context, and sends a farewell to its other ranks; from any thread, more than once.
+
+        Args:
+            context: of `open`.
+            reason: for operations here, and for the other ranks.
+            wait: False to return before that is done. Else memory of operations is not used any more afterwards.
+        """
+        with self._lock:
+            if self._inbox.contexts.pop(context.number, None) is None:
+                return
+            self._opened -= 1
+            last, stopping = not self._opened, self._stopping
+        if not stopping:
+            done = threading.Event()
+            self.call(partial(self._leave, context, reason, done), "leaving")
+            if wait and threading.current_thread() is not self._thread and not self._moving._is_owned():
+                # Not for ever, for the loop may end meanwhile, and then everything of it.
+                while not done.wait(0.05) and self._thread.is_alive():
+                    pass
+        if last:
+            self.stop(reason)
 
     def submit(self, operation: Operation) -> None:
         """Starts an operation; from any thread."""
+        operation.context = operation.context or self._plain
         operation.missing = partial(self._missing, operation)
         if operation.brief and self._do_here(partial(self._start, operation), operation.name):
             return
@@ -143,33 +204,33 @@ class Loop:
 
     def send(self, lane: Lane, peer: int, tag: int, data: memoryview) -> Transfer:
         """See `Lane.send`."""
-        operation, channels, total = lane.operation, self._links[peer][: self._stripes], len(data)
-        if peer in self._lost:
-            raise self._lost[peer]
-        if total < self._split or len(channels) == 1:
+        operation, context, total = lane.operation, self._context_of(lane.operation), len(data)
+        peer = context.members[peer]
+        if (error := self._gone(context, peer)) is not None:
+            raise error
+        channels = self._links[peer][: context.stripes]
+        if total < context.split or len(channels) == 1:
             channels = [min(channels, key=lambda channel: channel.queued)]
         # Parts begin at multiples of a page, so that no element is cut.
         step = max(1, -(-total // (len(channels) * 4096)) * 4096)
         starts = range(0, max(1, total), step)
         transfer = Transfer(lane, peer, data, len(starts))
         self._running[operation].add(transfer)
-        self._sent(total)
+        context.sent(total)
         for offset, channel in zip(starts, channels, strict=False):
-            part = data[offset : offset + step]
-            header = HEADER.pack(operation.number, lane.code, tag, offset, len(part), total)
-            channel.out.append(MessagePart(header, part, transfer))
-            channel.queued += len(part)
+            channel.append(operation.number, lane.code, tag, offset, data[offset : offset + step], total, transfer)
             if not channel.writing:
                 self._guarded(channel, self._write)
         return transfer
 
     def receive(self, lane: Lane, peer: int, tag: int, data: memoryview | int) -> Transfer:
         """See `Lane.receive`, and `Lane.receive_anywhere` if a number of bytes is given."""
-        operation = lane.operation
+        operation, context = lane.operation, self._context_of(lane.operation)
+        peer = context.members[peer]
         to, total = (None, data) if isinstance(data, int) else (data, len(data))
         transfer = Transfer(lane, peer, to, total)
         self._running[operation].add(transfer)
-        self._inbox.ask((peer, operation.number, tag), transfer, self._lost.get(peer))
+        self._inbox.ask((peer, operation.number, tag), transfer, self._gone(context, peer))
         self._unpark(peer)
         return transfer
 
@@ -177,7 +238,7 @@ class Loop:
         if self._moving._is_owned() or not self._moving.acquire(timeout=0.1):
             return []
         try:
-            return sorted({transfer.peer for transfer in self._running.get(operation, ()) if not transfer.done})
+            return sorted({transfer.rank for transfer in self._running.get(operation, ()) if not transfer.done})
         finally:
             self._moving.release()
 
@@ -188,6 +249,64 @@ class Loop:
     def free(self, own: torch.Tensor) -> None:
         """See `Lane.free`."""
         self._inbox.scratch.give(own)
+
+    def _context_of(self, operation: Operation) -> Context:
+        return operation.context or self._plain
+
+    def _gone(self, context: Context, peer: int) -> BaseException | None:
+        """Returns the error of a rank of which nothing comes any more in a context; None if something may."""
+        if peer in self._lost:
+            return context.broken(peer, self._lost[peer])
+        return context.left(peer) if peer in context.departed else None
+
+    def _departs(self, peer: int, number: int, reason: str) -> None:
+        """Takes a farewell from one of the sockets of a rank; of a context that this rank may not have yet, or any more."""
+        if number in self._inbox.closed:
+            return
+        count = self._farewells[number, peer] = self._farewells.get((number, peer), 0) + 1
+        if count == len(self._links[peer]):
+            del self._farewells[number, peer]
+            self._departed[number, peer] = reason
+            # Not from here, in the middle of what has arrived.
+            self._called.append(partial(self._notice, number))
+            self._nudge()
+
+    def _notice(self, number: int) -> None:
+        context = self._inbox.contexts.get(number)
+        if context is not None:
+            self._recall(context)
+
+    def _recall(self, context: Context) -> None:
+        """Takes the farewells that have come of a context, and ends the operations that they concern."""
+        for number, peer in [key for key in self._departed if key[0] == context.number]:
+            context.departed[peer] = self._departed.pop((number, peer))
+            for operation, transfers in list(self._running.items()):
+                if operation.context is context and any(transfer.peer == peer for transfer in transfers):
+                    self._fail(operation, context.left(peer))
+
+    def _leave(self, context: Context, reason: str, done: threading.Event) -> None:
+        try:
+            for operation in [each for each in (*self._running, *self._submitted) if each.context is context]:
+                self._inbox.withdraw(self._running.pop(operation, set()))
+                operation.end(ConnectionAbortedError(reason))
+            for key in [
+                key for table in (self._farewells, self._departed) for key in table if key[0] == context.number
+            ]:
+                self._farewells.pop(key, None)
+                self._departed.pop(key, None)
+            said = reason.encode()
+            for channel in [channel for peer in context.members for channel in self._links.get(peer, ())]:
+                channel.forsake(context.number)
+                if channel.fd in self._channels:
+                    channel.leave(context.number, said)
+            self._inbox.leave(context.number)
+            for channel in list(self._channels.values()):
+                if channel.out and not channel.writing:
+                    self._guarded(channel, self._write)
+                if channel.parked is not None and channel.parked[1] >> 64 == context.number:
+                    self._guarded(channel, self._resume)
+        finally:
+            done.set()
 
     def _do_here(self, function: Callable[[], None], name: str) -> bool:
         """Does on this thread what is the loop's; returns True if it did, which it must not while something else waits."""
@@ -276,9 +395,12 @@ class Loop:
                 os.write(self._woken, b"x")
 
     def _start(self, operation: Operation) -> None:
+        if operation.is_completed() or self._context_of(operation).number in self._inbox.closed:
+            operation.end(ConnectionAbortedError("its communicator was left"))
+            return
         self._running[operation] = set()
-        for peer, number, code in self._inbox.calls():
-            self._compare(peer, number, code)
+        for peer, code in self._inbox.calls(operation.number):
+            self._compare(peer, operation.number, code)
         self._refill(operation)
 
     def _refill(self, operation: Operation) -> None:
@@ -333,8 +455,7 @@ class Loop:
     def _lose(self, channel: Channel, error: BaseException) -> None:
         """Gives a rank up: without one of its sockets nothing that it takes part in can finish."""
         peer = channel.peer
-        said = PeerError(peer, f"the connection to rank {peer} broke: {error}")
-        self._lost.setdefault(peer, said)
+        self._lost.setdefault(peer, str(error))
         for other in self._links[peer]:
             if other.fd in self._channels:
                 del self._channels[other.fd]
@@ -342,7 +463,7 @@ class Loop:
                 other.sock.close()
         for operation, transfers in list(self._running.items()):
             if any(transfer.peer == peer for transfer in transfers):
-                self._fail(operation, said)
+                self._fail(operation, self._context_of(operation).broken(peer, self._lost[peer]))
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
         self._inbox.withdraw(self._running.pop(operation, set()))
@@ -370,7 +491,8 @@ class Loop:
         """Ends an operation of this number that is another one than a rank's: its messages may never be asked for."""
         for operation in list(self._running):
             if operation.number == number and operation.code != code:
-                self._fail(operation, different(peer, code, operation.code))
+                rank = self._context_of(operation).rank_of(peer)
+                self._fail(operation, different(rank, code, operation.code))
 
     def _unpark(self, peer: int) -> None:
         for channel in self._links[peer]:

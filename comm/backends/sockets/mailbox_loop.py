@@ -43,23 +43,13 @@ class MailboxInbox(Inbox):
             raise ConnectionAbortedError(f"it sent number {key[1]} again before the first message was received")
         return super().place(key, code, total)
 
-    def calls(self) -> list[tuple[int, int, int]]:
+    def calls(self, number: int) -> list[tuple[int, int]]:
         """Returns nothing: no two exchanges have to be alike."""
         return []
 
     def lift_limit(self, peer: int) -> None:
         """Lets anything come that a rank has still in the network; for when that is all that will come."""
         self._wanted[peer] += 1
-
-    def free(self, arrivals: Iterable[Arrival]) -> None:
-        """Frees messages that have arrived in whole or in part."""
-        for arrival in arrivals:
-            peer = arrival.key[0]
-            del self._arrivals[arrival.key]
-            if arrival.transfer is not None:
-                self._wanted[peer] -= 1
-            if arrival.early:
-                self._ahead[peer] -= len(arrival.data)
 
     def unasked(self) -> list[Arrival]:
         """Returns the messages that have arrived in whole or in part before they were asked for."""
@@ -93,6 +83,8 @@ class MailboxLoop(Loop):
     """
 
     _inbox_type: ClassVar[type[Inbox]] = MailboxInbox
+    # Nothing takes turns here, and a message that is dropped half way ends with its only frame.
+    _frame: ClassVar[int] = 1 << 62
     _inbox: MailboxInbox
 
     def __init__(self, name: str, links: Mapping[int, Sequence[socket.socket]], box: LetterBox) -> None:
@@ -280,9 +272,9 @@ class MailboxLoop(Loop):
             if channel.arrival is not None and channel.arrival.transfer in transfers:
                 self._inbox.free([channel.arrival])
                 channel.discard()
-            for part in channel.out:
+            for part in [part for parts in channel.out.values() for part in parts]:
                 if part.transfer in transfers:
-                    part.rest = memoryview(bytes(part.rest))
+                    part.detach()
         super()._fail(operation, error)
 
     def _end(self) -> None:

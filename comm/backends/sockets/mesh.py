@@ -16,11 +16,11 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining import hello
 from bagua_kernels.comm.joining.address import own_address
+from bagua_kernels.comm.joining.descriptors import LIMIT, make_room
 from bagua_kernels.comm.joining.gate import Gate, listen
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
-_LIMIT = "`ulimit -n`"
 _GLANCE = 0.25  # seconds between two looks at whether connecting still makes sense
 _LEAST = 0.1  # of the timeout that is left to those who have come so far
 
@@ -66,8 +66,9 @@ def connect(
         with contextlib.ExitStack() as stack:
             listener = None
             try:
+                make_room(stripes * (size - 1) + 1, size)
                 listener = stack.enter_context(listen(host or own_address(), size * stripes))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, CommunicationError) as error:
                 problem = _told(error)
             offers = exchange((listener.getsockname()[:2] if listener else problem, token))
             if listener is not None and not any(isinstance(where, str) for where, _ in offers):
@@ -85,7 +86,7 @@ def connect(
                 "set GLOO_SOCKET_IFNAME to the network interface that the ranks share, and see that no firewall closes its "
                 "ports"
             )
-            if any(_LIMIT in text for text in problems.values()):
+            if any(LIMIT in text for text in problems.values()):
                 cure = "raise the limit on open files there, or close what is not needed"
             raise CommunicationError(f"the ranks could not connect to one another: {told}; {cure}")
         unfinished.pop_all()
@@ -93,7 +94,12 @@ def connect(
 
 
 def connect_over(
-    communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float
+    communicator: Communicator,
+    stripes: int,
+    host: str,
+    secret: Secret,
+    deadline: float,
+    exchange: Callable[[Any], list[Any]] | None = None,
 ) -> dict[int, list[socket.socket]]:
     """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
 
@@ -103,6 +109,7 @@ def connect_over(
         host: see `connect`.
         secret: see `connect`.
         deadline: when the time for all of it is over, as of `time.monotonic`.
+        exchange: see `connect`; by default an operation of the communicator.
 
     Raises:
         CommunicationError: as `connect`; a `RankLostError` if the communicator finds that a rank is lost.
@@ -113,7 +120,7 @@ def connect_over(
         if isinstance(session, Session):
             stack.enter_context(session.within(deadline))
             look = session.reported
-        gather, left = communicator.all_gather_object, deadline - time.monotonic()
+        gather, left = exchange or communicator.all_gather_object, deadline - time.monotonic()
         return connect(
             communicator.rank, communicator.size, stripes, gather, left, host, secret=secret, look=look
         )  # fmt: skip
@@ -172,7 +179,7 @@ def _told(error: Exception) -> str:
     """Returns the part of an error that other ranks need."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"its process or host is out of file descriptors ({_LIMIT} is {limit} there)"
+        return f"its process or host is out of file descriptors ({LIMIT} is {limit} there)"
     return str(error) or type(error).__name__
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from bagua_kernels.comm.backends.sockets.context import Context
+
 Transfers = Generator["list[Transfer]", None, None]
 _MESSAGES = 14  # bits of a tag that number a lane's messages to one rank; the others number the lane
 
@@ -20,7 +22,7 @@ class Transfer:
 
     Attributes:
         lane: that issued it.
-        peer: the rank at the other end.
+        peer: the rank at the other end, as the loop numbers it.
         data: the memory it is sent from or received into; None if it is received anywhere.
         own: the memory it was received in, if that was anywhere, from then on until it is given to `Lane.free`.
         left: parts of it that have not gone to the kernel; of one that is received, its bytes.
@@ -38,6 +40,12 @@ class Transfer:
         self.left = left
         self.done = False
         self.awaited = False
+
+    @property
+    def rank(self) -> int:
+        """The rank at the other end, as its communicator numbers it."""
+        context = self.lane.operation.context
+        return self.peer if context is None else context.rank_of(self.peer)
 
 
 class Carrier(Protocol):
@@ -115,12 +123,13 @@ class Operation:
 
     Args:
         name: for errors.
-        number: the same on all ranks, and no other operation's.
+        number: the same on all ranks, and no other operation's of its loop; see `Context.number_of`.
         code: detects calls that differ between ranks; see `signature`.
         lanes: the steps of each lane, which are started in this order, `window` at a time.
         window: how many lanes may be under way at once.
         brief: True if its first steps take no longer than handing them to another thread.
         owner: kept alive until the operation has ended.
+        context: of its communicator; None for the only one of its loop.
 
     Attributes:
         missing: returns the ranks with which a message is under way.
@@ -134,6 +143,7 @@ class Operation:
     window: int
     brief: bool = False
     owner: object = None
+    context: Context | None = None
 
     def __post_init__(self) -> None:
         self.active = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.torch_distributed.gloo_bytes import bytes_through
-from bagua_kernels.comm.backends.torch_distributed.group import Service, TorchGroup, open_group
+from bagua_kernels.comm.backends.torch_distributed.group import Service, TorchGroup, group_beside
 from bagua_kernels.comm.backends.torch_distributed.stream_end import StreamEnd
 from bagua_kernels.comm.communicator import Communicator, checked_timeout
 from bagua_kernels.comm.failures import liveness_store
@@ -58,6 +59,12 @@ class TorchCommunicator(Communicator):
         device: where tensors will be; by default the current CUDA device if the group serves one, else the CPU.
         host: the address whose network interface Gloo uses; by default that of `GLOO_SOCKET_IFNAME`, or of the hostname.
         look: called again and again while this constructor waits for other ranks; what it raises ends the wait.
+        connected: False to connect the ranks only for the first operation, and those of splits likewise. All ranks come to it
+            in the same order. It costs descriptors and rounds, which a job does not need whose operations go another way.
+        first: a value that the ranks exchange on the way; see `introduction`.
+
+    Attributes:
+        introduction: gathers values of all ranks without connections, until its deadline; of splits None.
 
     Raises:
         RankLostError: if a rank is lost meanwhile; it is named.
@@ -65,7 +72,10 @@ class TorchCommunicator(Communicator):
         ValueError: if torch.distributed is not initialised, or the group serves no tensors on `device`.
     """
 
+    introduction: Introduction | None
     _owned_liveness: Liveness | None
+    _connected: bool
+    _connecting: threading.Lock
 
     def __init__(
         self,
@@ -76,6 +86,8 @@ class TorchCommunicator(Communicator):
         device: torch.device | None = None,
         host: str = "",
         look: Callable[[], object] | None = None,
+        connected: bool = True,
+        first: Any = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("TorchCommunicator needs torch.distributed: call bagua_kernels.comm.init() first")
@@ -88,27 +100,39 @@ class TorchCommunicator(Communicator):
         service, deadline = Service.of(group, device), time.monotonic() + timeout
         left: Callable[[], float] = lambda: max(0.001, deadline - time.monotonic())  # noqa: E731
         secret = job_secret(_get_default_store(), left(), look)
-        exchange = Introduction(group, secret, deadline, look)
+        exchange = Introduction(group, secret, deadline, look, first)
         name = exchange.name
         liveness = None
         if watch and size > 1:
             liveness = liveness_store.connect(rank, size, exchange, exchange.secret, host, min(20.0, left() / 2))
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
         try:
-            with session.within(deadline):
-                store = _get_default_store()
-                opened = connect(
-                    session,
-                    lambda given_up: open_group(service, store, name, rank, size, timeout, host, given_up),
-                    look,
-                    TorchGroup.abandon,
-                )
+            beside = group_beside(service, _get_default_store(), name, rank, size, timeout, host)
+            self._assemble(beside, session, name, exchange.secret.derive("communicator"))
+            self._owned_liveness = liveness
+            self.introduction = exchange
+            if connected:
+                with session.within(deadline):
+                    self.connect(look)
         except BaseException as error:
             if liveness is not None:
                 liveness.stop(f"it could not make its communicator: {error}")
             raise
-        self._assemble(opened, session, name, exchange.secret.derive("communicator"))
-        self._owned_liveness = liveness
+
+    def connect(self, look: Callable[[], object] | None = None) -> None:
+        """Connects the ranks, unless they are; all ranks call it, or start an operation.
+
+        Args:
+            look: called again and again meanwhile; what it raises ends the wait.
+
+        Raises:
+            RankLostError: if a rank is lost meanwhile; it is named.
+            CollectiveTimeoutError: if not all ranks call it in time.
+        """
+        with self._connecting:
+            if not self._connected:
+                connect(self.session, self._group.open, look, TorchGroup.abandon)
+                self._connected = True
 
     def _assemble(self, group: TorchGroup, session: Session, key: str, secret: Secret) -> None:
         self._assign(group.rank, group.size, group.device, group.timeout, secret)
@@ -117,6 +141,9 @@ class TorchCommunicator(Communicator):
         self._key = key
         self._secret = secret
         self._owned_liveness = None
+        self.introduction = None
+        self._connected = group.backend is not None or group.size == 1
+        self._connecting = threading.Lock()
         session.abandon = group.abandon
         if group.kind == "gloo":
             session.moves = partial(bytes_through, group.sockets.found)
@@ -134,7 +161,7 @@ class TorchCommunicator(Communicator):
         if self.session.ended:
             return
         self.session.hurry(limit)
-        if self.size > 1:
+        if self.size > 1 and self._connected:
             # A rank that closes its connections while others are still in an operation makes them fail.
             self.session.leaving = True
             self.barrier().wait()
@@ -171,11 +198,17 @@ class TorchCommunicator(Communicator):
         return self.session.ended
 
     def _split(self, ranks: tuple[int, ...]) -> TorchCommunicator:
+        child = self.later(ranks)
+        child.connect()
+        return child
+
+    def later(self, ranks: tuple[int, ...]) -> TorchCommunicator:
+        """Returns a communicator of some of the ranks, which are connected for its first operation; see `_split`."""
         label = self._next_split(ranks)
-        session, key = self.session.child(label, ranks), f"{self._key}/{label}"
+        key = f"{self._key}/{label}"
         child = TorchCommunicator.__new__(TorchCommunicator)
-        group = connect(session, lambda given_up: self._group.child(key, ranks, given_up), undo=TorchGroup.abandon)
-        child._assemble(group, session, key, self._secret.derive("split", key))
+        group = self._group.child(key, ranks)
+        child._assemble(group, self.session.child(label, ranks), key, self._secret.derive("split", key))
         return child
 
     def _start(
@@ -195,6 +228,7 @@ class TorchCommunicator(Communicator):
             finish: completes the outputs once it is done.
             peers: the other ranks that take part; None for a collective.
         """
+        self.connect()
         number = self.session.enter(operation, self.call) if peers is None else None
         peer = peers[0] if peers is not None and len(peers) == 1 else None
         self.bytes_sent += sent

@@ -41,6 +41,7 @@ class TorchGroup:
         timeout: seconds.
         device: where tensors are.
         host: the address whose interface Gloo uses; empty for torch's choice.
+        key: the name under which its members find one another, which no other group of the job ever had.
         sockets: those of Gloo.
         messages: sends and receives of Gloo under way; None for other backends.
     """
@@ -53,6 +54,7 @@ class TorchGroup:
     timeout: float
     device: torch.device
     host: str
+    key: str = ""
     sockets: Sockets = field(default_factory=Sockets)
     messages: GlooMessages | None = field(init=False, default=None)
 
@@ -66,8 +68,8 @@ class TorchGroup:
         if self.kind == "gloo" and self.size > 1 and self.backend is not None:
             self.messages = GlooMessages(self.backend, [rank for rank in range(self.size) if rank != self.rank])
 
-    def child(self, key: str, ranks: tuple[int, ...], given_up: threading.Event) -> TorchGroup:
-        """Connects some of the ranks; may wait for ever, see `connect` in `bagua_kernels.comm.failures.opening`.
+    def child(self, key: str, ranks: tuple[int, ...]) -> TorchGroup:
+        """Returns a group of some of the ranks, which `open` connects.
 
         torch's `new_group` does not work here. Either all processes of the job must call it, or the group's name contains
         this process's number of groups, which differs between members.
@@ -75,23 +77,30 @@ class TorchGroup:
         Args:
             key: a name that no other group of the job ever had.
             ranks: the members, ascending; this rank is one.
-            given_up: set when nobody waits any more.
         """
         if self.kind not in ("gloo", "nccl"):
             raise ValueError(f"a group over torch's backend {self.kind!r} cannot be split; use gloo or nccl")
         rank, size = ranks.index(self.rank), len(ranks)
-        made = TorchGroup(None, self.kind, self.store, rank, size, self.timeout, self.device, self.host)
-        made._connect(key, given_up)
-        return made
+        return TorchGroup(None, self.kind, self.store, rank, size, self.timeout, self.device, self.host, key)
 
-    def _connect(self, key: str, given_up: threading.Event) -> None:
+    def open(self, given_up: threading.Event) -> TorchGroup:
+        """Connects the ranks, unless it uses connections of others; returns itself.
+
+        It may wait for ever, see `connect` in `bagua_kernels.comm.failures.opening`.
+
+        Args:
+            given_up: set when nobody waits any more.
+        """
+        if self.backend is not None or self.size == 1:
+            return self
         # Kept, for Gloo may ask it later.
         self._rendezvous = self.store if self.kind == "nccl" else PatientStore(self.store, given_up)
         with self.sockets.gather():
             self.backend = _open(
-                self.kind, self._rendezvous, key, self.rank, self.size, self.timeout, self.device, self.host
+                self.kind, self._rendezvous, self.key, self.rank, self.size, self.timeout, self.device, self.host
             )
         self._listen()
+        return self
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
         """Starts to send bytes; returns torch's work, or what has its methods."""
@@ -248,7 +257,7 @@ class Service:
         return cls(group, kind, device)
 
 
-def open_group(
+def group_beside(
     service: Service,
     store: Store,
     name: str,
@@ -256,9 +265,8 @@ def open_group(
     size: int,
     timeout: float,
     host: str,
-    given_up: threading.Event,
 ) -> TorchGroup:
-    """Opens the connections of a new communicator beside a process group; may wait for ever, as `TorchGroup.child`.
+    """Returns the group of a new communicator beside a process group; `TorchGroup.open` connects it.
 
     Args:
         service: what the user's group offers.
@@ -268,14 +276,10 @@ def open_group(
         size: the group's size.
         timeout: seconds.
         host: the address whose interface Gloo uses; empty for torch's choice.
-        given_up: set when nobody waits any more.
     """
     own = service.kind in ("gloo", "nccl") and size > 1
     backend = None if own else service.group
-    made = TorchGroup(backend, service.kind, store, rank, size, timeout, service.device, host)
-    if own:
-        made._connect(name, given_up)
-    return made
+    return TorchGroup(backend, service.kind, store, rank, size, timeout, service.device, host, name)
 
 
 def _open(

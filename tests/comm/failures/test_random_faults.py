@@ -103,7 +103,7 @@ def take_part(fields: dict[str, Any]) -> None:
 
     if at_fault and case.place == "init":
         module, name = random.Random(case.step).choice(
-            [(rendezvous.dist, "init_process_group"), (torch_backend, "open_group"), (selection, "agreed_settings")]
+            [(rendezvous.dist, "init_process_group"), (torch_backend, "group_beside"), (selection, "agreed_settings")]
         )
         setattr(module, name, lambda *_, **__: act())
     try:

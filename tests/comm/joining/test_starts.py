@@ -214,7 +214,7 @@ def dying(stage: str, victim: int, how: str, folder: str) -> None:
     places: dict[str, tuple[Any, str]] = {
         "group": (dist, "init_process_group"),
         "introduction": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "Introduction"),
-        "connections": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "open_group"),
+        "connections": (sys.modules["bagua_kernels.comm.backends.torch_distributed.communicator"], "group_beside"),
         "signs": (sys.modules["bagua_kernels.comm.failures.liveness_store"], "connect"),
         "settings": (sys.modules["bagua_kernels.comm.backends.selection"], "agreed_settings"),
         "sockets": (sys.modules["bagua_kernels.comm.backends.sockets.mesh"], "connect"),

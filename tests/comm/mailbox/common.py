@@ -20,7 +20,7 @@ from bagua_kernels.errors import RankLostError
 from tests import limits
 
 T = TypeVar("T")
-HEADER = struct.Struct("<QQIQQQ")
+HEADER = struct.Struct("<QQQIQQQ")
 FRAME = struct.Struct("<BI")
 LETTER, LEAVE, PING, PONG = range(4)
 
@@ -52,7 +52,7 @@ def among_threads(size: int, fn: Callable[[SocketMailbox], T], timeout: float = 
 
 def message(number: int, data: bytes, dtype: torch.dtype = torch.uint8) -> bytes:
     """A message as it is on the wire."""
-    return HEADER.pack(number, code_of(dtype), 0, 0, len(data), len(data)) + data
+    return HEADER.pack(0, number, code_of(dtype), 0, 0, len(data), len(data)) + data
 
 
 def frame(kind: int, contents: bytes = b"") -> bytes:

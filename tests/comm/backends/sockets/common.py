@@ -26,7 +26,7 @@ from tests import limits
 from tests.comm import contract
 
 SEND = signature("send")
-HEADER = struct.Struct("<QQIQQQ")
+HEADER = struct.Struct("<QQQIQQQ")
 Lanes = Sequence[Callable[[Lane], Transfers]]
 
 # Cases that cost little and still use most of the protocol.
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def part(number: int, data: bytes, offset: int = 0, total: int | None = None, *, code: int = SEND) -> bytes:
     """A part of a message as it is on the wire."""
-    return HEADER.pack(number, code, 0, offset, len(data), len(data) if total is None else total) + data
+    return HEADER.pack(0, number, code, 0, offset, len(data), len(data) if total is None else total) + data
 
 
 def data(n: int, seed: int = 0) -> torch.Tensor:

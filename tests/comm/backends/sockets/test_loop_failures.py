@@ -328,6 +328,6 @@ def test_garbage_ends_the_loop_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     with by_hand() as (loop, (peer,)):
         work = receiving(0, torch.zeros(1, dtype=torch.uint8))
         loop.submit(work)
-        peer.sendall(HEADER.pack(77, SEND, 0, 5, 10, 3) + b"0123456789")
+        peer.sendall(HEADER.pack(0, 77, SEND, 0, 5, 10, 3) + b"0123456789")
         with pytest.raises(RuntimeError, match=r"ended: .+"):
             wait(work)

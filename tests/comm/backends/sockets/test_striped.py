@@ -14,12 +14,11 @@ import torch
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.world import LocalWorld
-from bagua_kernels.comm.backends.sockets import loop as loop_module
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.tuning import ALL_REDUCE, EVER, Tuning
 from tests import limits
 from tests.comm import contract
-from tests.comm.backends.sockets.common import LIGHT, by_way, leaving_nothing, striped
+from tests.comm.backends.sockets.common import HEADER, LIGHT, by_way, leaving_nothing, striped
 from tests.comm.contract import CASES
 from tests.comm.values import bits, check, oracle, same, values
 from tests.grids import grid, only
@@ -126,8 +125,8 @@ class Counting:
 
     def sendmsg(self, buffers: Sequence[Any]) -> int:
         sent = self.sock.sendmsg(buffers)
-        whole = len(buffers[0]) == loop_module.HEADER.size
-        self.payload += sent - loop_module.HEADER.size * whole
+        whole = len(buffers[0]) == HEADER.size
+        self.payload += sent - HEADER.size * whole
         return sent
 
     def send(self, data: memoryview) -> int:

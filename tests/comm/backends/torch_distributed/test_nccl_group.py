@@ -6,6 +6,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,8 +104,9 @@ def test_close_waits_on_the_host_before_it_drops_the_backend(monkeypatch: pytest
 def test_base_of_cupys_communicator_is_closed_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
     base, made = communicator(Backend(gpu)), object()
+    base.introduction = SimpleNamespace(first=list)  # type: ignore[assignment]
     monkeypatch.setattr(selection, "TorchCommunicator", lambda **options: base)
-    monkeypatch.setattr(selection, "agreed_settings", lambda base: selection.Settings(0, "", "cupy"))
+    monkeypatch.setattr(selection, "agreed_settings", lambda everyone: selection.Settings(0, "", "cupy"))
     monkeypatch.setattr(selection, "NcclCommunicator", lambda **options: made)
     assert selection.over_torch(LIMIT, GPU, "") is made
     assert gpu.log == ORDER
@@ -244,4 +246,4 @@ def test_rank_that_does_not_open_its_group_is_named(monkeypatch: pytest.MonkeyPa
     over_lazy(monkeypatch, 2)
     parent = TorchGroup(None, "nccl", dist.HashStore(), 0, 3, 0.05, GPU, "")
     with pytest.raises(CommunicationError, match=r"ranks \[1\] of 2 did not come within 0.05 s"):
-        parent.child("key", (0, 2), threading.Event())
+        parent.child("key", (0, 2)).open(threading.Event())
