@@ -30,6 +30,9 @@ from bagua_kernels.errors import CommunicationError, culprits_of
 T = TypeVar("T")
 
 _MOMENT = 1.0  # seconds for a farewell after a failure
+# Part of the timeout that is left of a wait when this rank begins to read what the others do, and how many times it reads
+# that in a timeout. At 64 ranks that wait, each reading costs rank 0 up to 0.1 MB.
+_LATE, _READINGS = 0.5, 16
 
 
 @dataclass(eq=False, repr=False)
@@ -109,7 +112,12 @@ class Session:
         """
         still.own(moved, now)
         still.other(self._me, Stir(self.moves(), self.begun), now)
-        if self.liveness is not None:
+        left = self.left(still.since(), now)
+        if self.liveness is not None and left < _LATE * self.timeout:
+            # Heartbeats tell when something moved. Therefore they are read late, and more often towards the end.
+            age = max(self.liveness.heartbeat, min(self.timeout / _READINGS, left / 2))
+            if self.liveness.inquire(age) < still.started:
+                return
             awaited = self.members if peer is None else (self.members[peer],)
             for rank, stir in self.liveness.stirs(self.name, awaited).items():
                 still.other(rank, stir, now)

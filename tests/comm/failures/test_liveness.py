@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from bagua_kernels import comm
 from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
@@ -30,7 +30,7 @@ class Ranks:
     def __init__(self, size: int, processes: dict[int, Process] | None = None) -> None:
         """Starts ranks that have each given one sign, on hosts of their own unless `processes` are given."""
         self.now = 100.0
-        self.store = HashStore()
+        self.store = Records(size, lambda: self.now)
         self.ranks = [
             Liveness(
                 self.store, r, size, heartbeat=BEAT, clock=lambda: self.now, background=False,
@@ -45,7 +45,7 @@ class Ranks:
             self.now += BEAT
             for rank in self.ranks:
                 if rank.rank not in without:
-                    rank.observe()
+                    rank.inquire()
                     rank.beat()
 
     def enter(self, number: int, operation: str, *ranks: int) -> None:
