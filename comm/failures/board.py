@@ -40,7 +40,8 @@ class Board:
         seen: the last heartbeat of each other rank.
         read_at: when all fields of the heartbeats were last read.
         reports: what ranks have reported, in order.
-        evidence: the processes of the ranks, as far as they are known: at first those of this rank's host.
+        evidence: the processes of the ranks on this rank's host.
+        near: the ranks on this rank's host.
     """
 
     def __init__(self, store: Store, rank: int, size: int, period: float, clock: Callable[[], float]) -> None:
@@ -48,6 +49,7 @@ class Board:
         self.read_at = self._seen_at = float("-inf")
         self.reports: list[Diagnosis] = []
         self.evidence = Evidence()
+        self.near: set[int] = set()
         self._next_report = 0
         self._store = store
         self._rank = rank
@@ -120,6 +122,9 @@ class Board:
         self._seen_at = now
         for rank in range(self._size):
             last, beaten = seen.get(rank), not silent >> rank & 1
+            if beaten and last is not None and not gap and rank not in new and rank != self._rank:
+                seen[rank] = Seen(last.heartbeat, now, True, last.times)
+                continue
             if rank == self._rank or (last is None and not beaten) or not (beaten or gap or rank in new):
                 continue
             fields = self._fields.get(rank, {})
@@ -135,6 +140,7 @@ class Board:
                     continue
                 if "process" in fields:
                     self.evidence.add(rank, heartbeat.process)
+                    self.near.add(rank)
             times = {name: at for name, (_, at) in fields.items()} if rank in new or last is None else last.times
             if beaten or gap or last is None:
                 seen[rank] = Seen(heartbeat, now, last is not None and not gap, times)

@@ -340,7 +340,7 @@ class Liveness:
         heartbeat = Heartbeat(left, doing, waits, self._process, self.begun, self.moved())
         observing, inquiring = now < self._observe_until, now >= self._read_by
         # Processes before heartbeats: what a process wrote before its end is read after that is noticed.
-        ended = [rank for rank in self._board.seen if observing and self._board.evidence.state(rank) == "gone"]
+        ended = [rank for rank in self._board.near if observing and self._board.evidence.state(rank) == "gone"]
         unexplained = [rank for rank in ended if not self._explained(rank)]
         depth = SIGNS if observing or not self._board.complete else NO_HEARTBEATS
         if observing and (inquiring or unexplained):

@@ -49,8 +49,9 @@ class Records:
 
         Returns:
             The version of this reading. A number in hexadecimal whose bits are the ranks that have not beaten since `seen`.
-            For each rank, in decimal, the fields that have changed since `read`, with the seconds since they came. With
-            `SIGNS` these are the fields of ranks that have left, and processes on this rank's host. The reports.
+            For each rank, in decimal, the fields that have changed since `read`, with the seconds since they came; with
+            `SIGNS` only those of ranks that have left. The processes are only those on this rank's host, for no other
+            rank can look them up. The reports.
 
         Raises:
             ValueError: for arguments that no rank gives.
@@ -63,7 +64,9 @@ class Records:
             silent, found = 0, {}
             if depth != NOTHING:
                 silent = sum(1 << other for other in range(self._size) if self._beats.get(other, -1) <= seen)
-                found = self._fields_since(read) if depth == FIELDS else self._notable_since(rank, seen, read)
+                found = self._notable_since(rank, seen, read)
+                if depth == FIELDS:
+                    found |= {f"{other}": new for other in self._fields if (new := self._changed(rank, other, read))}
             reports = []
             while (text := self._texts.get(f"report/{report + len(reports)}")) is not None:
                 reports.append(text)
@@ -92,26 +95,23 @@ class Records:
         if "process" in changed or "left" in changed:
             self._notable.append((self._version, rank))
 
-    def _fields_since(self, version: int) -> dict[str, dict[str, tuple[Any, float]]]:
-        return {f"{rank}": new for rank in self._fields if (new := self._changed(rank, version))}
-
     def _notable_since(self, reader: int, seen: int, read: int) -> dict[str, dict[str, tuple[Any, float]]]:
         found = {}
         for version, rank in reversed(self._notable):
             if version <= seen:
                 break
             if self._value(rank, "left"):
-                found[f"{rank}"] = self._changed(rank, read)
+                found[f"{rank}"] = self._changed(reader, rank, read)
             elif self._host(rank) == self._host(reader):
-                found[f"{rank}"] = self._changed(rank, read, "process")
+                found[f"{rank}"] = self._changed(reader, rank, read, "process")
         return found
 
-    def _changed(self, rank: int, since: int, only: str = "") -> dict[str, tuple[Any, float]]:
-        now = self._clock()
+    def _changed(self, reader: int, rank: int, since: int, only: str = "") -> dict[str, tuple[Any, float]]:
+        now, near = self._clock(), self._host(rank) == self._host(reader)
         return {
-            name: (value, round(now - at, 3))
+            name: (value, round(now - at, 2))
             for name, (value, version, at) in self._fields[rank].items()
-            if version > since and (not only or name == only)
+            if version > since and (not only or name == only) and (near or name != "process")
         }
 
     def _value(self, rank: int, name: str) -> Any:

@@ -30,9 +30,9 @@ from bagua_kernels.errors import CommunicationError, culprits_of
 T = TypeVar("T")
 
 _MOMENT = 1.0  # seconds for a farewell after a failure
-# Part of the timeout that is left of a wait when this rank begins to read what the others do, and how many times it reads
-# that in a timeout. At 64 ranks that wait, each reading costs rank 0 up to 0.1 MB.
-_LATE, _READINGS = 0.5, 16
+# Parts of the timeout that are left of a wait when the first and the last rank begin to read what the others do, and how
+# many times they would read that in a timeout. The first readings of 64 ranks cost rank 0 half a megabyte in all.
+_LATE, _LATEST, _READINGS = 0.5, 0.125, 16
 
 
 @dataclass(eq=False, repr=False)
@@ -113,7 +113,9 @@ class Session:
         still.own(moved, now)
         still.other(self._me, Stir(self.moves(), self.begun), now)
         left = self.left(still.since(), now)
-        if self.liveness is not None and left < _LATE * self.timeout:
+        # One after the other, so that the store does not answer all of them at the same time.
+        late = _LATE - (_LATE - _LATEST) * self.rank / len(self.members)
+        if self.liveness is not None and left < late * self.timeout:
             # Heartbeats tell when something moved. Therefore they are read late, and more often towards the end.
             age = max(self.liveness.heartbeat, min(self.timeout / _READINGS, left / 2))
             if self.liveness.inquire(age) < still.started:

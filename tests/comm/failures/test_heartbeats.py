@@ -285,6 +285,7 @@ def until_state(evidence: Evidence, wanted: str) -> None:
 def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[bytes]) -> None:
     """No connection broke and no time ran out: a forked child may hold the sockets."""
     ranks = Ranks(3, {0: Process.current(), 1: Process.current(), 2: of(child.pid)})
+    ranks.look = Liveness.observe
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(1)
     ranks.beat(20, without=(2,))
@@ -303,6 +304,7 @@ def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[b
 def test_a_process_that_ends_after_its_farewell_is_not_reported(child: subprocess.Popen[bytes]) -> None:
     """What it did before is done; whoever waits for more hears of the farewell."""
     ranks = Ranks(2, {1: of(child.pid)})
+    ranks.look = Liveness.observe
     ranks.beat(2)
     ranks.ranks[1].closed("world/sockets")
     ranks.ranks[1].stop("it closed its communicator")
