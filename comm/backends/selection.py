@@ -41,8 +41,8 @@ def over_torch(
             return made
         if base.device.type == "cuda" or not settings.sockets:
             return base
-        tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
-        stripes = max(settings.sockets, tuning.stripes)
+        tuning = Tuning.from_json(settings.tuning) if settings.tuning else None
+        stripes = max(settings.sockets, tuning.stripes if tuning else 1)
         return StripedCommunicator(base, stripes=stripes, tuning=tuning, host=host, deadline=deadline)
     except BaseException as error:
         base.abort(f"init failed: {error}")

@@ -8,6 +8,7 @@ import resource
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection
 from typing import Any, cast
@@ -21,8 +22,20 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
 _LIMIT = "`ulimit -n`"
+_ROUND_TRIP = 148  # where Linux's struct tcp_info has the shortest round trip, in microseconds
+_NO_ROUND_TRIP = (1 << 32) - 1
 _GLANCE = 0.25  # seconds between two looks at whether connecting still makes sense
 _LEAST = 0.1  # of the timeout that is left to those who have come so far
+
+
+class Links(dict[int, list[socket.socket]]):
+    """The sockets to each other rank.
+
+    Attributes:
+        delay: the longest one-way delay in seconds between two ranks, as their systems measured it; the same on all ranks.
+    """
+
+    delay = 0.0
 
 
 def connect(
@@ -35,7 +48,7 @@ def connect(
     *,
     secret: Secret,
     look: Callable[[], bool] | None = None,
-) -> dict[int, list[socket.socket]]:
+) -> Links:
     """Connects the ranks; collective.
 
     Each rank listens and sends its address to all. A rank connects to those before it, and those after it connect to it.
@@ -53,7 +66,7 @@ def connect(
         look: returns True once connecting makes no sense any more, for a rank is lost; `exchange` will raise then.
 
     Returns:
-        For each other rank its sockets, in an order that is the same at both ends.
+        For each other rank its sockets, in an order that is the same at both ends, and the delay.
 
     Raises:
         CommunicationError: if a connection could not be made; on all ranks, naming the ranks concerned.
@@ -78,7 +91,8 @@ def connect(
                     _connect_all(rank, size, stripes, listener, addresses, key, deadline, found, look)
                 except OSError as error:
                     problem = _told(error)
-        problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
+        everyone = exchange((problem, max(map(_delay, found.values()), default=0.0)))
+        problems = {peer: text for peer, (text, _) in enumerate(everyone) if text}
         if problems:
             told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
             cure = (
@@ -89,12 +103,14 @@ def connect(
                 cure = "raise the limit on open files there, or close what is not needed"
             raise CommunicationError(f"the ranks could not connect to one another: {told}; {cure}")
         unfinished.pop_all()
-    return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
+    links = Links({peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank})
+    links.delay = max(delay for _, delay in everyone)
+    return links
 
 
 def connect_over(
     communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float
-) -> dict[int, list[socket.socket]]:
+) -> Links:
     """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
 
     Args:
@@ -174,6 +190,16 @@ def _told(error: Exception) -> str:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"its process or host is out of file descriptors ({_LIMIT} is {limit} there)"
     return str(error) or type(error).__name__
+
+
+def _delay(sock: socket.socket) -> float:
+    """Returns half of the shortest round trip of a connection so far, in seconds; 0 where the system does not tell it."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP + 4)
+    except OSError:
+        return 0.0
+    found = int.from_bytes(info[_ROUND_TRIP:], sys.byteorder) if len(info) == _ROUND_TRIP + 4 else 0
+    return 0.5e-6 * found if found < _NO_ROUND_TRIP else 0.0
 
 
 def _close(found: dict[tuple[int, int], socket.socket]) -> None:

@@ -169,7 +169,7 @@ def test_the_transport_knows_which_of_the_silent_ones_broke() -> None:
 
 def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
     """A process that is there keeps its connections: whoever broke one is somebody else, who is not silent yet."""
-    ranks = Ranks(3, {1: Process.current()})
+    ranks = Ranks(3, {0: Process.current(), 1: Process.current()})
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(3)
     ranks.beat(5, without=(1,))

@@ -101,7 +101,7 @@ def test_signs_contain_what_concerns_everybody() -> None:
     records.beat(2, {"moved": 100}, -1, -1, 0, NOTHING)
     later, silent, fields, _ = records.beat(0, {}, version, -1, 0, SIGNS)
     assert silent == "8"
-    assert {rank: set(found) for rank, found in fields.items()} == {"1": {"process", "moved", "left"}}
+    assert {rank: set(found) for rank, found in fields.items()} == {"1": {"moved", "left"}}
     assert records.beat(0, {}, later, -1, 0, SIGNS)[1:] == ("e", {}, [])
 
 
