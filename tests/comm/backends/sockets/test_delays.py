@@ -42,7 +42,7 @@ def start(operation: str, nbytes: int, c: StripedCommunicator) -> Work:
     return c.all_gather(many, few) if operation == "all_gather" else c.reduce_scatter(few, many)
 
 
-@grid(cover=1, nbytes=[16 << 10, 10 << 20])
+@pytest.mark.parametrize("nbytes", [16 << 10, pytest.param(10 << 20, marks=pytest.mark.slow)])
 def test_an_all_reduce_of_many_ranks_waits_for_few_delays(nbytes: int) -> None:
     """By the ways that are taken by default: 14 delays for 16 KiB, and 2 log2 P beside the bytes for 10 MiB."""
     network = Network(MANY, LONG, copy=False)
