@@ -86,15 +86,15 @@ class StripedCommunicator(Communicator):
         self.session.abandon = self._abandon
         self._loop: Loop | None = None
         self.tuning = self._fitted = tuning or Tuning()
-        self.line = Line(0.0, 1.0)
+        self.delay = 0.0  # the longest one way between two ranks, in seconds, as it was measured at the start
         if self.size > 1:
             by = time.monotonic() + base.timeout if deadline is None else deadline
             links = mesh.connect_over(base, stripes, host, secret.derive("sockets"), by)
             # The thread must not keep a communicator alive that nobody uses any more.
             counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
             self._loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: _tell(counted, n))
-            self.line = Line.measured(links.delay)
-            self._fitted = fitted(self.size, self.line)
+            self.delay = links.delay
+            self._fitted = fitted(self.size, Line.measured(self.delay))
             self.retune(tuning or self._fitted)
             self.session.moves, loop = self._loop.moved, self._loop
             self.session.heard = lambda: loop.heard
