@@ -62,7 +62,10 @@ def measure(size: int, timeout: float, heartbeat: float) -> dict[str, float]:
     host.wait_until_ready(60.0)
     socks = [hello.call(host.address, key, rank, 0, 0, 60.0) for rank in range(size)]
     processes = [Process(f"{rank:036d}/4026531836", 10_000 + rank, 123_456_789) for rank in range(size)]
-    ranks = [Liveness(Client(sock), rank, size, heartbeat=heartbeat, process=processes[rank]) for rank, sock in enumerate(socks)]
+    ranks = [
+        Liveness(Client(sock), rank, size, heartbeat=heartbeat, process=processes[rank])
+        for rank, sock in enumerate(socks)
+    ]
     members, over, named = tuple(range(size)), threading.Event(), []
 
     def wait(rank: int) -> None:

@@ -39,8 +39,8 @@ class SparseLoCo(OuterLoop):
     3. v = all elements of e, encoded by `dense`;  e -= v.
     4. d = the mean of all ranks' v, encoded by `dense` with a residual of its own.
 
-    The decayed residual takes the place of an outer momentum, which harms here. A rank sends 0.0205 bytes per sparse element and
-    other rank in a round.
+    The decayed residual takes the place of an outer momentum, which harms here. In a round one of P ranks sends
+    0.0205 (P - 1) bytes per sparse element: 1.29 at 64 ranks, where `DiLoCo` with 4 bits sends 1.04.
 
     Options and their defaults, all by keyword::
 

@@ -19,9 +19,9 @@ _UNSURE = object()  # in place of a value that the store may have or not
 class Store(Protocol):
     """The methods of `Records`, at whatever place these are; without a connection, calls raise RuntimeError or OSError."""
 
-    def beat(
+    def beat(  # noqa: D102
         self, rank: int, changed: dict[str, Any] | None, seen: int, read: int, report: int, depth: int, /
-    ) -> tuple[int, str, dict[str, dict[str, tuple[Any, float]]], list[str]]: ...  # noqa: D102
+    ) -> tuple[int, str, dict[str, dict[str, tuple[Any, float]]], list[str]]: ...
     def add(self, key: str, value: int, /) -> int: ...  # noqa: D102
     def compare_set(self, key: str, expected: str, desired: str, /) -> str: ...  # noqa: D102
 
@@ -131,7 +131,9 @@ class Board:
             heartbeat = Heartbeat.parse({}) if last is None else last.heartbeat
             if rank in new or last is None:
                 try:
-                    heartbeat = Heartbeat.parse({name: value for name, (value, _) in fields.items() if value is not None})
+                    heartbeat = Heartbeat.parse(
+                        {name: value for name, (value, _) in fields.items() if value is not None}
+                    )
                 except (ValueError, TypeError, RecursionError) as error:
                     # What it writes next will be read again; until then it gave none.
                     _log.debug(

@@ -57,7 +57,9 @@ class Records:
             ValueError: for arguments that no rank gives.
         """
         if not 0 <= rank < self._size or not all(type(number) is int for number in (seen, read, report, depth)):
-            raise ValueError(f"expected a rank below {self._size} and numbers, got {rank!r}, {seen!r}, {read!r}, {report!r}")
+            raise ValueError(
+                f"expected a rank below {self._size} and numbers, got {rank!r}, {seen!r}, {read!r}, {report!r}"
+            )
         with self._lock:
             if changed is not None:
                 self._write(rank, changed)
@@ -67,7 +69,7 @@ class Records:
                 found = self._notable_since(rank, seen, read)
                 if depth == FIELDS:
                     found |= {f"{other}": new for other in self._fields if (new := self._changed(rank, other, read))}
-            reports = []
+            reports = list[str]()
             while (text := self._texts.get(f"report/{report + len(reports)}")) is not None:
                 reports.append(text)
             return self._version, f"{silent:x}", found, reports

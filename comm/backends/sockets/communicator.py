@@ -268,9 +268,7 @@ class StripedCommunicator(Communicator):
             return self._start("broadcast", code, [star], tensor.nbytes)
         if way == "tree":
             return self._start("broadcast", code, [partial(schedules.tree, self._ranks, src, flat)], tensor.nbytes)
-        make, size = (
-            (schedules.chain, self.tuning.link) if way == "chain" else (schedules.scattered, self.tuning.piece)
-        )
+        make, size = (schedules.chain, self.tuning.link) if way == "chain" else (schedules.scattered, self.tuning.piece)
         lanes = (partial(make, self._ranks, src, piece) for (piece,) in self._pieces(size, tensor))
         return self._start("broadcast", code, lanes, tensor.nbytes)
 

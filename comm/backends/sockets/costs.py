@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from bagua_kernels.comm.backends.sockets.tuning import EVER, WAYS, Limits, Tuning
 
@@ -91,7 +92,9 @@ def seconds(operation: str, way: str, ranks: int, nbytes: float, line: Line) -> 
     at_once = way in ("direct", "exchange", "star")  # messages to all others, each of which costs the processor
     messages = waits * others if at_once else waits
     sent = bytes_sent(operation, way, ranks, nbytes) + messages * line.header
-    shared = _INCAST if way in ("direct", "exchange") and others > 1 else _CROSSING if way in ("halving", "rounds") else 1.0
+    shared = (
+        _INCAST if way in ("direct", "exchange") and others > 1 else _CROSSING if way in ("halving", "rounds") else 1.0
+    )
     if way == "chain":
         sent += (others - 1) * min(nbytes, Tuning.link)
     return waits * line.delay + messages * line.message + shared * sent / line.rate
@@ -111,7 +114,8 @@ def fitted(ranks: int, line: Line) -> Tuning:
     """Returns the table for a number of ranks on a line; the same on all ranks that give the same arguments."""
     if ranks <= FEW and line.delay < SHORT:
         return Tuning()
-    return replace(Tuning(), **{operation: table(operation, ranks, line) for operation in WAYS})
+    tables: dict[str, Any] = {operation: table(operation, ranks, line) for operation in WAYS}
+    return replace(Tuning(), **tables)
 
 
 def table(operation: str, ranks: int, line: Line) -> Limits:

@@ -108,9 +108,7 @@ def connect(
     return links
 
 
-def connect_over(
-    communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float
-) -> Links:
+def connect_over(communicator: Communicator, stripes: int, host: str, secret: Secret, deadline: float) -> Links:
     """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
 
     Args:

@@ -17,8 +17,8 @@ from torch.distributed import HashStore
 from bagua_kernels import comm
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.failures.liveness import Liveness
-from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.failures.opening import connect
+from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.bounded import GivenUpError, PatientStore, bounded
 from bagua_kernels.comm.testing import Processes

@@ -214,7 +214,11 @@ def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monk
         return operation, nbytes, tuning
 
     def race(
-        communicator: Modelled, calls: dict[str, Call], rounds: int, row: int = 1, over: Callable[[], bool] | None = None
+        communicator: Modelled,
+        calls: dict[str, Call],
+        rounds: int,
+        row: int = 1,
+        over: Callable[[], bool] | None = None,
     ) -> dict[str, Cost]:
         costs = {}
         for name, (operation, nbytes, tuning) in calls.items():
@@ -290,7 +294,9 @@ def test_ranks_agree_and_results_stay_right(
     assert set(json.loads(tables[0])) >= {"all_reduce", "measured", "stripes"}
     # Rank 0 alone has said what it was doing.
     lines = capsys.readouterr().err.splitlines()
-    assert {line.split(",")[0] for line in lines} == {f"tune: measuring {operation}" for operation in set(WAYS) - {"barrier"}}
+    assert {line.split(",")[0] for line in lines} == {
+        f"tune: measuring {operation}" for operation in set(WAYS) - {"barrier"}
+    }
     assert len(lines) == len(WAYS) - 1
 
 

@@ -30,9 +30,9 @@ from bagua_kernels.comm.backends.sockets.schedules.other import star as star
 from bagua_kernels.comm.backends.sockets.schedules.ranks import Ranks as Ranks
 from bagua_kernels.comm.backends.sockets.schedules.ranks import chunks as chunks
 from bagua_kernels.comm.backends.sockets.schedules.ranks import cut as cut
-from bagua_kernels.comm.backends.sockets.schedules.rounds import all_gather as gather_in_rounds
-from bagua_kernels.comm.backends.sockets.schedules.rounds import barrier as barrier_in_rounds
+from bagua_kernels.comm.backends.sockets.schedules.rounds import barrier_in_rounds as barrier_in_rounds
+from bagua_kernels.comm.backends.sockets.schedules.rounds import gather_in_rounds as gather_in_rounds
 from bagua_kernels.comm.backends.sockets.schedules.rounds import halving as halving
-from bagua_kernels.comm.backends.sockets.schedules.rounds import reduce_scatter as reduce_scatter_in_rounds
+from bagua_kernels.comm.backends.sockets.schedules.rounds import reduce_scatter_in_rounds as reduce_scatter_in_rounds
 from bagua_kernels.comm.backends.sockets.schedules.rounds import scattered as scattered
 from bagua_kernels.comm.backends.sockets.schedules.rounds import tree as tree

@@ -61,7 +61,7 @@ def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfer
     yield sent
 
 
-def all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor, lane: Lane) -> Transfers:
+def gather_in_rounds(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor, lane: Lane) -> Transfers:
     """Everyone's input: in each round a rank sends what it has, and has twice as much after it."""
     rank, size, n = ranks.rank, ranks.size, mine.numel()
     # In memory of its own the inputs lie in the order of the ranks from this one on, so that a round is one message.
@@ -83,7 +83,7 @@ def all_gather(ranks: Ranks, outputs: Sequence[torch.Tensor], mine: torch.Tensor
     ranks.scratch.give(found)
 
 
-def reduce_scatter(
+def reduce_scatter_in_rounds(
     ranks: Ranks, output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp, lane: Lane
 ) -> Transfers:
     """Part r of everyone goes to rank r: in each round a rank sends half of what is left, and adds what arrives."""
@@ -132,7 +132,7 @@ def scattered(ranks: Ranks, source: int, x: torch.Tensor, lane: Lane) -> Transfe
     yield [*got, *passed]
 
 
-def barrier(ranks: Ranks, lane: Lane) -> Transfers:
+def barrier_in_rounds(ranks: Ranks, lane: Lane) -> Transfers:
     """Barrier: after round k, a rank knows that 2^(k + 1) ranks have come."""
     token = torch.empty(0, dtype=torch.uint8, device="cpu")
     sent = []

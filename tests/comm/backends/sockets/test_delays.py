@@ -55,7 +55,9 @@ def test_an_all_reduce_of_many_ranks_waits_for_few_delays(nbytes: int) -> None:
     assert max(network.sent) <= 1.01 * 2 * (MANY - 1) / MANY * nbytes
 
 
-@grid(cover=1, size=[13, 16], operation=sorted(set(WAYS) - {"all_to_all"}), line=[LONG, Line(1e-4, 1.25e9, message=0.0)])
+@grid(
+    cover=1, size=[13, 16], operation=sorted(set(WAYS) - {"all_to_all"}), line=[LONG, Line(1e-4, 1.25e9, message=0.0)]
+)
 def test_predictions_are_what_the_code_does(operation: str, size: int, line: Line) -> None:
     """Each way, with its delays and its bytes; the choice rests on that."""
     for way in WAYS[operation]:

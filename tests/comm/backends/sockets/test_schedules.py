@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
-import pytest
 import torch
 
 from bagua_kernels.comm.backends.sockets import schedules
