@@ -2,8 +2,8 @@
 
 python -m bench.heartbeats [--ranks 64] [--timeout 30] [--output bench/results/heartbeats.json]
 
-The ranks are threads of this process, each with its own connection to a store of heartbeats, as in a job, and with the process
-of a host of its own. The kernel counts for each connection what has come through it (`TCP_INFO`). Each segment counts 66 bytes
+The ranks are threads of this process. Each has its own connection to a store of heartbeats, as in a job, and counts as the only
+rank of a host. The kernel counts for each connection what has come through it (`TCP_INFO`). Each segment counts 66 bytes
 more, for the headers of Ethernet, IPv4 and TCP. Needs Linux.
 """
 

@@ -40,7 +40,7 @@ class SparseLoCo(OuterLoop):
     4. d = the mean of all ranks' v, encoded by `dense` with a residual of its own.
 
     The decayed residual takes the place of an outer momentum, which harms here. In a round one of P ranks sends
-    0.0205 (P - 1) bytes per sparse element: 1.29 at 64 ranks, where `DiLoCo` with 4 bits sends 1.04.
+    0.0205 (P - 1) bytes per sparse element. At 64 ranks these are 1.29, and `DiLoCo` with 4 bits sends 1.04.
 
     Options and their defaults, all by keyword::
 

@@ -94,7 +94,7 @@ class Letters:
         self.keep_last()
 
     def keep_last(self) -> None:
-        """Takes the letters that have come, and keeps what the last of each rank says.
+        """Takes the letters that have come, and keeps the numbers of the last one of each rank.
 
         Called in each round, so that letters do not pile up until the next call: a rank that others wait for hears from
         all of them in each round.

@@ -14,8 +14,8 @@ NOTHING, SIGNS, FIELDS = 0, 1, 2
 class Records:
     """Heartbeats in fields, each with the version at which it last changed, and texts by key.
 
-    A reader gives the version of its last reading and gets what has changed since, so that an answer to ranks at rest is
-    a few bytes. Every beat is a version. Any thread may call the methods.
+    A reader gives the version of its last reading and gets what has changed since. An answer to ranks at rest is a few
+    bytes. Every beat is a version. Any thread may call the methods.
 
     Args:
         size: the number of ranks.
@@ -49,8 +49,8 @@ class Records:
 
         Returns:
             The version of this reading. A number in hexadecimal whose bits are the ranks that have not beaten since `seen`.
-            For each rank, in decimal, the fields that have changed since `read`, with the seconds since they came; with
-            `SIGNS` only those of ranks that have left. The processes are only those on this rank's host, for no other
+            For each rank, in decimal, the fields that have changed since `read`, with the seconds since they came. With
+            `SIGNS` these are only those of ranks that have left. The processes are only those on this rank's host, for no other
             rank can look them up. The reports.
 
         Raises:

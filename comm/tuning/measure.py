@@ -164,7 +164,7 @@ class _Clock:
 
 
 def _rate(operation: str, ranks: int, rows: Sequence[tuple[int, Mapping[str, Cost]]], line: Line) -> float:
-    """Returns the bytes a second of a line on which the largest size took as long as it was measured to take."""
+    """Returns the bytes per second of a line on which the largest size took as long as it was measured to take."""
     rates = [line.rate]
     for nbytes, found in rows[-1:]:
         rates = [

@@ -87,24 +87,24 @@ def around(job: Job, network: Network) -> float:
 
 def summed(job: Job, network: Network) -> float:
     """An all-reduce of a bucket, by the way that ranks take on CPUs."""
-    return _waits("all_reduce", network, min(job.bucket_bytes, 4 * job.elements))
+    return _delays("all_reduce", network, min(job.bucket_bytes, 4 * job.elements))
 
 
 def coded(codec: str, job: Job, network: Network) -> float:
     """Payloads to their owners, and an all-gather of the owners' payloads."""
     elements = min(job.bucket_bytes / 4, job.elements)
-    return 1.0 + _waits("all_gather", network, bytes_of(codec) * elements / network.nodes)
+    return 1.0 + _delays("all_gather", network, bytes_of(codec) * elements / network.nodes)
 
 
 def shared(codec: str, job: Job, network: Network) -> float:
     """An all-gather of payloads."""
-    return _waits("all_gather", network, bytes_of(codec) * min(job.bucket_bytes / 4, job.elements))
+    return _delays("all_gather", network, bytes_of(codec) * min(job.bucket_bytes / 4, job.elements))
 
 
 def factored(rank: int, job: Job, network: Network) -> float:
     """Two all-reduces, one of each factor."""
     share = factors(rank, job, 2) / 2 / job.buckets
-    return 2.0 * _waits("all_reduce", network, share)
+    return 2.0 * _delays("all_reduce", network, share)
 
 
 def once(job: Job, network: Network) -> float:
@@ -112,7 +112,7 @@ def once(job: Job, network: Network) -> float:
     return 1.0
 
 
-def _waits(operation: str, network: Network, nbytes: float) -> float:
+def _delays(operation: str, network: Network, nbytes: float) -> float:
     """Returns for how many one-way delays a collective waits by the table for this network."""
     nodes = network.nodes
     way = fitted(nodes, Line.measured(network.latency)).way(operation, int(nbytes))

@@ -26,7 +26,7 @@ class Line:
 
     Attributes:
         delay: seconds from one rank to another, one way.
-        rate: bytes a second that a rank sends, and receives at the same time.
+        rate: bytes per second that a rank sends, and receives at the same time.
         message: seconds of a rank's processor for a message that it sends and one that it receives.
         header: bytes of a message beyond its contents.
     """
@@ -40,8 +40,8 @@ class Line:
     def measured(cls, delay: float) -> Line:
         """Returns the line that has about a measured delay.
 
-        The delay is rounded to a power of ten from 0.1 ms on, so that another start takes the same ways, which decide on
-        the order of sums. The rate is a guess: 10 Gbit/s below a millisecond, else 100 Mbit/s.
+        The delay is rounded to a power of ten from 0.1 ms on. So another start takes the same ways, which decide on the
+        order of sums. The rate is a guess: 10 Gbit/s below a millisecond, else 100 Mbit/s.
         """
         rounded = 10.0 ** max(-4, round(math.log10(delay))) if delay > 0 else 1e-4
         return cls(rounded, 1.25e9 if rounded < SHORT else 12.5e6)

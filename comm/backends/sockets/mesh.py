@@ -191,7 +191,7 @@ def _told(error: Exception) -> str:
 
 
 def _delay(sock: socket.socket) -> float:
-    """Returns half of the shortest round trip of a connection so far, in seconds; 0 where the system does not tell it."""
+    """Returns half of the shortest round trip of a connection so far, in seconds; 0 where it is not known."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP + 4)
     except OSError:
