@@ -32,6 +32,7 @@ _ROUNDS, _FEWEST = 7, 4
 _PAUSE, _LONG, _IN_A_ROW = 2e-3, 2e-3, 2  # seconds, seconds, calls
 _HOPELESS = 2.0  # a way this much slower than the best of a size is not tried on the next
 _FUTILE = 6.0  # nor is one on a size for which it is expected to be this much slower than the best
+_VISIBLE = 0.3  # of a time, which bytes have to take for it to show their rate
 _STRIPES = 0.05  # of the budget, for the number of sockets
 _GAIN = 1.03  # a second socket has to bring this much, for it costs memory and a fair share of others' traffic
 _SHARES = {"all_reduce": 0.5, "reduce_scatter": 0.15, "all_gather": 0.15, "all_to_all": 0.1, "broadcast": 0.1}
@@ -165,14 +166,16 @@ class _Clock:
 
 def _rate(operation: str, ranks: int, rows: Sequence[tuple[int, Mapping[str, Cost]]], line: Line) -> float:
     """Returns the bytes per second of a line on which the largest size took as long as it was measured to take."""
-    rates = [line.rate]
+    rates = []
     for nbytes, found in rows[-1:]:
-        rates = [
-            predicted.bytes_sent(operation, way, ranks, nbytes) / spent
-            for way, cost in found.items()
-            if way != "base" and (spent := cost.seconds - predicted.delays(operation, way, ranks) * line.delay) > 0
-        ] or rates
-    return max(rates)
+        for way, cost in found.items():
+            if way != "base":
+                sent = predicted.bytes_sent(operation, way, ranks, nbytes)
+                spent = cost.seconds - predicted.delays(operation, way, ranks) * line.delay
+                # Where delays take most of the time, no more is known than that bytes take little of it.
+                least = _VISIBLE * cost.seconds
+                rates.append(sent / spent if spent > least else max(line.rate, sent / least))
+    return max(rates, default=line.rate)
 
 
 def _sizes(
@@ -183,19 +186,20 @@ def _sizes(
     A size begins only if it is expected to end in time: at first by the model of `costs`, then by the size before.
     """
     communicator, rows, begun = clock.communicator, list[tuple[int, dict[str, Cost]]](), clock.left()
-    long, left, before = clock.barrier > _LONG, list(ways), dict[str, float]()
+    long, left, before, ranks = clock.barrier > _LONG, list(ways), dict[str, float](), communicator.size
     most = _FEWEST if long else _ROUNDS  # where delays decide, times are much the same
     for nbytes in _SIZES:
-        expected = {way: before.get(way) or _expected(operation, way, communicator.size, nbytes, line) for way in left}
+        expected = {way: before.get(way) or _expected(operation, way, ranks, nbytes, line) for way in left}
         least = min(expected.values())
         tried = [way for way in left if expected[way] <= _FUTILE * least]
         # After a barrier ranks start up to a one-way delay apart; in a row, that counts once.
         row = _IN_A_ROW if long and operation != "broadcast" and nbytes < _AT_LEAST else 1
         turn = sum(row * expected[way] + clock.barrier + _PAUSE for way in tried)
         spare = budget - (begun - clock.left())
-        rounds = min(most, int(spare / turn) - 1)
-        if rounds < _FEWEST and not (rounds >= 1 and not rows):
+        if spare < 2 * turn:
             break
+        # Half of what is left at most, so that larger sizes have their turn.
+        rounds = max(1, min(most, int(spare / 2 / turn) - 1))
         calls = {
             way: _call(communicator, operation, nbytes, replace(communicator.tuning, **{operation: ((EVER, way),)}))  # type: ignore[arg-type]
             for way in tried
@@ -216,7 +220,11 @@ def _sizes(
             or times[way] < _HOPELESS * best
             or (nbytes < _AT_LEAST and way not in _WASTEFUL)
         ]
-        before = {way: _GROWTH * seconds for way, seconds in times.items()}
+        # From here on by what was measured: as much longer as the model has it, for a line of the rate that was seen.
+        line = replace(line, rate=_rate(operation, ranks, rows, line))
+        for way, seconds in times.items():
+            here, there = (_expected(operation, way, ranks, n, line) for n in (nbytes, _GROWTH * nbytes))
+            before[way] = seconds * min(_GROWTH, there / here)
     return rows
 
 

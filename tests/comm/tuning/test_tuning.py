@@ -236,9 +236,9 @@ def test_choice_on_a_modelled_network(size: int, delay: float, rate: float, monk
     monkeypatch.setattr(tuning_measure, "_call", call)
     monkeypatch.setattr(tuning_measure, "_race", race)
     tuning = tuning_measure._measure(model, budget)  # type: ignore[arg-type]
-    # A round that has begun ends: of the smallest size, by all ways that are not known to be much slower.
-    assert model.spent <= budget + 12 * model.seconds("all_reduce", "direct", 4096)
-    assert model.most >= (1 << 22 if rate > 1e8 and size < 64 else 1 << 12)
+    # A round that has begun ends.
+    assert model.spent <= 1.15 * budget
+    assert model.most >= (1 << 22 if rate > 1e8 and delay < 1e-2 and size < 64 else 1 << 12)
     for operation, ways in WAYS.items():
         if operation == "barrier":
             continue
