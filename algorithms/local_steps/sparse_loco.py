@@ -41,8 +41,9 @@ class SparseLoCo(OuterLoop):
 
     In two tiers, the ranks of a node take the mean of their x in step 2, and have one residual and one payload.
 
-    The decayed residual takes the place of an outer momentum, which harms here. A rank sends 0.0205 bytes per sparse element and
-    other rank in a round.
+    The decayed residual takes the place of an outer momentum, which harms here. In a round one of P ranks sends
+    0.0205 (P - 1) bytes per sparse element. At 64 ranks these are 1.29, and `DiLoCo` with 4 bits sends 1.04. In two tiers that
+    counts nodes instead of ranks.
 
     Options and their defaults, all by keyword::
 

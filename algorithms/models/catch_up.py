@@ -72,7 +72,11 @@ class CatchUp:
             MismatchError: they were.
         """
         local = self._rounds.local
-        if self._letters is None or not self._compares_writes:
+        if self._letters is None:
+            return
+        if not self._compares_writes:
+            if read:
+                self._letters.keep_last()
             return
         found = self._letters.unequal(self._rounds.known, read)
         if found is None:

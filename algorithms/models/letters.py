@@ -52,7 +52,7 @@ class _Peer:
         rounds: that it has begun.
         calls: at which it has arrived.
         call: the name of the last one.
-        later: letters that it has sent after a call at which this rank still is.
+        later: letters that it has sent after a call at which this rank still is; of rounds in a row, the last one.
         written: the writes to parameters that it has sent, and that this rank has not compared with its own.
     """
 
@@ -91,7 +91,14 @@ class Letters:
             rounds: that this rank has begun.
         """
         self._send(_ROUND, steps, rounds, "")
-        # Read now, letters do not pile up until the next call.
+        self.keep_last()
+
+    def keep_last(self) -> None:
+        """Takes the letters that have come, and keeps the numbers of the last one of each rank.
+
+        Called in each round, so that letters do not pile up until the next call: a rank that others wait for hears from
+        all of them in each round.
+        """
         self._read(0.0)
 
     def tell_written(self, written: Written) -> None:
@@ -204,6 +211,9 @@ class Letters:
             peer = self._peers[sender]
             # A rank that is at this call, or has gone on from it.
             if self._at and peer.calls >= self._calls:
+                if peer.later and letter[0] == peer.later[-1][0] == _ROUND:
+                    # Steps and rounds only grow between two calls.
+                    peer.later.pop()
                 peer.later.append(letter)
             else:
                 self._take(peer, letter)

@@ -50,8 +50,8 @@ def over_torch(
             return made
         if not sockets:
             return base
-        tuning = Tuning.from_json(settings.tuning) if settings.tuning else Tuning()
-        stripes = max(settings.sockets, tuning.stripes)
+        tuning = Tuning.from_json(settings.tuning) if settings.tuning else None
+        stripes = max(settings.sockets, tuning.stripes if tuning else 1)
         base.introduction.watch(partial(_see, base.session))
         return StripedCommunicator(
             base, stripes=stripes, tuning=tuning, host=host, deadline=deadline, exchange=base.introduction

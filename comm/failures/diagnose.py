@@ -49,14 +49,16 @@ class Seen:
     """The last heartbeat of a rank.
 
     Attributes:
-        heartbeat: what the rank wrote.
+        heartbeat: what the rank wrote; empty where its fields have not been read.
         changed: when it was first seen, by this rank's clock.
         moved: True if it was seen to follow another one, so that the rank was certainly alive just before `changed`.
+        times: when each field last changed, by this rank's clock.
     """
 
     heartbeat: Heartbeat
     changed: float
     moved: bool
+    times: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class View:
         rank: that rank.
         period: seconds between two heartbeats.
         now: the time.
-        read_at: when the heartbeats were last read.
+        read_at: when all fields of the heartbeats were last read.
         seen: the last heartbeat of each other rank.
         ended: ranks whose processes have ended, and of which everything that they wrote has been read.
         reports: what ranks have reported, in order.
@@ -108,8 +110,9 @@ class View:
 
 
 def ended_text(rank: int, pid: int, doing: str) -> str:
-    """Returns the text about the end of a rank's process."""
-    return f"the process of rank {rank} (pid {pid}) has ended without a farewell; at its last heartbeat it was {doing}"
+    """Returns the text about the end of a rank's process; `doing` is empty if its operations were not read."""
+    told = f"; at its last heartbeat it was {doing}" * bool(doing)
+    return f"the process of rank {rank} (pid {pid}) has ended without a farewell{told}"
 
 
 def diagnose(case: FailedOperation, view: View) -> Diagnosis | None:
@@ -241,7 +244,9 @@ class _Reasoning:
         return text + describe(self._doing(rank))
 
     def _end(self, rank: int) -> str:
-        return ended_text(rank, self._view.pid(rank), describe(self._doing(rank)))
+        # Without the store, operations may have been read long before the rank's last heartbeat.
+        read = self._view.read_at >= self._case.since
+        return ended_text(rank, self._view.pid(rank), describe(self._doing(rank)) if read else "")
 
     def _silence(self, rank: int) -> float:
         return self._view.now - self._view.seen[rank].changed

@@ -14,23 +14,26 @@ OPENING = -1  # in place of an operation's number: the connections are being ope
 # Number and name of a communicator's last operation, whether it has finished, and the method of the user that began it.
 Doing = tuple[int, str, bool, str]
 NOTHING: Doing = (-1, "", True, "")
+_DOING = "doing/"
+_UNKNOWN = Process("", 0, 0)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
     """A message that every rank writes again and again while it is alive.
 
+    It is written and read in fields, of which only those that have changed are sent. The last operation of each
+    communicator is a field of its own.
+
     Attributes:
-        beat: its number.
         left: why the rank has left the job; empty while it has not.
         doing: the last operation of each communicator.
         waits: for each communicator the rank of the world whose message the rank waits for.
+        process: the rank's process.
         begun: operations that the rank has begun so far, of all communicators and mailboxes.
         moved: bytes of these that have left or arrived there.
-        process: the rank's process.
     """
 
-    beat: int
     left: str
     doing: Mapping[str, Doing]
     waits: Mapping[str, int]
@@ -38,32 +41,42 @@ class Heartbeat:
     begun: int = 0
     moved: int = 0
 
-    def to_json(self) -> str:
-        """Returns it as text."""
-        return json.dumps({**vars(self), "process": self.process.told()})
+    def to_fields(self) -> dict[str, Any]:
+        """Returns it in fields, as values of JSON."""
+        fields = {"process": self.process.told(), "begun": self.begun, "moved": self.moved}
+        fields |= {f"{_DOING}{name}": list(doing) for name, doing in self.doing.items()}
+        # Fields that are mostly empty are left out then.
+        return fields | {name: value for name, value in (("left", self.left), ("waits", dict(self.waits))) if value}
 
     @classmethod
-    def parse(cls, text: bytes) -> Heartbeat:
-        """Reads what `to_json` wrote.
+    def parse(cls, fields: Mapping[str, Any]) -> Heartbeat:
+        """Reads what `to_fields` returned, or some of its fields.
 
         Raises:
             ValueError: if it is something else.
         """
-        read = _fields(text, cls)
-        beat, left, doing, waits = read["beat"], read["left"], read["doing"], read["waits"]
-        begun, moved = read["begun"], read["moved"]
-        if type(beat) is not int or not isinstance(left, str):
-            raise ValueError(f"expected a number and a text, got {beat=} and {left=}")
-        if not isinstance(doing, dict) or any(
-            not isinstance(one, list) or [type(part) for part in one] != [int, str, bool, str] for one in doing.values()
-        ):
-            raise ValueError(f"expected operations as [number, name, finished, method], got {doing!r}")
+        read, doing = dict[str, Any](fields), dict[str, Doing]()
+        for name in [name for name in read if name.startswith(_DOING)]:
+            one = read.pop(name)
+            if not isinstance(one, list) or [type(part) for part in one] != [int, str, bool, str]:
+                raise ValueError(f"expected an operation as [number, name, finished, method], got {one!r}")
+            doing[name.removeprefix(_DOING)] = (one[0], one[1], one[2], one[3])
+        left, waits, process = read.pop("left", ""), read.pop("waits", {}), read.pop("process", None)
+        begun, moved = read.pop("begun", 0), read.pop("moved", 0)
+        if not isinstance(left, str):
+            raise ValueError(f"expected a text, got {left=}")
         if not isinstance(waits, dict) or any(type(peer) is not int for peer in waits.values()):
             raise ValueError(f"expected numbers of ranks, got {waits!r}")
         if type(begun) is not int or type(moved) is not int:
             raise ValueError(f"expected numbers of operations and bytes, got {begun=} and {moved=}")
-        done: dict[str, Doing] = {name: (one[0], one[1], one[2], one[3]) for name, one in doing.items()}
-        return cls(beat, left, done, waits, Process.parse(read["process"]), begun, moved)
+        if read:
+            raise ValueError(f"expected no other fields, got {', '.join(sorted(read))}")
+        return cls(left, doing, waits, _UNKNOWN if process is None else Process.parse(process), begun, moved)
+
+    @staticmethod
+    def field_of(communicator: str) -> str:
+        """Returns the name of the field with the last operation of a communicator."""
+        return f"{_DOING}{communicator}"
 
 
 def report_to_json(diagnosis: Diagnosis) -> str:
@@ -71,13 +84,16 @@ def report_to_json(diagnosis: Diagnosis) -> str:
     return json.dumps(asdict(diagnosis))
 
 
-def parse_report(text: bytes, size: int) -> Diagnosis:
+def parse_report(text: str, size: int) -> Diagnosis:
     """Reads what `report_to_json` wrote, in a world of `size` ranks.
 
     Raises:
         ValueError: if it is something else.
     """
-    read = _fields(text, Diagnosis)
+    read = json.loads(text)
+    wanted = {field.name for field in fields(Diagnosis)}
+    if not isinstance(read, dict) or set(read) != wanted:
+        raise ValueError(f"expected an object with {', '.join(sorted(wanted))}, got {text[:100]!r}")
     ranks, by = read["ranks"], read["by"]
     if read["kind"] not in KINDS or not isinstance(read["text"], str) or not isinstance(read["communicator"], str):
         raise ValueError(f"expected a diagnosis of kind {' or '.join(KINDS)}, got {read!r}")
@@ -94,11 +110,3 @@ def describe(doing: Doing | None) -> str:
     if number == OPENING and operation != "closed":
         return "before its first operation" if done else "opening its connections"
     return f"{'after' if done else 'in'} {operation} #{number}{f' of {call}' * bool(call)}"
-
-
-def _fields(text: bytes, kind: type[Heartbeat] | type[Diagnosis]) -> dict[str, Any]:
-    read = json.loads(text)
-    wanted = {field.name for field in fields(kind)}
-    if not isinstance(read, dict) or set(read) != wanted:
-        raise ValueError(f"expected an object with {', '.join(sorted(wanted))}, got {text[:100]!r}")
-    return read

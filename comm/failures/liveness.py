@@ -30,6 +30,8 @@ from bagua_kernels.comm.failures.diagnose import SILENT, FailedOperation, Troubl
 from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.forked import FORKED, forget_after_fork
 from bagua_kernels.comm.failures.heartbeat import NOTHING, Doing, Heartbeat, describe
+from bagua_kernels.comm.failures.records import FIELDS, SIGNS
+from bagua_kernels.comm.failures.records import NOTHING as NO_HEARTBEATS
 from bagua_kernels.comm.failures.stillness import Stir
 from bagua_kernels.comm.joining.evidence import Process
 
@@ -103,6 +105,7 @@ class Liveness:
         self._left = ""
         self._said_goodbye = False
         self._observe_until = float("-inf")
+        self._read_by = float("inf")
         self._in_call_since: float | None = None
         self._trouble: Trouble | None = None
         self._outgoing: list[Diagnosis] = []
@@ -159,7 +162,7 @@ class Liveness:
             return self._moved
 
     def stirs(self, communicator: str, ranks: Iterable[int]) -> dict[int, Stir]:
-        """Returns what some ranks move, by their last heartbeats, and those that these wait for, and so on.
+        """Returns what some ranks move, and those that these wait for, and so on; by the fields that were last read.
 
         Args:
             communicator: of the operation for which they are waited.
@@ -171,9 +174,10 @@ class Liveness:
             seen = self._board.seen.get(rank)
             if rank in found or rank == self.rank or seen is None:
                 continue
-            told = seen.heartbeat
+            told, times = seen.heartbeat, seen.times
             number = told.doing.get(communicator, NOTHING)[0]
-            found[rank] = Stir((number, told.moved), told.begun - number)
+            at = max(times.get(name, float("-inf")) for name in ("moved", Heartbeat.field_of(communicator)))
+            found[rank] = Stir((number, told.moved), told.begun - number, at)
             follow.extend(told.waits.values())
         return found
 
@@ -193,8 +197,19 @@ class Liveness:
         self._wake.set()
 
     def observe(self) -> None:
-        """Keeps an eye on the others for the next heartbeats, so that a diagnosis is quick if one is needed."""
+        """Watches for the next heartbeats which ranks beat or leave, so that a diagnosis is quick if one is needed."""
         self._observe_until = self.clock() + 4 * self.heartbeat
+
+    def inquire(self, age: float = 0.0) -> float:
+        """Has the next heartbeat read what all ranks do, unless that was done less than `age` seconds before.
+
+        Returns:
+            When it was last read, by `clock`.
+        """
+        self.observe()
+        read_at = self._board.read_at
+        self._read_by = min(self._read_by, read_at + age)
+        return read_at
 
     def reported(self, communicator: str, members: Sequence[int]) -> Diagnosis | None:
         """Returns the first report that concerns a communicator; asks only this process's memory."""
@@ -222,7 +237,7 @@ class Liveness:
             The diagnosis, which has been reported to the other ranks unless it is "unknown", or "late" for a farewell.
         """
         while True:
-            self.observe()
+            self.inquire()
             diagnosis = self.diagnosis(case)
             if diagnosis is not None:
                 break
@@ -270,7 +285,7 @@ class Liveness:
             return doing[3] if doing[0] >= number else ""
 
         while not all(told(rank) for rank in ranks) and told(self.rank) and self.clock() < end:
-            self.observe()
+            self.inquire()
             self._wake.set()
             with self._changed:
                 self._changed.wait(self.heartbeat / 2)
@@ -312,23 +327,27 @@ class Liveness:
             self._thread.join(self.heartbeat)
 
     def beat(self) -> None:
-        """One round with the store: own heartbeat, own report, others' reports and, while observing, others' heartbeats.
+        """One round with the store: own heartbeat and report, others' reports and, while observing, their heartbeats.
 
         Raises:
             RuntimeError: if the store cannot be reached.
             OSError: likewise.
         """
         self._beats += 1
-        self._in_call_since = self.clock()
+        now = self._in_call_since = self.clock()
         left = self._left
         doing, waits = dict(self._progress), dict(self._waits)
-        self._board.write(Heartbeat(self._beats, left, doing, waits, self._process, self.begun, self.moved()))
-        self._said_goodbye = bool(left)
-        observing = self.clock() < self._observe_until
+        heartbeat = Heartbeat(left, doing, waits, self._process, self.begun, self.moved())
+        observing, inquiring = now < self._observe_until, now >= self._read_by
         # Processes before heartbeats: what a process wrote before its end is read after that is noticed.
-        ended = [rank for rank in self._board.seen if observing and self._board.evidence.state(rank) == "gone"]
-        self._board.read(heartbeats=observing or not self._board.complete)
-        self._witness(ended)
+        ended = [rank for rank in self._board.near if observing and self._board.evidence.state(rank) == "gone"]
+        unexplained = [rank for rank in ended if not self._explained(rank)]
+        depth = SIGNS if observing or not self._board.complete else NO_HEARTBEATS
+        if observing and (inquiring or unexplained):
+            depth, self._read_by = FIELDS, float("inf")
+        self._board.exchange(heartbeat, depth)
+        self._said_goodbye = bool(left)
+        self._witness(unexplained)
         while self._outgoing:
             self._board.report(self._outgoing[0])
             del self._outgoing[0]
@@ -336,16 +355,20 @@ class Liveness:
         with self._changed:
             self._changed.notify_all()
 
+    def _explained(self, rank: int) -> bool:
+        """Returns True if a rank has left with a farewell, or was reported as lost."""
+        known = any(report.kind == "lost" and rank in report.ranks for report in self._board.reports)
+        return known or bool(self._board.seen[rank].heartbeat.left)
+
     def _witness(self, ended: list[int]) -> None:
         """Reports ranks whose processes have ended without a farewell: their connections may not show it."""
         now = self.clock()
         for rank in ended:
             doing = self._board.seen[rank].heartbeat.doing
-            if self._board.seen[rank].heartbeat.left:
+            if self._explained(rank):
                 continue
             since = self._ended.setdefault(rank, now)
-            known = any(report.kind == "lost" and rank in report.ranks for report in self._board.reports)
-            if known or now - since < _GRACE / 2 * self.heartbeat:
+            if now - since < _GRACE / 2 * self.heartbeat:
                 continue
             under_way = [f"{describe(one)} of communicator {name!r}" for name, one in doing.items() if not one[2]]
             text = ended_text(rank, self._board.evidence.pid(rank), ", ".join(under_way) or "in no operation")
@@ -438,7 +461,7 @@ class Liveness:
             if left >= self.size - len((lost | self.blamed) - counted - {self.rank}):
                 break
             time.sleep(self.heartbeat / 20)
-            self._board.read(heartbeats=True)
+            self._board.exchange(None, SIGNS)
             left = self._board.count_left(0)
 
     def forget(self) -> None:

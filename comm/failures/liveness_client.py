@@ -21,7 +21,7 @@ class StoreError(RuntimeError):
 
 
 class Client:
-    """A connection to the store, with the methods of torch's stores that `Liveness` uses.
+    """A connection to the store, with the methods of `Records`.
 
     Any thread may call `close`, which ends a call under way; other calls come from one thread at a time. Every call
     raises `StoreError` where there is no answer within half a minute, or the connection broke; `reconnect` makes another one.
@@ -39,29 +39,20 @@ class Client:
         self._closed = False
         forget_after_fork(self)
 
-    def set(self, key: str, value: str) -> None:
-        """Stores a text."""
-        self._ask("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        """Returns a text; it must be there."""
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Returns some texts; they must be there."""
-        return [str(value).encode() for value in self._ask("multi_get", keys)]
-
-    def check(self, keys: list[str]) -> bool:
-        """Returns True if all keys are there."""
-        return bool(self._ask("check", keys))
+    def beat(
+        self, rank: int, changed: dict[str, Any] | None, seen: int, read: int, report: int, depth: int
+    ) -> tuple[int, str, dict[str, dict[str, tuple[Any, float]]], list[str]]:
+        """See `Records.beat`; the server knows the rank."""
+        version, silent, fields, reports = self._ask("beat", changed, seen, read, report, depth)
+        return version, silent, fields, reports
 
     def add(self, key: str, value: int) -> int:
         """Adds to a number, at first 0, and returns the sum."""
         return int(self._ask("add", key, value))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Stores `desired` if the text is `expected` (empty: if there is none); returns the text that is there then."""
-        return str(self._ask("compare_set", key, expected, desired)).encode()
+        return str(self._ask("compare_set", key, expected, desired))
 
     def reconnect(self) -> None:
         """Makes a new connection in place of one that broke.
@@ -97,7 +88,7 @@ class Client:
         self._sock.close()
 
     def _ask(self, *request: Any) -> Any:
-        body = json.dumps(request).encode()
+        body = json.dumps(request, separators=(",", ":")).encode()
         if len(body) > LONGEST:
             raise StoreError(f"{request[0]} of {len(body)} bytes is too long for the store")
         deadline = time.monotonic() + _LONGEST_CALL

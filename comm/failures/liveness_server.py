@@ -1,4 +1,4 @@
-"""The store of the heartbeats: texts by key, for ranks that know the job's secret.
+"""The server of the heartbeats' store, for ranks that know the job's secret.
 
 It runs in a small process of its own beside rank 0, which imports neither torch nor the rest of this package. Heartbeats
 therefore arrive while rank 0's interpreter is busy or its process is stopped. They cost its training no time. Strangers
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.joining.gate import Gate
 from bagua_kernels.comm.joining.hello import receive
 from bagua_kernels.comm.joining.secret import Secret
@@ -47,7 +48,7 @@ class Server:
     def __init__(self, listener: socket.socket, key: Secret, size: int, leash: int) -> None:
         self._selector = selectors.DefaultSelector()
         self._clients: dict[socket.socket, _Client] = {}
-        self._values: dict[str, str] = {}
+        self._records = Records(size)
         self._gate = Gate(
             self._selector, listener, key, 0, lambda rank, number: rank < size and number == 0, self._admit
         )
@@ -104,7 +105,7 @@ class Server:
                 break
             request = bytes(client.arrived[LENGTH : LENGTH + length])
             del client.arrived[: LENGTH + length]
-            answer = json.dumps(self._answer(request)).encode()
+            answer = json.dumps(self._answer(client.rank, request), separators=(",", ":")).encode()
             client.leaving += len(answer).to_bytes(LENGTH, "little") + answer
         if client.leaving:
             self._write(sock)
@@ -124,53 +125,18 @@ class Server:
             return
         self._selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if client.leaving else 0), self._read)
 
-    def _answer(self, request: bytes) -> dict[str, Any]:
-        """Returns what a request yields, or what is wrong with it."""
+    def _answer(self, rank: int, request: bytes) -> dict[str, Any]:
+        """Returns what a request of a rank yields, or what is wrong with it."""
         try:
             operation, *arguments = json.loads(request)
-            return {"value": _OPERATIONS[operation](self._values, *arguments)}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if operation == "beat":
+                return {"value": self._records.beat(rank, *arguments)}
+            return {"value": _OPERATIONS[operation](self._records, *arguments)}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _set(values: dict[str, str], key: str, value: str) -> None:
-    values[_text(key)] = _text(value)
-
-
-def _multi_get(values: dict[str, str], keys: list[str]) -> list[str]:
-    return [values[key] for key in keys]
-
-
-def _check(values: dict[str, str], keys: list[str]) -> bool:
-    return all(key in values for key in keys)
-
-
-def _add(values: dict[str, str], key: str, value: int) -> int:
-    total = int(values.get(_text(key), "0")) + int(value)
-    values[key] = str(total)
-    return total
-
-
-def _compare_set(values: dict[str, str], key: str, expected: str, desired: str) -> str:
-    """Sets a value that is as expected; an empty text expects none. Returns the value that is there then."""
-    if values.get(_text(key), "") == expected:
-        values[key] = _text(desired)
-    return values.get(key, expected)
-
-
-def _text(value: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {type(value).__name__}")
-    return value
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "set": _set,
-    "multi_get": _multi_get,
-    "check": _check,
-    "add": _add,
-    "compare_set": _compare_set,
-}
+_OPERATIONS: dict[str, Callable[..., Any]] = {"add": Records.add, "compare_set": Records.compare_set}
 
 
 def main() -> None:

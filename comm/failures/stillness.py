@@ -18,10 +18,12 @@ class Stir:
     Attributes:
         moved: bytes, and where it is in the operations of the wait; any change is progress.
         elsewhere: operations that it has begun apart from those of the wait.
+        at: when `moved` last changed; None if only two reports in sequence can show that.
     """
 
     moved: object
     elsewhere: int
+    at: float | None = None
 
 
 class _Awaited:
@@ -38,10 +40,13 @@ class Stillness:
 
     Args:
         started: when the wait began.
+
+    Attributes:
+        started: as given.
     """
 
     def __init__(self, started: float) -> None:
-        self._started = self._at = started
+        self.started = self._at = started
         self._own = 0
         self._awaited: dict[Hashable, _Awaited] = {}
 
@@ -49,19 +54,18 @@ class Stillness:
         """Takes how many bytes of the operation have moved here so far."""
         if moved != self._own:
             # What moves at once proves nothing later on: ranks whose operation hangs then give up at the same time.
-            at_once = self._own == 0 and now - self._started < _AT_ONCE
-            self._own, self._at = moved, self._started if at_once else now
+            at_once = self._own == 0 and now - self.started < _AT_ONCE
+            self._own, self._at = moved, self.started if at_once else now
             # The operation is alive: from here on anew.
             for each in self._awaited.values():
                 each.first = each.last
 
     def other(self, source: Hashable, stir: Stir, now: float) -> None:
-        """Takes the report of a source, such as a rank; the first one is only stored."""
-        awaited = self._awaited.get(source)
-        if awaited is None:
-            self._awaited[source] = _Awaited(stir)
-            return
-        if stir.moved != awaited.last.moved:
+        """Takes the report of a source, such as a rank; the first one without a time is only stored."""
+        awaited = self._awaited.setdefault(source, _Awaited(stir))
+        if stir.at is not None:
+            awaited.at = stir.at
+        elif stir.moved != awaited.last.moved:
             awaited.at = now
         awaited.last = stir
 
@@ -76,7 +80,7 @@ class Stillness:
         """Returns how much of the operation has come or gone here, and how fast; empty if nothing has."""
         if not self._own:
             return ""
-        seconds = self._at - self._started
+        seconds = self._at - self.started
         text = f"{amount(self._own)} of it came or went here"
         if seconds >= _AT_ONCE:
             text += f" in {seconds:.1f} s, at {8e-6 * self._own / seconds:.3g} Mbit/s"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from bagua_kernels.comm.topology.base import Matrix, Topology, uniform
 
@@ -38,6 +41,29 @@ class ShiftOne(Topology):
     def period(self) -> int:
         """P/2, rounded up."""
         return (self.size + 1) // 2
+
+    @property
+    def mixes(self) -> bool:
+        """True: in a period every rank of one half meets all of the other, and keeps a part of its own value."""
+        return True
+
+    def rho(self) -> float:
+        """See `Topology.rho`; takes O(P^3), for a step takes the mean of pairs of rows."""
+        product, ranks = np.eye(self.size), np.arange(self.size)
+        for step in range(self.period):
+            product = (product + product[[self._partner(rank, step) for rank in ranks.tolist()]]) / 2
+        return float(np.linalg.norm(product - 1 / self.size, 2))
+
+    def _partner(self, rank: int, step: int) -> int:
+        """Returns with whom a rank pairs; itself if it idles."""
+        half = self.period
+        partner = (step + rank) % half + half if rank < half else (rank - half - step) % half
+        return partner if partner < self.size else rank
+
+    def _matrices(self) -> Iterator[Matrix]:
+        # A step renames the ranks of one half. So the sums of all matrices, their symmetry and their degrees are those of the
+        # first, and all P/2 of them would take O(P^3).
+        return iter((self.matrix(0),))
 
     def _matrix(self, step: int) -> Matrix:
         half = self.period

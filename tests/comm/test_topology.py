@@ -183,6 +183,37 @@ def test_shift_one_meets_everyone_in_the_other_half_once(size: int) -> None:
     assert sorted(idle) == (list(range(half)) if size % 2 else [])
 
 
+@sizes
+def test_shift_one_knows_without_its_matrices_what_they_show(size: int) -> None:
+    """A matrix for each step, as any topology has, gives the same facts."""
+    topology = ShiftOne(size)
+    every = [topology.matrix(step) for step in range(topology.period)]
+    assert topology.doubly_stochastic == all(np.allclose(w.sum(axis), 1) for w in every for axis in (0, 1))
+    assert topology.symmetric == all((w == w.T).all() for w in every)
+    whole = product(topology, 0, topology.period)
+    assert topology.mixes == bool((np.linalg.matrix_power(whole, 2 * size) > 0).all())
+    assert topology.rho() == pytest.approx(float(np.linalg.norm(whole - 1 / size, 2)), abs=1e-12)
+    for step, w in enumerate(every):
+        for rank in range(size):
+            assert topology.weights(rank, step) == {int(peer): w[rank, peer] for peer in np.flatnonzero(w[rank])}
+            assert {rank, topology._partner(rank, step)} == set(np.flatnonzero(w[rank]).tolist())
+
+
+def test_shift_one_is_checked_without_all_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand ranks, one matrix is looked at."""
+    made = []
+    monkeypatch.setattr(ShiftOne, "_matrix", lambda self, step: made.append(step) or uniform_pairs(self.size))
+    assert not ShiftOne(1000)._faults(1000, "symmetric")
+    assert made == [0]
+    assert ShiftOne(1000)._faults(999, "symmetric")
+
+
+def uniform_pairs(size: int) -> np.ndarray:
+    """The matrix of step 0 for an even number of ranks."""
+    eye = np.eye(size)
+    return (eye + np.roll(eye, size // 2, axis=1)) / 2
+
+
 @given(size=st.integers(1, 17), seed=st.integers(0, 2**64), step=st.integers(0, 2**40))
 def test_random_matching_pairs_all_but_at_most_one(size: int, seed: int, step: int) -> None:
     topology = RandomMatching(size, seed)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bagua_kernels.algorithms.choosing.cost.facts import Job
+from bagua_kernels.algorithms.choosing.cost.facts import Job, Network
+from bagua_kernels.comm.backends.sockets.costs import Line, delays, fitted
 from bagua_kernels.compression import from_spec
 
 # When messages are under way: beside backward; beside the whole next step; after the step; in rounds of steps; always.
@@ -29,7 +29,7 @@ class Method:
         exactness: what it changes.
         when: its messages are under way.
         sent: bytes that a node sends for an exchange, by job and number of nodes.
-        messages: of a bucket that wait for each other, by number of nodes.
+        messages: of a bucket that wait for each other, by job and network.
         connections: that a node sends over at the same time, by number of nodes.
         codec: the spec of what encodes elements; empty if nothing does.
         low_rank: rank of factors, 0 without.
@@ -43,7 +43,7 @@ class Method:
     exactness: Exactness
     when: When
     sent: Callable[[Job, int], float]
-    messages: Callable[[int], float]
+    messages: Callable[[Job, Network], float]
     connections: Callable[[int], float]
     codec: str = ""
     low_rank: int = 0
@@ -80,18 +80,47 @@ def factors(rank: int, job: Job, nodes: int) -> float:
     return 4.0 * 2 * (nodes - 1) / nodes * (thin + job.elements - inside)
 
 
-def around(nodes: int) -> float:
+def around(job: Job, network: Network) -> float:
     """A ring's steps."""
-    return 2.0 * (nodes - 1)
+    return 2.0 * (network.nodes - 1)
 
 
-def directly(nodes: int) -> float:
-    """Two passes: to all others at once while they are few, else by halving and doubling."""
-    return 2.0 if nodes <= 8 else 2.0 * math.ceil(math.log2(nodes))
+def summed(job: Job, network: Network) -> float:
+    """An all-reduce of a bucket, by the way that ranks take on CPUs."""
+    return _delays("all_reduce", network, min(job.bucket_bytes, 4 * job.elements))
 
 
-def once(nodes: int) -> float:
+def coded(codec: str, job: Job, network: Network) -> float:
+    """Payloads to their owners, and an all-gather of the owners' payloads."""
+    elements = min(job.bucket_bytes / 4, job.elements)
+    return 1.0 + _delays("all_gather", network, bytes_of(codec) * elements / network.nodes)
+
+
+def shared(codec: str, job: Job, network: Network) -> float:
+    """An all-gather of payloads."""
+    return _delays("all_gather", network, bytes_of(codec) * min(job.bucket_bytes / 4, job.elements))
+
+
+def factored(rank: int, job: Job, network: Network) -> float:
+    """Two all-reduces, one of each factor."""
+    share = factors(rank, job, 2) / 2 / job.buckets
+    return 2.0 * _delays("all_reduce", network, share)
+
+
+def once(job: Job, network: Network) -> float:
     """One message."""
+    return 1.0
+
+
+def _delays(operation: str, network: Network, nbytes: float) -> float:
+    """Returns for how many one-way delays a collective waits by the table for this network."""
+    nodes = network.nodes
+    way = fitted(nodes, Line.measured(network.latency)).way(operation, int(nbytes))
+    return float(delays(operation, way, nodes))
+
+
+def one(nodes: int) -> float:
+    """A connection to one other node."""
     return 1.0
 
 
@@ -108,21 +137,26 @@ def couple(nodes: int) -> float:
 def methods() -> list[Method]:
     """All that are known, with their default options."""
     plain, half = functools.partial(twice, ""), "cast:dtype=float16"
-    reduced = functools.partial(Method, when="backward", messages=directly, connections=others)
-    local = functools.partial(
-        Method, exactness="any", when="rounds", messages=directly, connections=others, interval=30
-    )
+    reduced = functools.partial(Method, when="backward", messages=summed, connections=others)
+    local = functools.partial(Method, exactness="any", when="rounds", messages=summed, connections=others, interval=30)
     model = functools.partial(Method, exactness="any", messages=once)
-    peer = functools.partial(model, when="beside", sent=functools.partial(to_peers, "", 1), connections=once)
+    peer = functools.partial(model, when="beside", sent=functools.partial(to_peers, "", 1), connections=one)
     near = functools.partial(model, connections=couple)
-    ring = functools.partial(Method, spec="", when="backward", messages=around, connections=once)
+    ring = functools.partial(Method, spec="", when="backward", messages=around, connections=one)
     topk, chunked = "topk:ratio=0.01", "chunked_topk:k=64,chunk=4096"
     found = [
         ring("DDP", exactness="exact", sent=plain),
         ring("DDP fp16", exactness="synchronous", sent=functools.partial(twice, half), codec=half),
         reduced("GradientAllReduce", "allreduce", "exact", sent=plain),
         *(
-            reduced(name, spec, "synchronous", sent=functools.partial(twice, codec), codec=codec)
+            reduced(
+                name,
+                spec,
+                "synchronous",
+                sent=functools.partial(twice, codec),
+                messages=functools.partial(coded, codec),
+                codec=codec,
+            )
             for name, spec, codec in (
                 ("ByteGrad", "bytegrad", "minmax_uint8"),
                 ("8 bits", "compressed:codec=absmax_int8", "absmax_int8"),
@@ -131,14 +165,21 @@ def methods() -> list[Method]:
                 ("OneBitAdam", "onebit_adam", "sign"),
             )
         ),
-        reduced("TopK 1 %", topk, "synchronous", sent=functools.partial(gathered, topk), messages=once, codec=topk),
+        reduced(
+            "TopK 1 %",
+            topk,
+            "synchronous",
+            sent=functools.partial(gathered, topk),
+            messages=functools.partial(shared, topk),
+            codec=topk,
+        ),
         *(
             reduced(
                 f"PowerSGD {rank}",
                 f"powersgd:rank={rank}",
                 "synchronous",
                 sent=functools.partial(factors, rank),
-                messages=lambda nodes: 2 * directly(nodes),
+                messages=functools.partial(factored, rank),
                 low_rank=rank,
             )
             for rank in (1, 2, 4)
@@ -164,6 +205,7 @@ def methods() -> list[Method]:
             "DiLoCo 30, 4 bits",
             "diloco:interval=30,codec=absmax_int4,delay=10",
             sent=functools.partial(twice, "absmax_int4"),
+            messages=functools.partial(coded, "absmax_int4"),
             codec="absmax_int4",
             delay=10,
         ),
@@ -171,7 +213,7 @@ def methods() -> list[Method]:
             "SparseLoCo 30",
             "sparse_loco:interval=30,delay=29",
             sent=functools.partial(gathered, chunked),
-            messages=once,
+            messages=functools.partial(shared, chunked),
             codec=chunked,
             delay=29,
         ),

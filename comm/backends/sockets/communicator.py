@@ -14,6 +14,7 @@ import torch
 
 from bagua_kernels.comm.backends.sockets import mesh, schedules
 from bagua_kernels.comm.backends.sockets.context import Context
+from bagua_kernels.comm.backends.sockets.costs import Line, fitted
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks, cut
 from bagua_kernels.comm.backends.sockets.transfer import Lane, Operation, Transfers, signature
@@ -26,6 +27,7 @@ from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import CLOSED, Work
 
 _BRIEF = 64 << 10  # bytes of an operation that are sent on the caller's thread
+_LEAST = 4 << 10  # bytes of a rank's part, where the parts of all ranks are one piece
 _MESSAGE = 1 << 63  # numbers from here on are messages between two ranks, those below are collectives
 
 
@@ -47,7 +49,7 @@ class StripedCommunicator(Communicator):
     Args:
         base: a communicator on the CPU, which this one owns from now on: Gloo, or ranks as threads.
         stripes: sockets between two ranks; `tuning` contains the number of them that is used.
-        tuning: equal on all ranks.
+        tuning: equal on all ranks; by default the one that suits the number of ranks and the delay between them.
         host: the address to listen on; by default that of the interface which Gloo would use.
         deadline: when the time to connect is over, as of `time.monotonic`; by default after the timeout of `base`.
         exchange: gathers a value of every rank as JSON, in rank order; by default an operation of `base`.
@@ -68,12 +70,13 @@ class StripedCommunicator(Communicator):
         exchange: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         self._check(base, stripes)
-        self._begin(base, stripes, tuning or Tuning(), host)
+        self._begin(base, stripes, tuning, host)
         if self.size > 1:
             by = time.monotonic() + base.timeout if deadline is None else deadline
             links = mesh.connect_over(base, stripes, host, base._sealed().secret.derive("sockets"), by, exchange)
             loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: None)
-            self._share(loop, tuple(range(self.size)))
+            self._links = links
+            self._share(loop, tuple(range(self.size)), tuning)
 
     @staticmethod
     def _check(base: Communicator, stripes: int) -> None:
@@ -86,7 +89,7 @@ class StripedCommunicator(Communicator):
         if stripes < 1:
             raise ValueError(f"expected at least one socket between two ranks, got {stripes=}")
 
-    def _begin(self, base: Communicator, stripes: int, tuning: Tuning, host: str) -> None:
+    def _begin(self, base: Communicator, stripes: int, tuning: Tuning | None, host: str) -> None:
         """Sets everything but the sockets."""
         secret = base._sealed().secret
         self._assign(base.rank, base.size, base.device, base.timeout, secret.derive("striped"))
@@ -104,21 +107,25 @@ class StripedCommunicator(Communicator):
         self.session.abandon = self._abandon
         self._loop: Loop | None = None
         self._context: Context | None = None
-        self.tuning = tuning
+        self.tuning = self._fitted = tuning or Tuning()
+        self.delay = 0.0  # the longest one way between two ranks, in seconds, as it was measured at the start
 
-    def _share(self, loop: Loop, members: tuple[int, ...]) -> None:
+    def _share(self, loop: Loop, members: tuple[int, ...], tuning: Tuning | None) -> None:
         """Takes its part of a loop.
 
         Args:
             loop: of this communicator, or of that which it comes from.
             members: by rank, the rank as the loop numbers it.
+            tuning: which ways to take; None for those that suit the number of ranks and the delay between them.
         """
         # The thread must not keep a communicator alive that nobody uses any more.
         counted: weakref.WeakMethod[Any] = weakref.WeakMethod(self._count)
         number = self.base._sealed().secret.derive("context").export()[:16]
         context = loop.open(int(number, 16), members, lambda n: _tell(counted, n))
         self._loop, self._context = loop, context
-        context.use(self.tuning.stripes, self.tuning.split)
+        self.delay = self._links.delay(members)
+        self._fitted = fitted(self.size, Line.measured(self.delay))
+        self.retune(tuning or self._fitted)
         self.session.moves = lambda: context.moved
         self.session.heard = lambda: {rank: loop.heard[peer] for rank, peer in enumerate(members) if peer in loop.heard}
         weakref.finalize(self, loop.leave, context, "it was forgotten, or its process exits", wait=False)
@@ -184,9 +191,12 @@ class StripedCommunicator(Communicator):
     def _split(self, ranks: tuple[int, ...]) -> StripedCommunicator:
         child = StripedCommunicator.__new__(StripedCommunicator)
         base = self.base.later(ranks) if isinstance(self.base, TorchCommunicator) else self.base._split(ranks)
-        child._begin(base, self.stripes, self.tuning, self._host)
+        # What was chosen for this number of ranks need not suit another one.
+        tuning = None if self.tuning is self._fitted else self.tuning
+        child._begin(base, self.stripes, tuning, self._host)
         if self._loop is not None and self._context is not None and child.size > 1:
-            child._share(self._loop, tuple(self._context.members[rank] for rank in ranks))
+            child._links = self._links
+            child._share(self._loop, tuple(self._context.members[rank] for rank in ranks), tuning)
         return child
 
     def _count(self, nbytes: int) -> None:
@@ -227,6 +237,13 @@ class StripedCommunicator(Communicator):
         parts = cut(flat[0].numel(), max(1, size // flat[0].itemsize))
         return (tuple(tensor[part] for tensor in flat) for part in parts)
 
+    def _part(self, way: str) -> int:
+        """Returns the bytes of a rank's part of an all-gather or reduce-scatter that are under way as one."""
+        # In rounds, the parts of all ranks lie in one piece.
+        return {"ring": self.tuning.link, "rounds": max(_LEAST, self.tuning.piece // self.size)}.get(
+            way, self.tuning.piece
+        )
+
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
         way = self.tuning.way("all_reduce", tensor.nbytes)
         if way == "base":
@@ -244,10 +261,10 @@ class StripedCommunicator(Communicator):
         if way == "base":
             return self._beneath(lambda: self.base._all_gather(output, input))
         code = signature("all_gather", input.dtype, way, nbytes=input.nbytes)
-        size = self.tuning.link if way == "ring" else self.tuning.piece
-        pieces = self._pieces(size, input, *output.view(self.size, -1).unbind(0))
-        if way == "ring":
-            lanes = (partial(schedules.ring_all_gather, self._ranks, outputs, mine) for mine, *outputs in pieces)
+        pieces = self._pieces(self._part(way), input, *output.view(self.size, -1).unbind(0))
+        if way != "direct":
+            make = schedules.ring_all_gather if way == "ring" else schedules.gather_in_rounds
+            lanes = (partial(make, self._ranks, outputs, mine) for mine, *outputs in pieces)
         else:
             lanes = (
                 partial(schedules.all_to_all, self._ranks, outputs, [mine] * self.size) for mine, *outputs in pieces
@@ -259,9 +276,8 @@ class StripedCommunicator(Communicator):
         if way == "base":
             return self._beneath(lambda: self.base._reduce_scatter(output, input, op))
         code = signature("reduce_scatter", input.dtype, op, way, nbytes=input.nbytes)
-        make = schedules.ring_reduce_scatter if way == "ring" else schedules.reduce_scatter
-        size = self.tuning.link if way == "ring" else self.tuning.piece
-        pieces = self._pieces(size, output, *input.view(self.size, -1).unbind(0))
+        make = _REDUCE_SCATTER[way]
+        pieces = self._pieces(self._part(way), output, *input.view(self.size, -1).unbind(0))
         lanes = (partial(make, self._ranks, into, parts, op) for into, *parts in pieces)
         return self._start("reduce_scatter", code, lanes, input.nbytes)
 
@@ -286,13 +302,14 @@ class StripedCommunicator(Communicator):
         if way == "base":
             return self._beneath(lambda: self.base._broadcast(tensor, src))
         code = signature("broadcast", tensor.dtype, src, way, nbytes=tensor.nbytes)
+        flat = tensor.view(-1)
         if way == "star":
-            flat = tensor.view(-1)
             star = partial(schedules.star, self._ranks, src, [flat], [flat] * self.size, inward=False)
             return self._start("broadcast", code, [star], tensor.nbytes)
-        lanes = (
-            partial(schedules.chain, self._ranks, src, piece) for (piece,) in self._pieces(self.tuning.link, tensor)
-        )
+        if way == "tree":
+            return self._start("broadcast", code, [partial(schedules.tree, self._ranks, src, flat)], tensor.nbytes)
+        make, size = (schedules.chain, self.tuning.link) if way == "chain" else (schedules.scattered, self.tuning.piece)
+        lanes = (partial(make, self._ranks, src, piece) for (piece,) in self._pieces(size, tensor))
         return self._start("broadcast", code, lanes, tensor.nbytes)
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp) -> Work:
@@ -325,9 +342,11 @@ class StripedCommunicator(Communicator):
         return self._start("scatter", code, [star], output.nbytes * self.size)
 
     def _barrier(self) -> Work:
-        token = torch.empty(0, dtype=torch.uint8, device="cpu")
-        lane = partial(schedules.all_to_all, self._ranks, [token] * self.size, [token] * self.size)
-        return self._start("barrier", signature("barrier"), [lane], 0)
+        way, token = self.tuning.way("barrier", 0), torch.empty(0, dtype=torch.uint8, device="cpu")
+        lane = partial(schedules.barrier_in_rounds, self._ranks)
+        if way == "direct":
+            lane = partial(schedules.all_to_all, self._ranks, [token] * self.size, [token] * self.size)
+        return self._start("barrier", signature("barrier", way), [lane], 0)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         lane = partial(schedules.messages, [(dst, tensor.view(-1))], [])
@@ -351,6 +370,12 @@ _ALL_REDUCE: dict[str, Callable[[Ranks, torch.Tensor, ReduceOp, Lane], Transfers
     "direct": schedules.direct,
     "halving": schedules.halving,
     "ring": schedules.ring,
+}
+
+_REDUCE_SCATTER = {
+    "direct": schedules.reduce_scatter,
+    "rounds": schedules.reduce_scatter_in_rounds,
+    "ring": schedules.ring_reduce_scatter,
 }
 
 _open: weakref.WeakSet[StripedCommunicator] = weakref.WeakSet()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import resource
 import secrets
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 from bagua_kernels.comm.communicator import Communicator
@@ -21,8 +23,28 @@ from bagua_kernels.comm.joining.gate import Gate, listen
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
+_ROUND_TRIP = 148  # where Linux's struct tcp_info has the shortest round trip, in microseconds
+_NO_ROUND_TRIP = (1 << 32) - 1
+_SHORTEST = 4  # minus the power of ten of the shortest delay that is told apart, in seconds
 _GLANCE = 0.25  # seconds between two looks at whether connecting still makes sense
 _LEAST = 0.1  # of the timeout that is left to those who have come so far
+
+
+class Links(dict[int, list[socket.socket]]):
+    """The sockets to each other rank.
+
+    Attributes:
+        delays: for each rank a digit for each rank, which stands for the one-way delay that its system measured: 10 ** (digit -
+            4) seconds; the same on all ranks.
+    """
+
+    delays: Sequence[str] = ()
+
+    def delay(self, members: Iterable[int]) -> float:
+        """Returns the longest one-way delay between two of some ranks, in seconds, to a power of ten."""
+        ranks = list(members)
+        most = max((int(self.delays[a][b]) for a in ranks for b in ranks), default=0) if self.delays else 0
+        return 10.0 ** (most - _SHORTEST)
 
 
 def connect(
@@ -35,7 +57,7 @@ def connect(
     *,
     secret: Secret,
     look: Callable[[], bool] | None = None,
-) -> dict[int, list[socket.socket]]:
+) -> Links:
     """Connects the ranks; collective.
 
     Each rank listens and sends its address to all. A rank connects to those before it, and those after it connect to it.
@@ -53,7 +75,7 @@ def connect(
         look: returns True once connecting makes no sense any more, for a rank is lost; `exchange` will raise then.
 
     Returns:
-        For each other rank its sockets, in an order that is the same at both ends.
+        For each other rank its sockets, in an order that is the same at both ends, and the delay.
 
     Raises:
         CommunicationError: if a connection could not be made; on all ranks, naming the ranks concerned.
@@ -79,7 +101,9 @@ def connect(
                     _connect_all(rank, size, stripes, listener, addresses, key, deadline, found, look)
                 except OSError as error:
                     problem = _told(error)
-        problems = {peer: text for peer, text in enumerate(exchange(problem)) if text}
+        digits = "".join(_digit(found.get((peer, 0))) for peer in range(size))
+        everyone = exchange((problem, digits))
+        problems = {peer: text for peer, (text, _) in enumerate(everyone) if text}
         if problems:
             told = "; ".join(f"rank {peer}: {text}" for peer, text in problems.items())
             cure = (
@@ -90,7 +114,9 @@ def connect(
                 cure = "raise the limit on open files there, or close what is not needed"
             raise CommunicationError(f"the ranks could not connect to one another: {told}; {cure}")
         unfinished.pop_all()
-    return {peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank}
+    links = Links({peer: [found[peer, number] for number in range(stripes)] for peer in range(size) if peer != rank})
+    links.delays = [digits for _, digits in everyone]
+    return links
 
 
 def connect_over(
@@ -100,7 +126,7 @@ def connect_over(
     secret: Secret,
     deadline: float,
     exchange: Callable[[Any], list[Any]] | None = None,
-) -> dict[int, list[socket.socket]]:
+) -> Links:
     """Connects the ranks of a communicator, which reads their heartbeats meanwhile; collective.
 
     Args:
@@ -181,6 +207,21 @@ def _told(error: Exception) -> str:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"its process or host is out of file descriptors ({LIMIT} is {limit} there)"
     return str(error) or type(error).__name__
+
+
+def _digit(sock: socket.socket | None) -> str:
+    delay = 0.0 if sock is None else _delay(sock)
+    return str(min(9, max(0, round(math.log10(delay)) + _SHORTEST))) if delay > 0 else "0"
+
+
+def _delay(sock: socket.socket) -> float:
+    """Returns half of the shortest round trip of a connection so far, in seconds; 0 where it is not known."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP + 4)
+    except OSError:
+        return 0.0
+    found = int.from_bytes(info[_ROUND_TRIP:], sys.byteorder) if len(info) == _ROUND_TRIP + 4 else 0
+    return 0.5e-6 * found if found < _NO_ROUND_TRIP else 0.0
 
 
 def _close(found: dict[tuple[int, int], socket.socket]) -> None:

@@ -7,15 +7,17 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 ALL_REDUCE = ("exchange", "doubling", "direct", "halving", "ring", "base")
-REDUCE_SCATTER = ALL_GATHER = ("direct", "ring", "base")
+REDUCE_SCATTER = ALL_GATHER = ("direct", "rounds", "ring", "base")
 ALL_TO_ALL = ("direct", "base")
-BROADCAST = ("star", "chain", "base")
+BROADCAST = ("star", "tree", "direct", "chain", "base")
+BARRIER = ("direct", "rounds")
 WAYS = {
     "all_reduce": ALL_REDUCE,
     "all_gather": ALL_GATHER,
     "reduce_scatter": REDUCE_SCATTER,
     "all_to_all": ALL_TO_ALL,
     "broadcast": BROADCAST,
+    "barrier": BARRIER,
 }
 
 Limits = tuple[tuple[float, str], ...]
@@ -46,6 +48,7 @@ class Tuning:
         reduce_scatter: by the bytes of a rank's output.
         all_to_all: by the bytes for one rank.
         broadcast: by the bytes of the tensor.
+        barrier: its bytes are 0.
         piece: bytes of a large tensor that are under way as one, where ranks send to all others.
         link: the same where each rank sends to one other, and small pieces let the next one start early.
         window: how many such pieces are under way at once.
@@ -59,6 +62,7 @@ class Tuning:
     reduce_scatter: Limits = ((1 << 20, "direct"), (EVER, "ring"))
     all_to_all: Limits = ((EVER, "direct"),)
     broadcast: Limits = ((256 << 10, "star"), (EVER, "chain"))
+    barrier: Limits = ((EVER, "direct"),)
     piece: int = 4 << 20
     link: int = 512 << 10
     window: int = 8

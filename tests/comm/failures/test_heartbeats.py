@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
 from bagua_kernels.comm.failures.failure import Diagnosis
 from bagua_kernels.comm.failures.heartbeat import Heartbeat, parse_report, report_to_json
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.records import FIELDS, Records
 from bagua_kernels.comm.joining.evidence import Evidence, Process, _stat, _table
 from tests import limits
 from tests.comm.failures.test_liveness import Ranks
@@ -36,12 +37,19 @@ DAMAGED = [
     '{"kind": "lost", "ranks": [true], "text": "x", "communicator": "world", "by": 1}',
     '{"kind": "eaten", "ranks": [0], "text": "x", "communicator": "world", "by": 1}',
     '{"kind": "lost", "ranks": [0], "text": null, "communicator": "world", "by": 1}',
-    '{"beat": "1", "left": "", "doing": {}, "waits": {}, "process": ["", 1, 0]}',
-    '{"beat": 1, "left": "", "doing": {"world": 3}, "waits": {}, "process": ["", 1, 0]}',
-    '{"beat": 1, "left": "", "doing": {}, "waits": [], "process": ["", 1, 0]}',
-    '{"beat": 1, "left": "", "doing": {}, "waits": {}, "process": ["", -1, 0]}',
-    '{"beat": 1, "left": "", "doing": {}, "waits": {}, "process": null}',
 ]  # fmt: skip
+DAMAGED_FIELDS: list[dict[str, Any]] = [
+    {"left": 1},
+    {"doing/world": 3},
+    {"doing/world": [3, "all_reduce", 1, ""]},
+    {"waits": []},
+    {"waits": {"world": "1"}},
+    {"process": ["", -1, 0]},
+    {"process": {"pid": 1}},
+    {"begun": "7"},
+    {"moved": [[]]},
+    {"unknown": 0},
+]
 
 
 @pytest.fixture
@@ -62,26 +70,37 @@ def of(pid: int) -> Process:
 
 def test_what_is_written_can_be_read() -> None:
     """By the reader that refuses everything else."""
-    sign = Heartbeat(3, "", {"world": (7, "all_reduce", False, "synchronize()")}, {"world": 2}, Process.current())
-    assert Heartbeat.parse(sign.to_json().encode()) == sign
+    sign = Heartbeat("", {"world": (7, "all_reduce", False, "synchronize()")}, {"world": 2}, Process.current())
+    assert Heartbeat.parse(json.loads(json.dumps(sign.to_fields()))) == sign
     report = Diagnosis("late", (1, 2), "they sleep", "world", 0)
-    assert parse_report(report_to_json(report).encode(), 3) == report
+    assert parse_report(report_to_json(report), 3) == report
     for wrong in (replace(report, ranks=(1, 3)), replace(report, by=3), replace(report, ranks=(-1,))):
         with pytest.raises(ValueError, match="numbers of ranks below 3"):
-            parse_report(report_to_json(wrong).encode(), 3)
+            parse_report(report_to_json(wrong), 3)
 
 
 @folded(text=DAMAGED)
-def test_damaged_reports_and_signs_are_passed_over(text: str) -> None:
-    """They end no rank's signs of life, blame nobody, and leave room for the reports that follow."""
+def test_damaged_reports_are_passed_over(text: str) -> None:
+    """They end no rank's signs of life, and leave room for the reports that follow."""
+    passes_over(text, {})
+
+
+@folded(fields=DAMAGED_FIELDS)
+def test_damaged_signs_are_passed_over(fields: dict[str, Any]) -> None:
+    """They blame nobody."""
+    passes_over("{", fields)
+
+
+def passes_over(text: str, fields: dict[str, Any]) -> None:
+    """Puts a report and fields of rank 2's heartbeat into the store, before rank 2 falls silent."""
     ranks = Ranks(3)
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(3)
-    ranks.store.set("report/0", text)
+    ranks.store.compare_set("report/0", "", text)
     ranks.beat(1)
     since = ranks.now
     ranks.beat(1, without=(2,))
-    ranks.store.set("beat/2", text)
+    ranks.store.beat(2, fields, -1, -1, 0, FIELDS)
     ranks.beat(9, without=(2,))
     diagnosis = ranks.diagnosis(0, 7, since)
     assert (diagnosis.kind, diagnosis.ranks) == ("lost", (2,))
@@ -93,13 +112,16 @@ def test_damaged_reports_and_signs_are_passed_over(text: str) -> None:
 def test_a_thread_that_fails_blames_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     """Not rank 0, above all."""
 
-    class Broken(HashStore):
-        def set(self, key: str, value: str) -> None:
-            if '"beat": 3' in value:
-                raise KeyError("a fault of this process")
-            super().set(key, value)
+    class Broken(Records):
+        beats = 0
 
-    store = Broken()
+        def beat(self, rank: int, *arguments: Any) -> Any:
+            self.beats += rank == 1
+            if self.beats == 3:
+                raise KeyError("a fault of this process")
+            return super().beat(rank, *arguments)
+
+    store = Broken(3)
     others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (0, 2)]
     liveness = Liveness(store, 1, 3, heartbeat=0.02)
     assert liveness._thread is not None
@@ -147,7 +169,7 @@ def test_the_transport_knows_which_of_the_silent_ones_broke() -> None:
 
 def test_nobody_is_named_because_of_a_busy_interpreter_alone() -> None:
     """A process that is there keeps its connections: whoever broke one is somebody else, who is not silent yet."""
-    ranks = Ranks(3, {1: Process.current()})
+    ranks = Ranks(3, {0: Process.current(), 1: Process.current()})
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(3)
     ranks.beat(5, without=(1,))
@@ -187,22 +209,22 @@ def test_the_end_of_the_store_names_its_host_to_those_who_wait_for_others() -> N
 
 def test_a_rank_that_leaves_does_not_call_the_others_late() -> None:
     """They are at work; it is itself that has no more to do."""
-    store = HashStore()
+    store = Records(2)
     others = [Liveness(store, rank, 2, heartbeat=0.02) for rank in (0, 1)]
     others[0].entered("world", 0, "barrier")
     case = FailedOperation("world", (0, 1), 0, "barrier", others[0].clock(), timed_out=True)
     diagnosis = others[0].diagnose(case, leaving=True)
     assert (diagnosis.kind, diagnosis.ranks) == ("late", (1,))
-    assert not store.check(["report/0"])
+    assert not reports(store)
     assert others[0].diagnose(case) == diagnosis
-    assert store.check(["report/0"])
+    assert reports(store)
     for other in reversed(others):
         other.stop("the test is over")
 
 
 def test_the_host_of_the_store_stays_for_ranks_that_are_busy() -> None:
     """They read the last report when their interpreters are free again; nobody waits for the rank that was lost."""
-    store = HashStore()
+    store = Records(3)
     host = Liveness(store, 0, 3, heartbeat=0.02)
     others = [Liveness(store, rank, 3, heartbeat=0.02, background=False) for rank in (1, 2)]
     others[0]._outgoing.append(Diagnosis("lost", (2,), "its process has ended", "", 1))
@@ -222,22 +244,21 @@ def test_nobody_judges_by_signs_before_the_reports_are_read() -> None:
     ranks.beat(3)
     since, found = ranks.now, []
 
-    class Watched(HashStore):
-        def check(self, keys: list[str]) -> bool:
+    class Watched(Records):
+        def beat(self, *arguments: Any) -> Any:
             found.append(ranks.diagnosis(0, 7, since))
-            return ranks.store.check(keys)
-
-        def __getattribute__(self, name: str) -> Any:
-            return object.__getattribute__(self, name) if name == "check" else getattr(ranks.store, name)
+            answer = ranks.store.beat(*arguments)
+            found.append(ranks.diagnosis(0, 7, since))
+            return answer
 
     ranks.ranks[1]._outgoing.append(Diagnosis("lost", (2,), "it fell silent", "world", 1))
     ranks.ranks[1].beat()
     ranks.ranks[1].stop("its process exited")
-    ranks.ranks[0]._board._store = Watched()
+    ranks.ranks[0]._board._store = Watched(3)
     ranks.beat(1, without=(1, 2))
     found.append(ranks.diagnosis(0, 7, since))
     assert {diagnosis.ranks for diagnosis in found if diagnosis is not None} == {(2,)}
-    assert found[0] is None
+    assert found[:2] == [None, None]
 
 
 def test_process_that_ends_is_seen(child: subprocess.Popen[bytes]) -> None:
@@ -264,6 +285,7 @@ def until_state(evidence: Evidence, wanted: str) -> None:
 def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[bytes]) -> None:
     """No connection broke and no time ran out: a forked child may hold the sockets."""
     ranks = Ranks(3, {0: Process.current(), 1: Process.current(), 2: of(child.pid)})
+    ranks.look = Liveness.observe
     ranks.enter(7, "all_reduce", 0, 1, 2)
     ranks.beat(1)
     ranks.beat(20, without=(2,))
@@ -282,6 +304,7 @@ def test_waiting_ranks_report_a_process_that_has_ended(child: subprocess.Popen[b
 def test_a_process_that_ends_after_its_farewell_is_not_reported(child: subprocess.Popen[bytes]) -> None:
     """What it did before is done; whoever waits for more hears of the farewell."""
     ranks = Ranks(2, {1: of(child.pid)})
+    ranks.look = Liveness.observe
     ranks.beat(2)
     ranks.ranks[1].closed("world/sockets")
     ranks.ranks[1].stop("it closed its communicator")
@@ -299,15 +322,16 @@ def test_a_farewell_in_the_middle_of_a_beat_is_told() -> None:
     """`stop` comes after the sign of this beat was written, and before the beat is over."""
     writing, go_on = threading.Event(), threading.Event()
 
-    class Slow(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            if keys == ["report/0"] and threading.current_thread() is liveness_thread:
+    class Slow(Records):
+        def beat(self, *arguments: Any) -> Any:
+            answer = super().beat(*arguments)
+            if threading.current_thread() is liveness_thread and not go_on.is_set():
                 writing.set()
                 go_on.wait(limits.seconds(10))
-            return super().check(keys)
+            return answer
 
     liveness_thread = None
-    store = Slow()
+    store = Slow(1)
     liveness = Liveness(store, 0, 1, heartbeat=0.05)
     liveness_thread = liveness._thread
     assert writing.wait(limits.seconds(10))
@@ -317,4 +341,9 @@ def test_a_farewell_in_the_middle_of_a_beat_is_told() -> None:
         pass
     go_on.set()
     stopping.join(limits.seconds(10))
-    assert Heartbeat.parse(store.get("beat/0")).left == "it has had enough"
+    assert store.beat(0, None, -1, -1, 0, FIELDS)[2]["0"]["left"][0] == "it has had enough"
+
+
+def reports(store: Records) -> list[str]:
+    """Returns the reports in a store."""
+    return store.beat(0, None, -1, -1, 0, FIELDS)[3]

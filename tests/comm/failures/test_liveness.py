@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from bagua_kernels import comm
 from bagua_kernels.comm.failures.diagnose import FailedOperation, Trouble
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.joining.evidence import Process
 from bagua_kernels.comm.testing import Processes
 from bagua_kernels.errors import CommunicationError
@@ -29,8 +29,9 @@ class Ranks:
 
     def __init__(self, size: int, processes: dict[int, Process] | None = None) -> None:
         """Starts ranks that have each given one sign, on hosts of their own unless `processes` are given."""
+        self.look: Callable[[Liveness], object] = Liveness.inquire  # that each rank takes at the others before it beats
         self.now = 100.0
-        self.store = HashStore()
+        self.store = Records(size, lambda: self.now)
         self.ranks = [
             Liveness(
                 self.store, r, size, heartbeat=BEAT, clock=lambda: self.now, background=False,
@@ -45,7 +46,7 @@ class Ranks:
             self.now += BEAT
             for rank in self.ranks:
                 if rank.rank not in without:
-                    rank.observe()
+                    self.look(rank)
                     rank.beat()
 
     def enter(self, number: int, operation: str, *ranks: int) -> None:
@@ -307,13 +308,21 @@ def test_stopped_rank_is_named(culprit: int) -> None:
 
 
 def test_rank_that_stays_away_is_named() -> None:
-    """It answers, so it is late and not lost."""
-    timeout = limits.seconds(2)
-    for error in survivors(3, 2, lambda p: None, timeout, 2):
+    """It answers, so it is late and not lost.
+
+    A survivor that began well after the other one learns that from its report, before its own time is over.
+    """
+    timeout, own = limits.seconds(2), 0
+    errors = survivors(3, 2, lambda p: None, timeout, 2)
+    for rank, error in enumerate(errors):
         assert error["type"] == "CollectiveTimeoutError", error
         assert error["ranks"] == [2], error
         assert "after all_reduce #18" in error["text"]
-        assert f"within {timeout:g} s" in error["text"], error
+        over = f"did not finish within {timeout:g} s, waiting for rank 2"
+        told = f"cannot finish without rank 2 (reported by world rank {1 - rank})"
+        assert (over in error["text"]) != (told in error["text"]), error
+        own += over in error["text"]
+    assert own, errors
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ import pytest
 from bagua_kernels.comm.failures import liveness_client, liveness_store
 from bagua_kernels.comm.failures.liveness_client import Client, StoreError
 from bagua_kernels.comm.failures.liveness_store import Host
+from bagua_kernels.comm.failures.records import FIELDS, NOTHING, SIGNS, Records
 from bagua_kernels.comm.joining import hello
 from bagua_kernels.comm.joining.secret import Secret
 from tests import limits
@@ -65,38 +66,43 @@ def hung_up(sock: socket.socket) -> bool:
         return True
 
 
-def test_operations_are_those_of_torchs_stores(host: Host) -> None:
-    """What one rank writes others read, and torch's store gives the same answers."""
-    from torch.distributed import HashStore
+def text_of(store: Client, key: str) -> str:
+    """Returns the text of a key, "none" if there is none."""
+    return store.compare_set(key, "none", "none")
 
+
+def test_one_rank_reads_what_another_one_writes(host: Host) -> None:
+    """Texts, numbers and heartbeats, of which only what has changed is sent."""
     with client(host) as mine, client(host, 1) as theirs:
-        torchs = HashStore()
-        for store, other in ((mine, theirs), (torchs, torchs)):
-            assert not other.check(["a"])
-            store.set("a", "1")
-            assert other.get("a") == b"1"
-            assert other.check(["a"])
-            assert not other.check(["a", "b"])
-            store.set("b", "Ω" * 100_000)
-            assert other.multi_get(["b", "a"]) == [("Ω" * 100_000).encode(), b"1"]
-            assert [store.add("n", 2), other.add("n", -3), store.add("n", 0)] == [2, -1, -1]
-            assert store.compare_set("r", "", "first") == b"first"
-            assert other.compare_set("r", "", "second") == b"first"
-            assert other.compare_set("r", "first", "third") == b"third"
-            assert store.get("r") == b"third"
+        assert text_of(mine, "r") == "none"
+        assert mine.compare_set("r", "", "Ω" * 100_000) == "Ω" * 100_000
+        assert theirs.compare_set("r", "", "second") == "Ω" * 100_000
+        assert theirs.compare_set("r", "Ω" * 100_000, "third") == "third"
+        assert text_of(mine, "r") == "third"
+        assert [mine.add("n", 2), theirs.add("n", -3), mine.add("n", 0)] == [2, -1, -1]
+        mine.compare_set("report/0", "", "it is late")
+        first = theirs.beat(1, {"moved": 1, "process": ["here", 1, 0]}, -1, -1, 0, FIELDS)
+        assert first == (1, "5", {"1": {"moved": [1, 0.0], "process": [["here", 1, 0], 0.0]}}, ["it is late"])
+        assert mine.beat(0, {"moved": 7}, first[0], -1, 1, NOTHING) == (2, "0", {}, [])
+        version, silent, fields, _ = mine.beat(0, {"moved": 8}, 1, 1, 1, FIELDS)
+        assert (silent, fields["0"]["moved"][0], list(fields)) == ("6", 8, ["0"])
+        assert mine.beat(0, None, version, version, 1, FIELDS) == (version, "7", {}, [])
 
 
-def test_requests_that_make_no_sense(host: Host) -> None:
-    """They are refused one by one, and the connection goes on."""
-    with client(host) as mine:
-        with pytest.raises(StoreError, match="KeyError"):
-            mine.get("nothing")
-        with pytest.raises(StoreError, match="expected a text"):
-            mine.set("a", 1)  # type: ignore[arg-type]
-        with pytest.raises(StoreError, match="KeyError"):
-            mine._ask("shutdown")
-        mine.set("a", "1")
-        assert mine.get("a") == b"1"
+def test_signs_contain_what_concerns_everybody() -> None:
+    """The processes of this host, once, and everything about ranks that leave."""
+    records = Records(4, lambda: 0.0)
+    for rank in range(4):
+        records.beat(rank, {"process": [f"host {rank % 2}", 1, 0], "moved": rank}, -1, -1, 0, NOTHING)
+    version, silent, fields, _ = records.beat(0, {}, -1, -1, 0, SIGNS)
+    assert silent == "0"
+    assert {rank: set(found) for rank, found in fields.items()} == {"0": {"process"}, "2": {"process"}}
+    records.beat(1, {"left": "it has enough"}, -1, -1, 0, NOTHING)
+    records.beat(2, {"moved": 100}, -1, -1, 0, NOTHING)
+    later, silent, fields, _ = records.beat(0, {}, version, -1, 0, SIGNS)
+    assert silent == "8"
+    assert {rank: set(found) for rank, found in fields.items()} == {"1": {"moved", "left"}}
+    assert records.beat(0, {}, later, -1, 0, SIGNS)[1:] == ("e", {}, [])
 
 
 @grid(
@@ -115,14 +121,14 @@ def test_malformed_frames_of_a_rank(host: Host, frame: bytes) -> None:
         broken._sock.settimeout(limits.seconds(30))
         answer = broken._sock.recv(1 << 16)
         assert answer == b"" or b"error" in answer
-        theirs.set("a", "1")
-        assert theirs.get("a") == b"1"
+        theirs.compare_set("a", "", "1")
+        assert text_of(theirs, "a") == "1"
 
 
 STRANGERS: dict[str, bytes] = {
     "silent": b"",
     "rubbish": os.urandom(1000),
-    "request": (13).to_bytes(4, "little") + b'["set","a",1]',
+    "request": (13).to_bytes(4, "little") + b'["add","a",1]',
     "torch": b"\x00\x3a\x1d\xe1\x0d\x00\x00\x00",
     "length": b"\xff" * 16,
     "pickle": pickle.dumps(Path("/")),
@@ -136,27 +142,27 @@ def test_strangers(host: Host, kind: str) -> None:
     """Neither what they send nor their number keeps ranks from the store, and they leave nothing in it."""
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(client(host))
-        mine.set("beat/0", "mine")
+        mine.beat(0, {"moved": 1}, -1, -1, 0, NOTHING)
         for _ in range(100):
             sock = stack.enter_context(socket.create_connection(host.address))
             sock.setblocking(False)
             with contextlib.suppress(OSError):
                 sock.send(STRANGERS[kind])
         theirs = stack.enter_context(client(host, 1))
-        assert theirs.get("beat/0") == b"mine"
-        assert not theirs.check(["a"])
+        assert theirs.beat(1, None, -1, -1, 0, FIELDS)[2]["0"]["moved"][0] == 1
+        assert text_of(theirs, "a") == "none"
         if kind not in ("silent", "half"):
             assert hung_up(sock)
-        theirs.set("beat/1", "theirs")
-        assert mine.multi_get(["beat/0", "beat/1"]) == [b"mine", b"theirs"]
+        theirs.beat(1, {"moved": 2}, -1, -1, 0, NOTHING)
+        assert mine.beat(0, None, -1, -1, 0, FIELDS)[2]["1"]["moved"][0] == 2
 
 
 def test_rank_that_comes_again(host: Host) -> None:
     """Its older connection ends; ranks that the job does not have are turned away."""
     with client(host, 1) as old, client(host, 1) as new:
-        new.set("a", "1")
+        new.compare_set("a", "", "1")
         assert hung_up(old._sock)
-        assert new.get("a") == b"1"
+        assert text_of(new, "a") == "1"
     with pytest.raises(OSError, match="no connection within"):
         hello.call(host.address, KEY, 3, 0, 0, 1.0)
 
@@ -169,7 +175,7 @@ def test_close_ends_a_call_under_way(host: Host, monkeypatch: pytest.MonkeyPatch
 
         def ask() -> None:
             try:
-                store.set("a", "1")
+                store.add("a", 1)
             except StoreError as error:
                 told.append(error)
 
@@ -189,7 +195,7 @@ def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         store = Client(ours)
         theirs.sendall(b"\x10")
         with pytest.raises(StoreError, match="timed out"):
-            store.get("a")
+            store.add("a", 0)
 
 
 @pytest.mark.slow
@@ -204,7 +210,7 @@ def test_everything_ends_with_the_host() -> None:
     with client(host) as mine:
         host.close()
         with pytest.raises(StoreError, match="process has ended"):
-            mine.check(["a"])
+            mine.add("a", 0)
     assert process.returncode == 0
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -224,7 +230,7 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
         "print('here', flush=True)\n"
         "sys.stdin.readline()\n"
         "for beat in range(100):\n"
-        "    store.set('beat/1', str(beat))\n"
+        "    store.add('beats', 1)\n"
         "print('done', flush=True)\n"
         "sys.stdin.readline()\n"
     )
@@ -240,7 +246,7 @@ def test_server_answers_while_this_interpreter_does_not() -> None:
             written = ctypes.create_string_buffer(struct.pack("ihh", process.stdout.fileno(), select.POLLIN, 0))
             assert ctypes.PyDLL(None).poll(written, 1, int(1e3 * limits.seconds(10))) == 1
             assert process.stdout.readline() == b"done\n"
-            assert mine.get("beat/1") == b"99"
+            assert mine.add("beats", 0) == 100
     finally:
         process.stdin.close()  # type: ignore[union-attr]
         process.stdout.close()  # type: ignore[union-attr]
@@ -270,7 +276,7 @@ def test_server_ends_with_a_killed_owner_whose_child_lives(tmp_path: Path) -> No
         assert process.stdout is not None
         child, server, address, port = process.stdout.readline().split()
         mine = Client(hello.call((address.decode(), int(port)), KEY, 1, 0, 0, limits.seconds(30)))
-        mine.set("a", "1")
+        mine.add("a", 1)
         process.kill()
         process.wait()
         assert hung_up(mine._sock)

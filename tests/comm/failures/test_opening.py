@@ -18,6 +18,7 @@ from bagua_kernels import comm
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.opening import connect
+from bagua_kernels.comm.failures.records import Records
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.bounded import GivenUpError, PatientStore, bounded
 from bagua_kernels.comm.testing import Processes
@@ -125,7 +126,7 @@ def test_all_waits_of_an_opening_have_one_limit() -> None:
 
 def test_a_farewell_does_not_wait_for_a_rank_that_was_named() -> None:
     """Until that has come after all."""
-    liveness = Liveness(HashStore(), 0, 2, heartbeat=0.5, background=False)
+    liveness = Liveness(Records(2), 0, 2, heartbeat=0.5, background=False)
     session = Session("world", 100.0, 0, (0, 1), liveness)
     session.hurry(None)
     assert session.timeout == 100.0

@@ -81,43 +81,6 @@ def doubling(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfe
     yield from _unfold(lane, ranks, x)
 
 
-def halving(ranks: Ranks, x: torch.Tensor, op: ReduceOp, lane: Lane) -> Transfers:
-    """All-reduce: rounds that exchange and reduce half of what is left, then rounds that put the halves together."""
-    divide_first(x, op, ranks.size)
-    place, count = yield from _fold(lane, ranks, x, op)
-    if place is not None:
-        rounds = _halves(place, count, x.numel())
-        peers = [_unfolded(place ^ distance, ranks.size) for distance, _, _ in rounds]
-        arriving = [lane.receive_anywhere(peer, x[kept]) for peer, (_, kept, _) in zip(peers, rounds, strict=True)]
-        # A result can only come from a rank that has received what it overwrites.
-        results = [lane.receive(peer, x[given]) for peer, (_, _, given) in zip(peers, rounds, strict=True)]
-        sent, own = [], slice(0, x.numel())
-        for (distance, own, given), peer, arrival in zip(rounds, peers, arriving, strict=True):
-            sent.append(lane.send(peer, x[given]))
-            yield [arrival]
-            combine_arrived(lane, arrival, x[own], op, first=place & distance == 0)
-        divide_last(x[own], op, ranks.size)
-        for (_, _, given), peer, result in zip(reversed(rounds), reversed(peers), reversed(results), strict=True):
-            sent.append(lane.send(peer, x[own]))
-            yield [result]
-            own = slice(min(own.start, given.start), max(own.stop, given.stop))
-        yield sent
-    yield from _unfold(lane, ranks, x)
-
-
-def _halves(place: int, count: int, n: int) -> list[tuple[int, slice, slice]]:
-    """For each round of `halving`, how far away its other rank is, what is kept of `n` elements and what is given."""
-    rounds = []
-    begin, end, distance = 0, n, count // 2
-    while distance:
-        middle = (begin + end) // 2
-        lower, upper = slice(begin, middle), slice(middle, end)
-        kept, given = (upper, lower) if place & distance else (lower, upper)
-        rounds.append((distance, kept, given))
-        begin, end, distance = kept.start, kept.stop, distance // 2
-    return rounds
-
-
 def _fold(
     lane: Lane, ranks: Ranks, x: torch.Tensor, op: ReduceOp
 ) -> Generator[list[Transfer], None, tuple[int | None, int]]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from bagua_kernels.comm.backends.nccl.binding import Runtime
 from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator as Communicator
+from bagua_kernels.comm.failures.records import Records
 from tests.comm.backends.nccl.fake_cuda import LIMIT, Cuda, Machine, MisuseError, Stream
 from tests.comm.backends.nccl.heartbeat_clock import HeartbeatClock
 
@@ -377,11 +378,11 @@ def run_ranks(
     signs: bool = False,
 ) -> list[Any]:
     """Runs a function on communicators of thread ranks, and closes those that are not ended."""
-    world, store, signs_store = world or World(size), dist.HashStore(), dist.HashStore()
+    world, store, signs_store = world or World(size), dist.HashStore(), Records(size)
     clock = HeartbeatClock(size)
 
     def run(rank: int) -> Any:
-        liveness = clock.join(dist.PrefixStore("signs", signs_store), rank) if signs else None
+        liveness = clock.join(signs_store, rank) if signs else None
         try:
             given = {"timeout": timeout, "liveness": liveness, "runtime": world.runtime(rank)}
             made = Communicator.over(store, rank, size, key="test", device=torch.device("cpu"), **given)

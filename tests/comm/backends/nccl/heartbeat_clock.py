@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import torch.distributed as dist
-
 from bagua_kernels.comm.failures.liveness import Liveness
+from bagua_kernels.comm.failures.records import Records
 
 
 class HeartbeatClock:
@@ -28,7 +27,7 @@ class HeartbeatClock:
                 self._periods, self._before = self._periods + 1, beats
             return self._periods * self.period
 
-    def join(self, store: dist.Store, rank: int) -> Liveness:
+    def join(self, store: Records, rank: int) -> Liveness:
         """Starts the heartbeats of a rank."""
         member = Liveness(store, rank, self._size, heartbeat=self.period, clock=self)
         with self._lock:

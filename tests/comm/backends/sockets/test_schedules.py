@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
-import pytest
 import torch
 
 from bagua_kernels.comm.backends.sockets import schedules
@@ -220,9 +219,7 @@ def test_rings_and_rounds(size: int) -> None:
 
 @grid(cover=1, size=[2, 3, 8], way=["direct", "halving", "ring"])
 def test_frugal_ways_send_no_more_than_they_must(way: str, size: int) -> None:
-    """2 (n - 1) / n of the tensor on each rank, where the ranks are a power of two; a ring always."""
-    if way == "halving" and size == 3:
-        pytest.skip("three ranks are no power of two")
+    """2 (n - 1) / n of the tensor on each rank, also where the ranks are no power of two."""
     with ranks(size) as world:
         world.all_reduce(way, [torch.zeros(240)] * size, ReduceOp.SUM)
         assert world.sent == [2 * (size - 1) * 240 * 4 // size] * size
@@ -260,6 +257,57 @@ def test_chain_and_star_broadcast(size: int) -> None:
                 lambda r: [partial(schedules.star, world.ranks[r], source, [x[r]], [x[r]] * size, inward=False)]  # noqa: B023
             )
             assert all(same(one, values(source, 333, torch.float32)) for one in x)
+
+
+@grid(cover=1, size=RANKS)
+def test_rounds(size: int) -> None:
+    """Reduce-scatter, all-gather and broadcasts in rounds, at any size, in pieces and in place; inputs stay as they are."""
+    with ranks(size) as world:
+        everyone = range(size)
+        for i, n in enumerate((0, 1, 2, 5, 101)):
+            dtype, op = KINDS[i]
+            wide = [values(r, n * size, dtype) for r in everyone]
+            expected = oracle(wide, op)
+            inputs = [[part.clone() for part in x.view(size, n)] for x in wide]
+            for outputs in ([torch.empty(n, dtype=dtype) for _ in everyone], [inputs[r][r] for r in everyone]):
+                world.run(
+                    lambda r: [
+                        partial(
+                            schedules.reduce_scatter_in_rounds, world.ranks[r], outputs[r][p], [x[p] for x in inputs[r]], op  # noqa: B023
+                        )
+                        for p in cut(n, 40)  # noqa: B023
+                    ]
+                )  # fmt: skip
+                check(torch.cat(outputs), expected)
+            assert all(same(inputs[r][s], wide[r][s * n : s * n + n]) for r in everyone for s in everyone if r != s)
+            mine = [values(r, n, dtype) for r in everyone]
+            got = [[torch.empty(n, dtype=dtype) for _ in everyone] for _ in everyone]
+            got[0][0] = mine[0]
+            before = list(world.sent)
+            world.run(lambda r: [partial(schedules.gather_in_rounds, world.ranks[r], got[r], mine[r])])  # noqa: B023
+            assert all(same(torch.cat(row), torch.cat(mine)) for row in got)
+            assert world.sent == [b + (size - 1) * mine[0].nbytes for b in before]
+            for make in (schedules.tree, schedules.scattered):
+                source = n % size
+                x = [values(r, n, dtype) for r in everyone]
+                world.run(lambda r: [partial(make, world.ranks[r], source, x[r][p]) for p in cut(n, 40)])  # noqa: B023
+                assert all(same(one, values(source, n, dtype)) for one in x)
+
+
+@grid(cover=1, size=RANKS)
+def test_barrier_in_rounds_waits_for_all_ranks(size: int) -> None:
+    """Whoever comes last, no rank is through before."""
+    with ranks(size) as world:
+        last, number = size - 1, next(world.numbers)
+        works = [
+            Operation("barrier", number, signature("barrier"), iter([partial(schedules.barrier_in_rounds, ours)]), 1)
+            for ours in world.ranks
+        ]
+        for rank in range(last):
+            world.loops[rank].submit(works[rank])
+        assert not any(work.is_completed() for work in works)
+        world.loops[last].submit(works[last])
+        finish(works)
 
 
 def test_scratch_is_bounded_and_used_again() -> None:
