@@ -125,6 +125,22 @@ class Bucket:
         self._use(torch.zeros_like(self.whole))
         return True
 
+    def discard(self) -> None:
+        """Lets go of the memory for good; tensors that others have in it keep it."""
+        self.whole = self.flat = self.exact = self.flags = self.whole.new_empty(0)
+        self.views, self.gaps = [], []
+
+    def free(self) -> None:
+        """Frees the memory until `allocate`; views keep their shapes, and nothing may read or write them."""
+        # A memory that was seen by NumPy cannot be resized any more.
+        shape = torch.empty_like(self.whole)
+        shape.untyped_storage().resize_(0)
+        self._use(shape)
+
+    def allocate(self) -> None:
+        """Takes memory again after `free`, with anything in it: the caller writes all of `whole`."""
+        self._use(torch.empty_like(self.whole))
+
     def clear_gaps(self, vector: torch.Tensor) -> None:
         """Sets the elements of a vector like `flat` that belong to no tensor to zero; a codec leaves something in them."""
         for span, end in zip(self.spans, self._boundaries, strict=True):

@@ -205,7 +205,10 @@ class OuterLoop(RoundAlgorithm):
         self._plan = Plan(self.interval, self.first_phase) if pace is None else PacedPlan(pace, self.interval)
         # Plain means of parameters do not depend on `start`.
         follows = not self.plain_means or bool(self.assignment.default.codecs) or self.penalty is not None
-        settings = OuterSettings(self.fragments, self.blend, self.delay > 0 and self.blend is None, follows)
+        # Training waits for the round anyway, bucket by bucket then. A quorum's posts are merged all together.
+        frees = self.delay == 0 and self.quorum is None
+        rebases = self.delay > 0 and self.blend is None
+        settings = OuterSettings(self.fragments, self.blend, rebases, frees, follows)
         collection: InStep | Quorum
         if self.quorum is None:
             collection = InStep(local, self._plan, self.weighs)
@@ -226,6 +229,7 @@ class OuterLoop(RoundAlgorithm):
             # Steps that are left out do not count here.
             cure_of_lateness="with fewer batches on some ranks, train within join()",
             compares_writes=follows,
+            at_once=2 if frees else None,
         )
         moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)

@@ -31,6 +31,11 @@ class Rows:
     width: int
     count: int
 
+    @property
+    def full(self) -> int:
+        """The number of full chunks, which come first; of the others at most one has elements."""
+        return min(self.count, max(0, (self.total - self.width) // self.span + 1))
+
     def part(self, row: int) -> slice:
         """The elements of a chunk."""
         begin = row * self.span
@@ -102,11 +107,13 @@ def encode_in_turn(
     block: int,
     seeds: Sequence[int] | None,
     counts: torch.Tensor | None,
+    *,
+    first: int = 0,
 ) -> None:
-    """How a backend without a kernel for rows does `encode_rows`."""
-    for row, part, form in _chunks(rule, rows, block):
-        first = part.start // block
-        own = None if counts is None else counts[first : first + form.blocks]
+    """How a backend without a kernel for rows does `encode_rows`, from the chunk with the number `first` on."""
+    for row, part, form in _chunks(rule, rows, block, first):
+        begin = part.start // block
+        own = None if counts is None else counts[begin : begin + form.blocks]
         seed = None if seeds is None else seeds[row]
         encode(rule, x[part], payloads[row, : form.size], form, seed, False, own)
 
@@ -118,16 +125,19 @@ def decode_in_turn(
     out: torch.Tensor,
     rows: Rows,
     block: int,
+    *,
+    first: int = 0,
 ) -> None:
-    """How a backend without a kernel for rows does `decode_rows`."""
-    for row, part, form in _chunks(rule, rows, block):
+    """How a backend without a kernel for rows does `decode_rows`, from the chunk with the number `first` on."""
+    for row, part, form in _chunks(rule, rows, block, first):
         decode(rule, payloads[row, : form.size], out[part], form)
 
 
-def _chunks(rule: BlockQuantizer, rows: Rows, block: int) -> Iterator[tuple[int, slice, BlockForm]]:
-    """The number, the elements and the form of each chunk that is not empty."""
-    for row in range(rows.count):
+def _chunks(rule: BlockQuantizer, rows: Rows, block: int, first: int) -> Iterator[tuple[int, slice, BlockForm]]:
+    """The number, the elements and the form of each chunk that is not empty, from one on."""
+    for row in range(first, rows.count):
         part = rows.part(row)
         form = form_of(rule, part.stop - part.start, block)
-        if form.n:
-            yield row, part, form
+        if not form.n:
+            return
+        yield row, part, form
