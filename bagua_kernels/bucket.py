@@ -130,16 +130,13 @@ class Bucket:
         self.whole = self.flat = self.exact = self.flags = self.whole.new_empty(0)
         self.views, self.gaps = [], []
 
-    def free(self) -> None:
-        """Frees the memory until `allocate`; views keep their shapes, and nothing may read or write them."""
-        # A memory that was seen by NumPy cannot be resized any more.
-        shape = torch.empty_like(self.whole)
-        shape.untyped_storage().resize_(0)
-        self._use(shape)
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Takes the first elements of a vector for the buffer, which other buckets use at other times.
 
-    def allocate(self) -> None:
-        """Takes memory again after `free`, with anything in it: the caller writes all of `whole`."""
-        self._use(torch.empty_like(self.whole))
+        Args:
+            memory: of the same dtype and device; the caller writes all of `whole` before each use.
+        """
+        self._use(memory[: self.whole.numel()])
 
     def clear_gaps(self, vector: torch.Tensor) -> None:
         """Sets the elements of a vector like `flat` that belong to no tensor to zero; a codec leaves something in them."""

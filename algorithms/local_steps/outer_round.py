@@ -30,14 +30,12 @@ class OuterSettings:
         fragments: the number of rounds in which each parameter is exchanged once.
         blend: the share of this rank's parameters when a result is used; None for none.
         rebases: True if parameters move as `start` does, so that no local step is lost.
-        frees: True if a pseudo-gradient has memory from its beginning to its outer step only.
         follows_writes: True if outer parameters become what parameters were written to.
     """
 
     fragments: int = 1
     blend: float | None = None
     rebases: bool = False
-    frees: bool = False
     follows_writes: bool = True
 
 
@@ -115,8 +113,6 @@ class OuterRound(Round):
         self._settings, self._rule = parts.settings, rule
         # Weakly: a quorum has these rounds, and memory is to be free when the wrapper is deleted.
         self._collection: Collection = weakref.proxy(parts.collection)
-        if self._settings.frees:
-            self.difference.free()
 
     @property
     def kind(self) -> OuterKind:
@@ -149,8 +145,6 @@ class OuterRound(Round):
 
     def run(self, number: int) -> Iterator[Work]:
         """Steps 1 and 2 of `OuterLoop`; see `Round.run`."""
-        if self._settings.frees:
-            self.difference.allocate()
         self.take_difference()
         if self._settings.rebases:
             self._sent.copy_(self.bucket.flat)
@@ -166,8 +160,6 @@ class OuterRound(Round):
         flat, start = self.bucket.flat, self.start
         for mean in self._collection.means(self):
             self._rule.step(self, start, mean)
-        if self._settings.frees:
-            self.difference.free()
         if self._settings.blend:
             elementwise.apply(BLENDED, [flat, start], [self._settings.blend])
         elif self._settings.rebases:

@@ -142,7 +142,15 @@ class Scatter(Pass):
             seeds = list(map(own, owners)) if self._codec.stochastic else []
             self._codec.encode_rows(x[behind], to, rows, seeds=seeds, counts=self._counts.of(behind))
         else:
-            for owner in owners:
+            full = 0
+            if source is not None and self._in_rows:
+                assert isinstance(self._codec, BlockCodec)
+                full = self._rows(piece)[1].full
+                seeds = list(map(own, range(full))) if self._codec.stochastic else [0] * full
+                if full:
+                    pieces = [source(layout.part(piece, owner)) for owner in range(full)]
+                    self._codec.encode_rows_of_pieces(pieces, sent[:full, : self._slots[piece]], seeds=seeds)
+            for owner in owners[full:]:
                 part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
                 if source is None:
                     self._encode(piece, owner, x[part], own(owner), out)
