@@ -24,7 +24,6 @@ from bagua_kernels.algorithms.policy.schedule import Assignment, Scheduled
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
 
-
 AT_ONCE = 2  # buckets: one is exchanged while the next one is prepared, or the last one is put in place
 
 

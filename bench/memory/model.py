@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bagua_kernels.algorithms import Algorithm, from_spec
+from bagua_kernels.comm import Communicator
 
 WIDTH, BLOCKS, WORDS = 768, 12, 50_257  # of GPT-2, whose 124 M parameters the largest model has
 TOKENS = 8
@@ -60,12 +61,13 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def wrap(spec: str, model: torch.nn.Module) -> Wrapped:
+def wrap(spec: str, model: torch.nn.Module, communicator: Communicator | None = None) -> Wrapped:
     """Wraps a model; an optimizer that belongs to the algorithm takes the place of AdamW.
 
     Args:
         spec: "plain", "ddp", or the spec of an algorithm.
         model: to be wrapped.
+        communicator: of the ranks; those of `comm.init` if None.
     """
     if spec == "plain":
         return model, adamw(model)
@@ -73,10 +75,10 @@ def wrap(spec: str, model: torch.nn.Module) -> Wrapped:
         return torch.nn.parallel.DistributedDataParallel(model), adamw(model)
     kind, _ = Algorithm.named(spec)
     if kind.__name__ in ("QAdam", "OneBitAdam"):
-        found = from_spec(spec, model)
+        found = from_spec(spec, model, communicator=communicator)
         return found, found.optimizer  # type: ignore[return-value]
     optimizer = adamw(model)
-    return from_spec(spec, model, optimizer), optimizer
+    return from_spec(spec, model, optimizer, communicator=communicator), optimizer
 
 
 Step = Callable[[int], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +22,7 @@ class MessageMemory:
         free: vectors of bytes that no exchange uses now.
     """
 
-    _of: weakref.WeakKeyDictionary[Communicator, MessageMemory] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[Communicator, MessageMemory]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         """Begins without memory."""

@@ -148,9 +148,7 @@ def encode_rows_blocks(x, words, codes, counts, seeds, span, width, begin, end, 
     keep(own)
 
 
-def encode_pieces_rows_blocks(
-    addresses, sizes, firsts, words, codes, seeds, blocks, begin, end, threads, launcher
-):
+def encode_pieces_rows_blocks(addresses, sizes, firsts, words, codes, seeds, blocks, begin, end, threads, launcher):
     """As `encode_pieces_blocks`, with `blocks` blocks in each row; a piece lies in one row."""
     if shared(begin, end, threads, launcher):
         return

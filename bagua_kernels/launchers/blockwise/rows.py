@@ -111,7 +111,9 @@ def encode_rows_of_pieces(
             kinds.add((piece.dtype, piece.device))
         blocks.add(sum(-(-piece.numel() // block) for piece in each))
     if len(kinds) != 1 or len(blocks) != 1 or next(iter(kinds))[1] != payloads.device:
-        raise TypeError(f"expected pieces of one dtype on {payloads.device}, as long in each row, got {kinds}, {blocks}")
+        raise TypeError(
+            f"expected pieces of one dtype on {payloads.device}, as long in each row, got {kinds}, {blocks}"
+        )
     form = form_of(rule, block * blocks.pop(), block)
     check_payload("payloads", payloads, form, (len(pieces), form.size), payloads.device)
     for seed in seeds or ():
