@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua_kernels.comm.testing import run_processes
-from bench.memory import rank
+from bench.memory import pages, rank
 
 # By the name of a row: its spec.
 SPECS = {
@@ -34,7 +34,28 @@ SPECS = {
     "async_model_average": "async_model_average:interval=1",
     "async_decentralized": "async_decentralized",
 }
+# By the name of a row: its page with a formula.
+PAGES = {
+    "decentralized": "decentralized",
+    "d2": "d2",
+    "sgp": "stochastic-gradient-push",
+    "local_sgd": "local-sgd",
+    "diloco": "diloco",
+    "wagma": "wagma",
+    "async_model_average": "async-model-average",
+    "async_decentralized": "async-decentralized",
+}
 _STEPS = 6
+_SHARE, _BYTES, _OF = 0.05, 100e6, 124e6  # by how much a formula may be wrong, the bytes for so many parameters
+
+
+def expected(name: str, row: dict[str, Any]) -> tuple[float, float] | None:
+    """Returns what the formula of a row's page gives in bytes, and by how much that may be wrong; None without a formula."""
+    if name not in PAGES:
+        return None
+    n = row["parameters"]
+    found = pages.value(pages.formula(PAGES[name]), {"N": n, "B": row["largest"]})
+    return found, _SHARE * found + _BYTES * n / _OF
 
 
 def measure(spec: str, scale: float) -> dict[str, Any]:
@@ -66,7 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         row = rows[name] = measure(SPECS[name], options.scale)
         row["beyond"] = row["training"] - plain["training"]
-        text = "  ".join(f"{key} {row[key] / n:6.2f}" for key in ("wrapping", "beyond", "state") if key in row)
+        formula = expected(name, row)
+        if formula is not None:
+            row["formula"], allowed = formula
+            row["holds"] = abs(row["beyond"] - row["formula"]) <= allowed
+        text = "  ".join(f"{key} {row[key] / n:6.2f}" for key in ("wrapping", "beyond", "formula", "state") if key in row)
+        text += "" if row.get("holds", True) else "  the formula does not hold"
         print(f"{name:22} {text}", flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps({"plain": plain, "algorithms": rows}, indent=1) + "\n")
