@@ -91,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
         if formula is not None:
             row["formula"], allowed = formula
             row["holds"] = abs(row["beyond"] - row["formula"]) <= allowed
-        text = "  ".join(f"{key} {row[key] / n:6.2f}" for key in ("wrapping", "beyond", "formula", "state") if key in row)
+        text = "  ".join(
+            f"{key} {row[key] / n:6.2f}" for key in ("wrapping", "beyond", "formula", "state") if key in row
+        )
         text += "" if row.get("holds", True) else "  the formula does not hold"
         print(f"{name:22} {text}", flush=True)
     if options.output is not None:
