@@ -502,6 +502,10 @@ class Algorithm(WrappedModule, abc.ABC):
     def algorithm_state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside the module's and the optimizer's state, to go on bit for bit; collective."""
 
+    def _state_to_save(self) -> dict[str, Any]:
+        """Returns what `algorithm_state_dict` does, in memory that the next step may change: it is to be written at once."""
+        return self.algorithm_state_dict()
+
     def load_algorithm_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restores what `algorithm_state_dict` returned; collective.
 

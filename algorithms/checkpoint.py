@@ -18,6 +18,7 @@ import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.comm import Communicator
+from bagua_kernels.own_storage import with_own_storage
 
 _LIST = "checkpoint.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -41,7 +42,7 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         RuntimeError: another rank cannot.
     """
     folder, communicator = Path(path), _ranks(algorithm)
-    state = algorithm.algorithm_state_dict()
+    state = algorithm._state_to_save()
     with communicator.within("checkpoint.save"):
         name = communicator.broadcast_object(secrets.token_hex(8))
         error: Exception | None = None
@@ -178,7 +179,10 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         # waits: checkpoints are written.
         found = value.detach().cpu()
         # With a view all of the memory that it is part of would be written.
-        tensors.append(found if found.untyped_storage().nbytes() == found.nbytes else found.clone())
+        if found.untyped_storage().nbytes() != found.nbytes:
+            alone = found.is_contiguous() and found.is_floating_point() and found.numel()
+            found = with_own_storage(found) if alone else found.clone()
+        tensors.append(found)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_taken_apart(each, tensors) for each in value]}

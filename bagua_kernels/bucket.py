@@ -125,6 +125,19 @@ class Bucket:
         self._use(torch.zeros_like(self.whole))
         return True
 
+    def discard(self) -> None:
+        """Lets go of the memory for good; tensors that others have in it keep it."""
+        self.whole = self.flat = self.exact = self.flags = self.whole.new_empty(0)
+        self.views, self.gaps = [], []
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Takes the first elements of a vector for the buffer, which other buckets use at other times.
+
+        Args:
+            memory: of the same dtype and device; the caller writes all of `whole` before each use.
+        """
+        self._use(memory[: self.whole.numel()])
+
     def clear_gaps(self, vector: torch.Tensor) -> None:
         """Sets the elements of a vector like `flat` that belong to no tensor to zero; a codec leaves something in them."""
         for span, end in zip(self.spans, self._boundaries, strict=True):

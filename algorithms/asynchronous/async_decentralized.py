@@ -17,6 +17,8 @@ from bagua_kernels.comm.mailbox.pairwise import Encoded, PairwiseAverage
 from bagua_kernels.comm.topology import Ring, Topology
 from bagua_kernels.compression.codec import Codec, from_spec
 
+_MOST_NEIGHBOURS = 8  # of a rank whose payloads are encoded: 64 bytes for each parameter
+
 
 @register
 class AsyncDecentralized(CourierAlgorithm):
@@ -65,12 +67,13 @@ class AsyncDecentralized(CourierAlgorithm):
             topology: whose neighbours in its first step a rank asks; a `Ring` by default.
             seed: of the choices of neighbours.
             codec: a codec or its spec; it encodes differences to references that both ends of an edge have. None for full
-                precision.
+                precision. A rank keeps two references for each neighbour, for both may ask: 8 bytes for each parameter.
             **options: as for `ModelAlgorithm`.
 
         Raises:
             TypeError: as for `ModelAlgorithm`.
-            ValueError: topologies differ, or do not join all ranks; ranks are on GPUs; or as for `ModelAlgorithm`.
+            ValueError: topologies differ, or do not join all ranks; ranks are on GPUs; with a codec, a rank has more than 8
+                neighbours; or as for `ModelAlgorithm`.
         """
         self.topology, self.seed = topology, seed
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec
@@ -85,7 +88,24 @@ class AsyncDecentralized(CourierAlgorithm):
             )
         topology = self.topology or Ring(local.communicator.size)
         topology.check(local.communicator)
+        if self.codec is not None:
+            _check_degrees(topology, local.communicator.size)
         return PairwiseAverages(local, topology, self.seed, self.codec)
+
+
+def _check_degrees(topology: Topology, size: int) -> None:
+    """Raises, on all ranks, if the references of one would take too much memory."""
+    peers = [set(topology.neighbours_out(rank)) for rank in range(size)]
+    for rank, own in enumerate(peers):
+        for peer in own - {rank}:
+            peers[peer].add(rank)
+    most = max(range(size), key=lambda rank: len(peers[rank]))
+    if len(peers[most]) > _MOST_NEIGHBOURS:
+        raise ValueError(
+            f"with a codec a rank keeps two references for each neighbour, 8 bytes for each parameter, and rank {most} has "
+            f"{len(peers[most])} neighbours in {topology!r}, expected at most {_MOST_NEIGHBOURS}: take a topology with fewer, "
+            "or leave out codec"
+        )
 
 
 class PairwiseAverages(Averages):

@@ -53,6 +53,9 @@ class PublishedModel:
         self._flat, self._rule, self._order = flat, stale_rule, order
         self._changed, self._clock, self._timeout = mailbox.clock.condition(), mailbox.clock, mailbox.timeout
         self._writing = self._resting = self._owed = False
+        # Of buckets that keep no rest; with others, the first one that is owed makes it.
+        self._debts: list[torch.Tensor] | None = None
+        self._spare: list[list[torch.Tensor]] = []  # memory that `buffers` gives out again
         self._replacement: list[torch.Tensor] | None = None
         self._group_mean: tuple[list[torch.Tensor], int] | None = None
         self._device = flat.buckets[0].flat.device if flat.buckets else torch.device("cpu")
@@ -67,7 +70,18 @@ class PublishedModel:
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns memory for a copy of each bucket, in the parameters' dtype."""
+        with self._changed:
+            if self._spare and self._device.type == "cpu":
+                return self._spare.pop()
         return [torch.empty_like(bucket.flat) for bucket in self._flat.buckets]
+
+    def _return(self, vectors: list[torch.Tensor] | None) -> None:
+        """Takes back memory of `buffers`; on a GPU the allocator does, in the order of streams."""
+        if vectors is None or self._device.type != "cpu" or self._spare:
+            return
+        # Differences may be wider than parameters.
+        if all(each.dtype == bucket.flat.dtype for each, bucket in zip(vectors, self._flat.buckets, strict=True)):
+            self._spare.append(vectors)
 
     @contextlib.contextmanager
     def _beside_training(self, event: Event) -> Iterator[None]:
@@ -118,9 +132,9 @@ class PublishedModel:
                 self._last = list(out)
                 return self._last_version, self._resting
             sources = self._sources()
-            for source, bucket, copy in zip(sources, self._flat.buckets, out, strict=True):
+            for place, (source, copy) in enumerate(zip(sources, out, strict=True)):
                 if self._owed:
-                    copy.copy_(source + self._debt(bucket))
+                    torch.add(source, self._debt(place), out=copy)
                 else:
                     copy.copy_(source)
             # The courier may be behind when training drops the parameters.
@@ -155,32 +169,48 @@ class PublishedModel:
             self._resting = resting
 
     @torch.no_grad()
-    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: list[torch.Tensor]) -> None:
         """See `Publisher.receive`."""
         with self._beside_training(Event("receive", execution)):
             if execution.fresh:
-                for bucket, source, own in zip(self._flat.buckets, self._sources(), read, strict=True):
-                    if self._keeps_rest(bucket):
+                for place, (source, own) in enumerate(zip(self._sources(), read, strict=True)):
+                    if self._keeps_rest(place):
                         # What was read lacks it.
-                        self._debt(bucket).add_(source).sub_(own)
-                    elif self._owed:
-                        self._debt(bucket).zero_()
-                self._replacement, self._group_mean, self._owed = [each.clone() for each in mean], None, False
+                        self._debt(place).add_(source).sub_(own)
+                for unused in (self._debts, self._replacement, self._group_mean and self._group_mean[0]):
+                    self._return(unused)
+                self._replacement, self._debts, self._group_mean, self._owed = mean, None, None, False
             elif self._rule == "paper":
-                self._group_mean = [each.clone() for each in mean], len(execution.members)
+                self._return(self._group_mean and self._group_mean[0])
+                self._group_mean = mean, len(execution.members)
             else:
-                for bucket, own, other in zip(self._flat.buckets, read, mean, strict=True):
-                    debt = self._debt(bucket)
-                    debt.add_(other.to(debt.dtype) - own.to(debt.dtype))
-                self._owed = True
+                for place, (own, other) in enumerate(zip(read, mean, strict=True)):
+                    if self._keeps_rest(place):
+                        self._debt(place).add_(other.float() - own.float())
+                    else:
+                        other.sub_(own)
+                self._add(mean)
 
     @torch.no_grad()
-    def owe(self, difference: Sequence[torch.Tensor]) -> None:
+    def owe(self, difference: list[torch.Tensor]) -> None:
         """See `Debtor.owe`."""
         with self._beside_training(Event("owe")):
-            for bucket, each in zip(self._flat.buckets, difference, strict=True):
-                self._debt(bucket).add_(each)
-            self._owed = True
+            for place, each in enumerate(difference):
+                if self._keeps_rest(place):
+                    self._debt(place).add_(each)
+            self._add(difference)
+
+    def _add(self, difference: list[torch.Tensor]) -> None:
+        """Adds to what is owed to buckets that keep no rest; the memory may become that of the sum."""
+        self._owed = True
+        if self._debts is None:
+            self._debts = difference
+            keep_memory(difference)
+            return
+        for place, (debt, each) in enumerate(zip(self._debts, difference, strict=True)):
+            if not self._keeps_rest(place):
+                debt.add_(each)
+        self._return(difference)
 
     @torch.no_grad()
     def bring_in(self, event: Event = BRING) -> None:
@@ -201,17 +231,17 @@ class PublishedModel:
                     means, members = self._group_mean
                     total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
                     bucket.flat.copy_(divide_(total.add(means[place], alpha=members), members + 1))
-                if self._owed and self._keeps_rest(bucket):
-                    debt = self._debt(bucket).add_(bucket.flat)
+                if self._owed and self._keeps_rest(place):
+                    debt = self._debt(place).add_(bucket.flat)
                     bucket.flat.copy_(debt)
                     debt.sub_(bucket.flat)
                 elif self._owed:
-                    bucket.flat.copy_(bucket.flat + self._debt(bucket))
-                    self._debt(bucket).zero_()
+                    bucket.flat.add_(self._debt(place))
             # The courier's stream has made these tensors. It would reuse their memory at once, while this stream reads it.
-            keep_memory(self._replacement or [])
-            keep_memory(self._group_mean[0] if self._group_mean else [])
-            self._replacement = self._group_mean = None
+            for unused in (self._replacement, self._group_mean and self._group_mean[0], self._debts):
+                keep_memory(unused or [])
+                self._return(unused)
+            self._replacement = self._group_mean = self._debts = None
             self._owed = False
             if self.writes is not None:
                 self.writes.mark()
@@ -241,28 +271,32 @@ class PublishedModel:
             self._writing = False
             self._changed.notify_all()
 
-    def _debt(self, bucket: Bucket) -> torch.Tensor:
-        debt = self._flat.kept(bucket, "debt", saved=self._keeps_rest(bucket))
+    def _debt(self, place: int) -> torch.Tensor:
+        """Returns what is owed to a bucket; with a rest it is kept even if nothing else is owed."""
+        if self._keeps_rest(place):
+            debt = self._flat.kept(self._flat.buckets[place], "debt")
+        else:
+            assert self._debts is not None
+            debt = self._debts[place]
         keep_memory([debt])
         return debt
 
     def _sources(self) -> list[torch.Tensor]:
         return self._replacement or [bucket.flat for bucket in self._flat.buckets]
 
-    @staticmethod
-    def _keeps_rest(bucket: Bucket) -> bool:
-        return bucket.flat.dtype.itemsize < 4
+    def _keeps_rest(self, place: int) -> bool:
+        return self._flat.buckets[place].flat.dtype.itemsize < 4
 
     def with_rest(self, bucket: Bucket) -> torch.Tensor:
         """Returns the parameters of a bucket with what they are too short for, when nothing else is owed."""
-        return bucket.flat + self._debt(bucket) if self._keeps_rest(bucket) else bucket.flat
+        return bucket.flat + self._debt(bucket.index) if self._keeps_rest(bucket.index) else bucket.flat
 
     @torch.no_grad()
     def forget_rest(self) -> None:
         """Forgets what parameters are too short for, when all ranks have the same ones."""
         for bucket in self._flat.buckets:
-            if self._keeps_rest(bucket):
-                self._debt(bucket).zero_()
+            if self._keeps_rest(bucket.index):
+                self._debt(bucket.index).zero_()
 
     def _event(self) -> torch.cuda.Event | None:
         """Returns an event behind the work of the current stream of the parameters' device; None on a CPU."""

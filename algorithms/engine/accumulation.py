@@ -58,6 +58,12 @@ class Accumulation:
         """Stores that a parameter's gradient has become a result, and the memory in which that lies."""
         self._results[parameter] = place
 
+    def move(self, parameter: torch.Tensor, memory: torch.Tensor) -> None:
+        """Stores that a result that is known was moved, if the parameter's gradient lies in this memory."""
+        gradient, storage = parameter.grad, memory.untyped_storage()
+        if parameter in self._results and gradient is not None and gradient.untyped_storage()._cdata == storage._cdata:
+            self.note(parameter, StorageWeakRef(storage))
+
     @property
     def aside(self) -> Collection[torch.Tensor]:
         """The parameters whose results wait."""

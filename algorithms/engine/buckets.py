@@ -36,7 +36,13 @@ class Buckets:
     """
 
     def __init__(
-        self, members: Sequence[Member], order: list[int], options: BucketOptions, before: Buckets | None = None
+        self,
+        members: Sequence[Member],
+        order: list[int],
+        options: BucketOptions,
+        before: Buckets | None = None,
+        *,
+        moves: bool = False,
     ) -> None:
         """Lays out buckets.
 
@@ -45,6 +51,8 @@ class Buckets:
             order: their positions, as buckets follow.
             options: how they are put together.
             before: buckets of the same members, which are reused if the layout is the same.
+            moves: True to move gradients that lie in earlier buckets, which are not used afterwards, bucket by bucket: so both
+                are never there as a whole.
         """
         ordered = [members[position] for position in order]
         first = _FIRST_BYTES if options.small_first else None
@@ -59,8 +67,9 @@ class Buckets:
             for bucket, group in zip(self.all, self.groups, strict=True):
                 bucket.kind = members[group[0]].kind
         else:
-            self.all = [
-                Bucket(
+            self.all = []
+            for index, (align, group, exact) in enumerate(self._places):
+                bucket = Bucket(
                     [members[p].parameter for p in group],
                     align=align,
                     exact=exact,
@@ -69,14 +78,28 @@ class Buckets:
                     kind=members[group[0]].kind,
                     names=[members[p].name for p in group],
                 )
-                for index, (align, group, exact) in enumerate(self._places)
-            ]
+                self.all.append(bucket)
+                if before is not None and moves:
+                    before._hand_over(members, group, bucket)
         self.slots = {
             position: (bucket, slot)
             for bucket, group in zip(self.all, self.groups, strict=True)
             for slot, position in enumerate(group)
         }
         self.exchanges: list[Exchange] = []
+
+    def _hand_over(self, members: Sequence[Member], group: Sequence[int], bucket: Bucket) -> None:
+        """Moves gradients to another bucket; where all have gone, a bucket of these leaves its memory."""
+        for slot, position in enumerate(group):
+            parameter, (own, place) = members[position].parameter, self.slots.pop(position)
+            gradient = parameter.grad
+            if gradient is not None and gradient.data_ptr() == own.views[place].data_ptr():
+                bucket.views[slot].copy_(gradient)
+                parameter.grad = bucket.shown(slot)
+        left = {own.index for own, _ in self.slots.values()}
+        for own in self.all:
+            if own.index not in left:
+                own.discard()
 
     def connect(self, make: Callable[[Bucket], Exchange]) -> None:
         """Makes the exchanges of the buckets."""

@@ -119,7 +119,7 @@ class Engine:
         self.in_flight = most
         if most > 1 and not shared:
             self.communicators += [duplicate() for _ in range(most - 1)]
-            self.lay_out(None, {})
+            self.lay_out(None, {}, self.buckets)
         self._runtime = Runtime(self._device, most, len(self.communicators))
         self._running = False
         self._step = 0
@@ -138,10 +138,25 @@ class Engine:
         ]
         self._hooks += [p.register_post_accumulate_grad_hook(gradient_hook(engine, None)) for p in self._sparse]
 
-    def lay_out(self, order: list[int] | None, state: Mapping[str, Named], before: Buckets | None = None) -> None:
-        """Makes buckets, in an order of positions if one is known, and exchanges that remember a state."""
+    def lay_out(
+        self,
+        order: list[int] | None,
+        state: Mapping[str, Named],
+        before: Buckets | None = None,
+        *,
+        moves: bool = False,
+    ) -> None:
+        """Makes buckets, and exchanges that remember a state.
+
+        Args:
+            order: positions of members, as buckets follow; None if it is not known.
+            state: of the exchanges.
+            before: see `Buckets`.
+            moves: see `Buckets`.
+        """
         self.order_is_known = order is not None
-        self.buckets = Buckets(self.members, order or list(range(len(self.members))), self._bucket_options, before)
+        order = order or list(range(len(self.members)))
+        self.buckets = Buckets(self.members, order, self._bucket_options, before, moves=moves)
         self.buckets.connect(lambda bucket: self._make_exchange(bucket, self.communicator_of(bucket)))
         self._bucket_steps: list[BucketSteps] = []
         if self._options.steps is not None and self._in_backward:
@@ -477,4 +492,10 @@ class Engine:
             own = list(self._arrived) if len(self._arrived) == len(self.members) else self.buckets.order
             order = self.communicators[0].broadcast_object(own)
             if order != self.buckets.order:
-                self.lay_out(order, self.buckets.state())
+                state = self.buckets.state()
+                # Exchanges, which know the state, go first, and then one bucket after the other.
+                self.buckets.exchanges.clear()
+                self._bucket_steps.clear()
+                self.lay_out(order, state, self.buckets, moves=True)
+                for position, (bucket, _) in self.buckets.slots.items():
+                    self._accumulation.move(self.members[position].parameter, bucket.whole)

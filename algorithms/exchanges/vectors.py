@@ -12,16 +12,26 @@ from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
 Named = Mapping[str, torch.Tensor]
 
 
-def scatter(bucket: Bucket, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+def scatter(bucket: Bucket, vector: torch.Tensor, *, copies: bool = True) -> dict[str, torch.Tensor]:
     """Returns each tensor's share of a vector like `bucket.flat`, or like that and the exact tensors.
 
     Shares are flat, in the order of the tensor's indices: a run may go on with another memory format.
+
+    Args:
+        bucket: the tensors.
+        vector: to be taken apart.
+        copies: False for shares that are views of the vector where they can be.
     """
     return {
-        name: _shaped(vector, span, view).reshape(-1).clone()
+        name: _flat(_shaped(vector, span, view), copies)
         for name, span, view in _shares(bucket)
         if span.start < span.stop <= vector.numel()
     }
+
+
+def _flat(share: torch.Tensor, copies: bool) -> torch.Tensor:
+    flat = share.reshape(-1)
+    return flat.clone() if copies and flat.data_ptr() == share.data_ptr() else flat
 
 
 def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:

@@ -15,7 +15,7 @@ from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.kind import OuterKind
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound, OuterSettings
 from bagua_kernels.algorithms.local_steps.outer_rounds import Moments, OuterRounds
-from bagua_kernels.algorithms.local_steps.outer_setup import OuterSetup, Weights
+from bagua_kernels.algorithms.local_steps.outer_setup import AT_ONCE, OuterSetup, Turns, Weights
 from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.algorithms.local_steps.paced import PacedPlan
 from bagua_kernels.algorithms.local_steps.penalty import Penalty
@@ -218,7 +218,10 @@ class OuterLoop(RoundAlgorithm):
         self._plan = Plan(self.interval, self.first_phase) if pace is None else PacedPlan(pace, self.interval)
         # Plain means of parameters do not depend on `start`.
         follows = not self.plain_means or bool(self.assignment.default.codecs) or self.penalty is not None
-        settings = OuterSettings(self.fragments, self.blend, self.delay > 0 and self.blend is None, follows)
+        # Training waits for the round anyway, bucket by bucket then. A quorum's posts are merged all together.
+        one_by_one = self.delay == 0 and self.quorum is None
+        rebases = self.delay > 0 and self.blend is None
+        settings = OuterSettings(self.fragments, self.blend, rebases, follows)
         collection: InStep | Quorum
         if self.quorum is None:
             collection = InStep(local, self._plan, self.weighs)
@@ -227,7 +230,14 @@ class OuterLoop(RoundAlgorithm):
             collection = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
         weights = Weights(communicator, self.penalty, pace)
         self.setup = OuterSetup(
-            communicator, collection, weights, settings, self.assignment, self.feedback, self.quorum is not None
+            communicator,
+            collection,
+            weights,
+            settings,
+            self.assignment,
+            self.feedback,
+            self.quorum is not None,
+            Turns(local.flat.buckets, self.fragments) if one_by_one else None,
         )
         rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
         if isinstance(collection, Quorum):
@@ -240,6 +250,7 @@ class OuterLoop(RoundAlgorithm):
             # Steps that are left out do not count here.
             cure_of_lateness="with fewer batches on some ranks, train within join()",
             compares_writes=follows,
+            at_once=AT_ONCE if one_by_one else None,
         )
         moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)

@@ -153,7 +153,7 @@ class OuterRound(Round):
     def take_difference(self) -> None:
         """Takes the pseudo-gradient, on the training thread."""
         # From `start` as parameters can hold it: without a step the difference is zero.
-        self.difference.flat.copy_(self.start.to(self.bucket.flat.dtype)).sub_(self.bucket.flat)
+        self.difference.whole.copy_(self.start.to(self.bucket.flat.dtype)).sub_(self.bucket.flat)
 
     def merge(self, number: int) -> None:
         """Steps 3 and 4 of `OuterLoop`; see `Round.merge`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +23,8 @@ from bagua_kernels.algorithms.local_steps.weighing import Weighing
 from bagua_kernels.algorithms.policy.schedule import Assignment, Scheduled
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+
+AT_ONCE = 2  # buckets: one is exchanged while the next one is prepared, or the last one is put in place
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,36 @@ class Weights:
         return Weighing(self.communicator, index, self.penalty, self.pace, self.warned)
 
 
+class Turns:
+    """Memory for the pseudo-gradients of as many buckets as are under way at a time.
+
+    The buckets of a round take it in turn. A bucket has the memory of the one `AT_ONCE` places before it in the same round.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], fragments: int) -> None:
+        """Makes the memory.
+
+        Args:
+            buckets: of parameters, in the order of the exchanges.
+            fragments: the number of rounds in which each parameter is exchanged once; one has the buckets of one part then.
+        """
+        self._places: dict[Bucket, tuple[int, torch.dtype]] = {}
+        counts, sizes, devices = Counter[int](), dict[tuple[int, torch.dtype], int](), {b.flat.device for b in buckets}
+        for bucket in buckets:
+            part = kind_of(bucket).part if fragments > 1 else 0
+            turn, dtype = counts[part] % AT_ONCE, _wide(bucket.flat.dtype)
+            counts[part] += 1
+            key = self._places[bucket] = turn, dtype
+            sizes[key] = max(sizes.get(key, 0), bucket.flat.numel())
+        self._memory = {
+            key: torch.zeros(size, dtype=key[1], device=device) for device in devices for key, size in sizes.items()
+        }
+
+    def place(self, bucket: Bucket, difference: Bucket) -> None:
+        """Moves the pseudo-gradient of a bucket to its memory."""
+        difference.move_to(self._memory[self._places[bucket]])
+
+
 @dataclass(frozen=True)
 class OuterSetup:
     """What the rounds of all buckets are made with.
@@ -58,6 +92,7 @@ class OuterSetup:
         assignment: of codecs.
         feedback: of the codecs.
         decodes_all: True if each rank decodes the payloads of all, as a quorum needs it.
+        turns: the memory of pseudo-gradients that are exchanged in turn; None if each has its own.
     """
 
     communicator: Communicator
@@ -67,6 +102,7 @@ class OuterSetup:
     assignment: Assignment
     feedback: Feedback
     decodes_all: bool
+    turns: Turns | None = None
 
     def parts_for(self, bucket: Bucket, gathered: GatheredMean | None = None) -> OuterParts:
         """Returns what the rounds of a bucket are made of; called for each bucket, in the same order on all ranks.
@@ -87,6 +123,8 @@ class OuterSetup:
             exchange = CompressedExchange(
                 difference, self.communicator, Scheduled(self.assignment.last_start), self.feedback
             )
+        if self.turns is not None:
+            self.turns.place(bucket, difference)
         weighing = self.weights.weighing(bucket.index)
         return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings)
 
@@ -94,6 +132,9 @@ class OuterSetup:
 def pseudo_gradient(bucket: Bucket) -> Bucket:
     """Returns a bucket for the pseudo-gradients of one of parameters; its kind is the schedule of codecs that encode them."""
     # Sums of pseudo-gradients are not to be rounded as parameters are.
-    dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
-    views = [view.to(dtype) for view in bucket.views]
+    views = [view.to(_wide(bucket.flat.dtype)) for view in bucket.views]
     return Bucket(views, align=bucket.align, index=bucket.index, kind=kind_of(bucket).schedule, names=bucket.names)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -46,7 +46,8 @@ class FlatParameters:
         self.parameters = dict(parameters)
         _check_apart(self.parameters)
         names = list(parameters)
-        tensors = [parameter.detach() for parameter in parameters.values()]
+        # The parameters themselves: a reference to memory that they leave would keep it.
+        tensors = list(parameters.values())
         self.buckets: list[Bucket] = []
         self._slots: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
         self._vectors: dict[tuple[int, str], torch.Tensor] = {}
@@ -174,13 +175,17 @@ class FlatParameters:
                 self._saved[f"{key} {number}"] = None
         return self._matrices[bucket.index, key]
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name."""
+    def state(self, *, copies: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the vectors that checkpoints contain: by key, one flat tensor per parameter's name.
+
+        Args:
+            copies: False for views, which change in the next round.
+        """
         state: dict[str, dict[str, torch.Tensor]] = {}
         for key in self._saved:
             state[key] = {}
             for bucket in self.buckets:
-                state[key].update(scatter(bucket, self.kept(bucket, key)))
+                state[key].update(scatter(bucket, self.kept(bucket, key), copies=copies))
         return state
 
     def load(self, state: Mapping[str, Named]) -> None:

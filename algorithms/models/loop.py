@@ -102,9 +102,13 @@ class Loop(abc.ABC):
         """See `Algorithm.residual_norm`."""
         return 0.0
 
-    def vectors(self) -> Vectors:
-        """Returns the vectors that checkpoints contain: by key, one flat tensor for each parameter's name."""
-        return self.local.flat.state()
+    def vectors(self, *, copies: bool = True) -> Vectors:
+        """Returns the vectors that checkpoints contain: by key, one flat tensor for each parameter's name.
+
+        Args:
+            copies: False for tensors that may change in the next round.
+        """
+        return self.local.flat.state(copies=copies)
 
     def load_vectors(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restores vectors of this rank, or of all earlier ranks if their number has changed: then they begin anew."""

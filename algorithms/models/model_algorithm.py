@@ -321,16 +321,24 @@ class ModelAlgorithm(Algorithm):
             `steps`. This rank's `parameters` and `buffers` by name, and the state of its `optimizer`. In `vectors`, for each key
             a tensor for each parameter's name. In `numbers`, further numbers. Each rank needs its own again.
         """
+        return self._found_state(copies=True)
+
+    def _state_to_save(self) -> dict[str, Any]:
+        """See `Algorithm._state_to_save`."""
+        return self._found_state(copies=False)
+
+    def _found_state(self, *, copies: bool) -> dict[str, Any]:
         loop, local = self._in_place("algorithm_state_dict()"), self.local
         if loop is not None and not local.in_step and local.has_written():
             local.written = not loop.is_part_of_step()
         if local.written and not local.in_step:
             local.accept_written()
+        optimizer = local.optimizer.state_dict()
         return {
             "steps": self.stats().steps,
-            **module_state(self.module),
-            "optimizer": copy.deepcopy(local.optimizer.state_dict()),
-            "vectors": {} if loop is None else loop.vectors(),
+            **module_state(self.module, copies=copies),
+            "optimizer": copy.deepcopy(optimizer) if copies else optimizer,
+            "vectors": {} if loop is None else loop.vectors(copies=copies),
             "numbers": {} if loop is None else loop.numbers(),
         }
 

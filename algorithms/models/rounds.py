@@ -40,6 +40,8 @@ class RoundsOptions:
         cure_of_lateness: what errors contain about a rank that did not come to a round.
         decay: returns the factor by which a period of the topology shrinks differences at worst; None without a topology.
         compares_writes: True if what is written into parameters has to be the same on all ranks.
+        at_once: buckets that are under way at a time: a round puts the first ones in place before it begins the others, which
+            bounds their memory. All are under way at a time if None.
     """
 
     several: bool = False
@@ -48,6 +50,7 @@ class RoundsOptions:
     cure_of_lateness: str = _CURE
     decay: Callable[[], float] | None = None
     compares_writes: bool = False
+    at_once: int | None = None
 
 
 class Rounds(Loop):
@@ -89,6 +92,7 @@ class Rounds(Loop):
         self.under_way = self.tells = False
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Round, Task]] = []
+        self._spans: list[tuple[float, float]] = []  # when exchanges of the round under way began and ended
         self._warned = False
         self._decay: float | None = None
         self._begun_at = -1  # the number of steps with which a round began before its step
@@ -182,13 +186,29 @@ class Rounds(Loop):
         self.begun += 1
         if self.tells or (self.options.announces and not local.is_through):
             self.catch_up.tell()
+        most = self.options.at_once
         with local.failing(), torch.no_grad():
             for part in self.parts(number):
+                if most is not None and len(self._tasks) >= most:
+                    self._finish(*self._tasks.pop(0))
                 steps = part.run(number)
                 run = partial(_rest, next(steps, None), steps)
                 label = f"bagua_kernels {local.name}, bucket {part.bucket.index}"
                 self._tasks.append((part, self._runtime.start(part.bucket.index, run, label, self.options.several)))
+        if self._spans:
+            local.mark()
         self.plan.begun(local.wait_seconds)
+
+    def _finish(self, part: Round, task: Task) -> None:
+        """Waits for the exchange of a bucket, and puts its result in place."""
+        self._wait_for(task)
+        try:
+            task.check()
+        except CollectiveTimeoutError as error:
+            raise follow_up(error, f"{error}; {self.options.cure_of_lateness}") from error
+        self._spans.append((task.began, task.ended))
+        # The buckets that follow are on their way meanwhile.
+        part.merge(self.number)
 
     def wait(self) -> None:
         """See `Loop.wait`."""
@@ -205,20 +225,15 @@ class Rounds(Loop):
         with local.failing(), torch.no_grad():
             local.flat.check()
             for part, task in tasks:
-                self._wait_for(task)
-                try:
-                    task.check()
-                except CollectiveTimeoutError as error:
-                    raise follow_up(error, f"{error}; {self.options.cure_of_lateness}") from error
-                # The buckets that follow are on their way meanwhile.
-                part.merge(number)
+                self._finish(part, task)
             for part in self.all:
                 part.merged(number)
             if written:
                 local.put(values)
         if not written:
             local.mark()
-        local.exchange_seconds += covered([(task.began, task.ended) for _, task in tasks])
+        local.exchange_seconds += covered(self._spans)
+        self._spans = []
         with torch.no_grad():
             for part in self.all:
                 part.placed(number)
@@ -320,9 +335,9 @@ class Rounds(Loop):
         """See `Loop.residual_norm`."""
         return math.hypot(*(each.residual_norm() for each in self.all))
 
-    def vectors(self) -> Vectors:
+    def vectors(self, *, copies: bool = True) -> Vectors:
         """See `Loop.vectors`; with the states of the rounds."""
-        found = super().vectors()
+        found = super().vectors(copies=copies)
         for each in self.all:
             for key, named in each.state().items():
                 found.setdefault(key, {}).update(named)

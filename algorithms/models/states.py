@@ -16,11 +16,18 @@ from bagua_kernels.comm.reduction import reduce_in_order
 _COUNTERS = ("step",)  # of a parameter's state: numbers of updates are no vectors
 
 
-def module_state(module: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns copies of a module's trainable `parameters` and of its `buffers`, by name."""
+def module_state(module: torch.nn.Module, *, copies: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns a module's trainable `parameters` and its `buffers`, by name.
+
+    Args:
+        module: of which they are.
+        copies: False for tensors in the module's own memory.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    named: dict[str, dict[str, torch.Tensor]] = {"parameters": trained, "buffers": dict(module.named_buffers())}
     return {
-        "parameters": {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad},
-        "buffers": {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        key: {name: t.detach().clone() if copies else t.detach() for name, t in tensors.items()}
+        for key, tensors in named.items()
     }
 
 

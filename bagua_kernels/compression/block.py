@@ -126,6 +126,23 @@ class BlockCodec(ABC):
         blockwise.encode_rows(self.rule, x, out, rows, block=self.block, seeds=chosen, counts=counts)
         return out
 
+    def encode_rows_of_pieces(
+        self, pieces: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, *, seeds: Sequence[int]
+    ) -> torch.Tensor:
+        """Encodes many tensors for each row, each row as `encode_pieces` would; on a CPU in one launch.
+
+        Args:
+            pieces: for each row contiguous vectors of one dtype, of as many blocks in each row.
+            out: shape (rows, payload_size of all blocks of a row), uint8; rows may have more behind them.
+            seeds: of stochastic rounding, one for each row; not used by rounding to nearest.
+
+        Returns:
+            `out`. Errors as in `encode_pieces`.
+        """
+        chosen = list(seeds) if self.stochastic else None
+        blockwise.encode_rows_of_pieces(self.rule, pieces, out, block=self.block, seeds=chosen)
+        return out
+
     def decode_rows(self, payloads: torch.Tensor, out: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Decodes what `encode_rows` gave into `out`, of shape (`rows.total`,), and returns it. Errors as in `encode`."""
         blockwise.decode_rows(self.rule, payloads, out, rows, block=self.block)

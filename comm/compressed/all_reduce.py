@@ -11,6 +11,7 @@ from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, pipeline
+from bagua_kernels.comm.compressed.memory import lent
 from bagua_kernels.comm.compressed.phases import Gather, Scatter, encodes_pieces
 from bagua_kernels.comm.compressed.residuals import Kept
 from bagua_kernels.comm.work import Steps
@@ -30,10 +31,10 @@ class CompressedAllReduce(AllReduce):
     reduced, then k - 2 decoded (`pipeline`). A rank sends about two payloads of the whole vector, and the exact part twice,
     whatever the number of ranks.
 
-    Buffers are made once. For a payload of b bytes they take about 3 b with one piece and 6 b / k with k pieces. With the
-    8 pieces of a long vector this is 0.75 b. A float32 vector of n elements with one byte each takes 3 n and 0.75 n bytes. The
-    worker residual takes 4 n more bytes. The residual of P owners takes 4 n / P, and the mean of a piece beside it 4 n /
-    (k P).
+    Messages take memory while a vector is under way: all all-reduces of a communicator share it. For a payload of b bytes they
+    take about 3 b with one piece and 6 b / k with k pieces. With the 8 pieces of a long vector this is 0.75 b. A float32 vector
+    of n elements with one byte each takes 3 n and 0.75 n bytes, and with the owners' residual 4 n / (k P) more for the mean of
+    a piece. What lasts are residuals alone: 4 n bytes of the worker, and 4 n / P of each of P owners.
 
     With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds the
     error of this rank's earlier payloads. Step 3 adds the error of earlier payloads of this chunk's mean to the mean, in
@@ -92,12 +93,13 @@ class CompressedAllReduce(AllReduce):
             payloads = yield from self._scatter.finish(piece, self._gather.exact_mean)
             self._gather.start_reduced(piece, payloads, seed)
 
-        yield from pipeline(
-            self.layout.pieces,
-            lambda piece: self._scatter.start(piece, x, seed, source, exact),
-            reduce,
-            lambda piece: self._gather.finish(piece, x, exact, deliver),
-        )
+        with lent(self.communicator, [*self._scatter.slots, *self._gather.slots, self._gather.mean]):
+            yield from pipeline(
+                self.layout.pieces,
+                lambda piece: self._scatter.start(piece, x, seed, source, exact),
+                reduce,
+                lambda piece: self._gather.finish(piece, x, exact, deliver),
+            )
 
     def residuals(self) -> dict[str, Kept | None]:
         """See `AllReduce.residuals`."""

@@ -9,7 +9,7 @@ import torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, pipeline
-from bagua_kernels.comm.compressed.phases import Slots
+from bagua_kernels.comm.compressed.memory import Slots, lent
 from bagua_kernels.comm.compressed.residuals import Kept, Residuals
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.work import FINISHED, Steps, Work
@@ -72,7 +72,7 @@ class LinearAllReduce(AllReduce):
         check_range(codec, communicator.size)
         self._summable = codec
         lengths = [length(layout.part(piece, 0)) for piece in range(layout.pieces)]
-        self._payloads = Slots(1, [codec.payload_size(elements) for elements in lengths], communicator.device)
+        self._payloads = Slots(1, [codec.payload_size(elements) for elements in lengths])
         self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
 
     def _exchange(
@@ -105,7 +105,8 @@ class LinearAllReduce(AllReduce):
             else:
                 codec.decode_sum(payloads, out, 1.0 / size)
 
-        yield from pipeline(self.layout.pieces, encode, decode)
+        with lent(communicator, [self._payloads]):
+            yield from pipeline(self.layout.pieces, encode, decode)
         yield exact_mean
 
     def _shared_scales(self, x: torch.Tensor) -> Generator[Work, None, torch.Tensor]:

@@ -12,34 +12,11 @@ from bagua_kernels.comm.compressed.base import Deliver, Source
 from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.exact import ExactPart
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, length, second_seed
+from bagua_kernels.comm.compressed.memory import Slots
 from bagua_kernels.comm.compressed.residuals import Residuals
 from bagua_kernels.comm.work import FINISHED, Steps, Work
 from bagua_kernels.compression import BlockCodec, Codec
 from bagua_kernels.launchers.blockwise import Rows
-
-
-class Slots:
-    """Memory for the messages of two pieces at a time: rows of one size a piece, each beginning at a multiple of 16 bytes.
-
-    Args:
-        rows: rows of a message.
-        sizes: for each piece, the bytes of a row, a multiple of 16.
-        device: where.
-    """
-
-    def __init__(self, rows: int, sizes: Sequence[int], device: torch.device) -> None:
-        self._rows = rows
-        self._sizes = sizes
-        # Zeros, so that padding contains no secrets from an earlier use of the memory.
-        self._memory = [
-            torch.zeros(rows * max(sizes[first::2], default=0), dtype=torch.uint8, device=device)
-            for first in range(min(2, len(sizes)))
-        ]
-
-    def __getitem__(self, piece: int) -> torch.Tensor:
-        """The message of a piece, shape (rows, bytes), uint8; it is that of the piece after the next one, too."""
-        size = self._sizes[piece]
-        return self._memory[piece % 2][: self._rows * size].view(self._rows, size)
 
 
 def encodes_pieces(codec: Codec) -> bool:
@@ -76,6 +53,7 @@ class Pass(abc.ABC):
 
     Attributes:
         residuals: what payloads lacked; None if it is not kept.
+        slots: the messages, which need memory while a vector is under way (`lent`).
     """
 
     def __init__(
@@ -99,15 +77,19 @@ class Pass(abc.ABC):
         self._slots = [codec.payload_size(layout.width(piece)) for piece in pieces]
         parts = [(layout.number(p, o), length(layout.part(p, o))) for o in self._encoded() for p in pieces]
         self.residuals = Residuals(codec, parts, communicator.device) if residual else None
-        self._prepare(communicator, 0 if exact is None else exact.row_bytes)
+        # Bytes behind short payloads, in each piece's rows: they travel, and must not contain another message's.
+        self._pads = [
+            [(o, self._bytes[p, o]) for o in range(layout.owners) if self._bytes[p, o] < self._slots[p]] for p in pieces
+        ]
+        self.slots = self._prepare(communicator, 0 if exact is None else exact.row_bytes)
 
     @abc.abstractmethod
     def _encoded(self) -> Sequence[int]:
         """Returns the owners whose chunks this rank encodes."""
 
     @abc.abstractmethod
-    def _prepare(self, communicator: Communicator, extra: int) -> None:
-        """Makes the memory for messages, of which the first carries `extra` bytes more in each row."""
+    def _prepare(self, communicator: Communicator, extra: int) -> list[Slots]:
+        """Makes the messages, of which the first carries `extra` bytes more in each row."""
 
     def _encode(self, piece: int, owner: int, part: torch.Tensor, seed: int, out: torch.Tensor) -> None:
         """Encodes a piece of an owner's chunk, with its residual if there is one; an empty one not."""
@@ -132,10 +114,11 @@ class Scatter(Pass):
     The exact part's chunks travel with the first piece: so many bytes behind each payload.
     """
 
-    def _prepare(self, communicator: Communicator, extra: int) -> None:
+    def _prepare(self, communicator: Communicator, extra: int) -> list[Slots]:
         rows = with_extra(self._slots, extra)
-        self._sent, self._received = (Slots(communicator.size, rows, communicator.device) for _ in range(2))
+        self._sent, self._received = (Slots(communicator.size, rows) for _ in range(2))
         self._works: list[Work] = [FINISHED, FINISHED]
+        return [self._sent, self._received]
 
     def _encoded(self) -> Sequence[int]:
         return range(self._layout.owners)
@@ -146,6 +129,8 @@ class Scatter(Pass):
         """Encodes one piece of each chunk of `x`, of shape (n,), or of what `source` gives, and starts sending it."""
         layout, sent = self._layout, self._sent[piece]
         rank, owners = self._communicator.rank, range(layout.owners)
+        for owner, size in self._pads[piece]:
+            sent[owner, size : self._slots[piece]].zero_()
 
         def own(owner: int) -> int:
             return first_seed(self._codec, seed, rank, layout.number(piece, owner))
@@ -157,7 +142,15 @@ class Scatter(Pass):
             seeds = list(map(own, owners)) if self._codec.stochastic else []
             self._codec.encode_rows(x[behind], to, rows, seeds=seeds, counts=self._counts.of(behind))
         else:
-            for owner in owners:
+            full = 0
+            if source is not None and self._in_rows:
+                assert isinstance(self._codec, BlockCodec)
+                full = self._rows(piece)[1].full
+                seeds = list(map(own, range(full))) if self._codec.stochastic else [0] * full
+                if full:
+                    pieces = [source(layout.part(piece, owner)) for owner in range(full)]
+                    self._codec.encode_rows_of_pieces(pieces, sent[:full, : self._slots[piece]], seeds=seeds)
+            for owner in owners[full:]:
                 part, out = layout.part(piece, owner), sent[owner, : self._bytes[piece, owner]]
                 if source is None:
                     self._encode(piece, owner, x[part], own(owner), out)
@@ -185,11 +178,16 @@ class Gather(Pass):
     """Second pass: each rank encodes its chunk and sends that to everyone, piece by piece; all decode the same bytes.
 
     The means of the exact part's chunks travel with the first piece, as in `Scatter`.
+
+    Attributes:
+        mean: room for the mean of a piece, which `start_reduced` needs beside `slots`.
     """
 
-    def _prepare(self, communicator: Communicator, extra: int) -> None:
+    def _prepare(self, communicator: Communicator, extra: int) -> list[Slots]:
         self._messages = Messages(communicator, self._slots, extra)
-        self._mean = torch.empty(0, device=communicator.device, dtype=torch.float32)
+        # With a residual the mean is needed as numbers before it is encoded.
+        self.mean = Slots(1, [4 * self._layout.piece] if self.residuals is not None else [])
+        return self._messages.slots
 
     def _encoded(self) -> Sequence[int]:
         return (self._communicator.rank,)
@@ -204,10 +202,7 @@ class Gather(Pass):
         rank, scale = self._communicator.rank, 1.0 / self._communicator.size
         elements, (own, out) = length(self._layout.part(piece, rank)), self._target(piece, seed)
         if elements and self.residuals is not None:
-            # With a residual the mean is needed as numbers before it is encoded. Only here: `start` has it from the caller.
-            if not self._mean.numel():
-                self._mean = torch.empty(self._layout.piece, device=payloads.device, dtype=torch.float32)
-            mean = self._codec.decode_sum(payloads, self._mean[:elements], scale)
+            mean = self._codec.decode_sum(payloads, self.mean[0][0].view(torch.float32)[:elements], scale)
             self._encode(piece, rank, mean, own, out)
         elif elements and isinstance(self._codec, BlockCodec):
             counts = self._counts.of(self._layout.part(piece, rank))
@@ -226,8 +221,9 @@ class Gather(Pass):
     def _target(self, piece: int, seed: int) -> tuple[int, torch.Tensor]:
         """The seed of a piece of this rank's chunk, and where its payload is to be written."""
         rank = self._communicator.rank
-        own = second_seed(self._codec, seed, self._layout.number(piece, rank))
-        return own, self._messages.own(piece)[: self._bytes[piece, rank]]
+        own, row = second_seed(self._codec, seed, self._layout.number(piece, rank)), self._messages.own(piece)
+        row[self._bytes[piece, rank] :].zero_()
+        return own, row[: self._bytes[piece, rank]]
 
     def finish(
         self, piece: int, x: torch.Tensor, exact: torch.Tensor | None = None, deliver: Deliver | None = None
@@ -263,12 +259,16 @@ class Messages:
         extra: bytes behind the first row, a multiple of 16.
     """
 
+    @property
+    def slots(self) -> list[Slots]:
+        """What needs memory while a vector is under way (`lent`)."""
+        return [self._own, self._all]
+
     def __init__(self, communicator: Communicator, sizes: Sequence[int], extra: int) -> None:
         self._communicator = communicator
         self._sizes = sizes
         rows = with_extra(sizes, extra)
-        self._own = Slots(1, rows, communicator.device)
-        self._all = Slots(communicator.size, rows, communicator.device)
+        self._own, self._all = Slots(1, rows), Slots(communicator.size, rows)
         self._works: list[Work] = [FINISHED, FINISHED]
 
     def own(self, piece: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.base import check_configuration, check_seed, check_vector
 from bagua_kernels.comm.compressed.counts import Counts
 from bagua_kernels.comm.compressed.layout import Layout, length, pipeline
+from bagua_kernels.comm.compressed.memory import lent
 from bagua_kernels.comm.compressed.phases import Gather, Pass, Scatter
 from bagua_kernels.comm.compressed.residuals import restore, save
 from bagua_kernels.comm.work import Steps, drive
@@ -137,7 +138,8 @@ class CompressedReduceScatter(_Half[Scatter]):
             if part.numel():
                 self.codec.decode_sum(payloads, part, self._scale)
 
-        drive(pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up))
+        with lent(communicator, scatter.slots):
+            drive(pipeline(self.layout.pieces, lambda piece: scatter.start(piece, x, number), add_up))
         return out
 
 
@@ -215,11 +217,12 @@ class CompressedAllGather(_Half[Gather]):
         if self._pass is None:
             return out if out.data_ptr() == shard.data_ptr() else out.copy_(shard)
         gather, whole = self._pass, out
-        drive(
-            pipeline(
-                self.layout.pieces,
-                lambda piece: gather.start(piece, shard, number),
-                lambda piece: gather.finish(piece, whole),
+        with lent(self.communicator, gather.slots):
+            drive(
+                pipeline(
+                    self.layout.pieces,
+                    lambda piece: gather.start(piece, shard, number),
+                    lambda piece: gather.finish(piece, whole),
+                )
             )
-        )
         return out

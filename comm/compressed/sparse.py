@@ -8,6 +8,7 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.exact import ExactPart, mean_of
 from bagua_kernels.comm.compressed.layout import Layout, first_seed, pipeline
+from bagua_kernels.comm.compressed.memory import Slots, lent
 from bagua_kernels.comm.compressed.phases import Messages
 from bagua_kernels.comm.compressed.residuals import Kept, Residuals
 from bagua_kernels.comm.work import FINISHED, Steps, Work
@@ -72,19 +73,23 @@ class SparseAllReduce(AllReduce):
         self._part = part if saved >= _WORTH_A_MESSAGE else None
         extra = part.gathered_bytes if self._part is None else part.row_bytes
         self._messages = Messages(communicator, [codec.payload_size(length) for length in lengths], extra)
-        if self._part is not None:
-            rows, device = (communicator.size, part.row_bytes), communicator.device
-            self._to_owners, self._at_owner = (torch.zeros(rows, dtype=torch.uint8, device=device) for _ in range(2))
+        self._to_owners, self._at_owner = (
+            Slots(communicator.size, [] if self._part is None else [part.row_bytes]) for _ in range(2)
+        )
         self._worker = Residuals(codec, list(enumerate(lengths)), communicator.device) if worker_residual else None
 
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
     ) -> Steps:
+        with lent(self.communicator, [*self._messages.slots, self._to_owners, self._at_owner]):
+            yield from self._in_memory(x, exact, seed)
+
+    def _in_memory(self, x: torch.Tensor, exact: torch.Tensor, seed: int) -> Steps:
         rank, scale = self.communicator.rank, 1.0 / self.communicator.size
         owned: Work = FINISHED
         if self._part is not None:
-            self._part.scatter(exact, self._to_owners)
-            owned = self.communicator.all_to_all(self._at_owner.view(-1), self._to_owners.view(-1))
+            self._part.scatter(exact, self._to_owners[0])
+            owned = self.communicator.all_to_all(self._at_owner[0].view(-1), self._to_owners[0].view(-1))
 
         def encode(piece: int) -> Steps:
             part, out = x[self.layout.part(piece, 0)], self._messages.own(piece)
@@ -96,8 +101,9 @@ class SparseAllReduce(AllReduce):
             if piece == 0:
                 yield owned
                 if self._part is not None:
-                    self._part.reduce(self._at_owner, self._messages.own_extra)
+                    self._part.reduce(self._at_owner[0], self._messages.own_extra)
                 else:
+                    self._messages.own_extra.zero_()
                     self._messages.own_extra.view(exact.dtype)[: self.exact].copy_(exact)
             self._messages.start(piece)
 

@@ -26,11 +26,11 @@ class Debtor(Protocol):
     def read(self, out: Sequence[torch.Tensor]) -> object:
         """Copies the model and what is owed to it, never in the middle of a step."""
 
-    def owe(self, difference: Sequence[torch.Tensor]) -> None:
-        """Keeps a difference that is to be added to the model; `read` counts it in."""
+    def owe(self, difference: list[torch.Tensor]) -> None:
+        """Keeps a difference that is to be added to the model, and its memory; `read` counts it in."""
 
     def buffers(self) -> list[torch.Tensor]:
-        """Makes memory like the model's, a flat vector per bucket."""
+        """Returns memory like the model's, a flat vector per bucket, with anything in it."""
 
 
 def half_difference(other: torch.Tensor, own: torch.Tensor) -> None:
@@ -163,6 +163,8 @@ class PairwiseAverage:
         self._asked = False
         self._count = 0
         self._question: _Question | None = None
+        # What is sent while a question is out, and while one is answered.
+        self._asking: list[torch.Tensor] = []
         self._read: list[torch.Tensor] = []
         self._later: list[tuple[int, int, int]] = []
         self.exchanges = 0
@@ -218,7 +220,7 @@ class PairwiseAverage:
                 return False
             self._asked = False
         peer = self._draws.choice(self._neighbours)
-        read = self._model.buffers()
+        read = self._asking = self._asking or self._model.buffers()
         self._model.read(read)
         sent = self._wire.encode(peer, True, read)
         theirs = [torch.empty_like(each) for each in sent]

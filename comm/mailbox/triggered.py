@@ -15,6 +15,7 @@ from bagua_kernels.comm.mailbox.groups import Groups
 from bagua_kernels.comm.mailbox.rests import Rests
 
 _ACT = 0  # kind of letters
+_PIECE = 1 << 22  # elements of which the mean is taken at a time: rows of all members take as much memory again
 _ACT_BODY = struct.Struct("<q")
 
 # Replaces a vector by its mean over some ranks: (members, number of the bucket, vector, number of the first exchange).
@@ -56,11 +57,14 @@ class Publisher(Protocol):
     def rest(self, resting: bool) -> None:
         """Sets whether training leaves the model as it is; called on the training thread."""
 
-    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
-        """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in."""
+    def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: list[torch.Tensor]) -> None:
+        """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in.
+
+        The memory of `mean`, which came from `buffers`, is the model's from then on.
+        """
 
     def buffers(self) -> list[torch.Tensor]:
-        """Makes memory like the model's, a flat vector per bucket."""
+        """Returns memory like the model's, a flat vector per bucket, with anything in it."""
 
 
 class TriggeredAverage:
@@ -122,7 +126,6 @@ class TriggeredAverage:
         self._passed_on: set[int] = set()
         self._rests = Rests(courier)
         self._read: list[torch.Tensor] = []
-        self._means: list[torch.Tensor] = []
         courier.on(_ACT, self._hear_act)
         courier.work(self._execute_next)
 
@@ -239,17 +242,23 @@ class TriggeredAverage:
         return True
 
     def _contribute(self, version: int, members: tuple[int, ...]) -> Execution:
-        if not self._means:
-            self._read, self._means = self._model.buffers(), self._model.buffers()
+        self._read = self._read or self._model.buffers()
+        means = self._model.buffers()
         contributed, resting = self._model.read(self._read)
         # Decided when the model was read: if this rank arrives before the end, the mean lacks its last step.
         fresh = resting or (self._replaces and contributed == version)
-        for index, (read, mean) in enumerate(zip(self._read, self._means, strict=True)):
+        whole = self._group_mean != self._plain_mean  # other means know each bucket as one vector
+        pieces = [
+            (index, piece)
+            for index, mean in enumerate(means)
+            for piece in ([mean] if whole else mean.split(_PIECE) or [mean])
+        ]
+        for read, mean in zip(self._read, means, strict=True):
             mean.copy_(read)
-            number = NUMBERS * (version * len(self._means) + index)
-            self._group_mean(members, index, mean, number)
+        for place, (index, piece) in enumerate(pieces):
+            self._group_mean(members, index, piece, NUMBERS * (version * len(pieces) + place))
         execution = Execution(version, members, contributed, fresh)
-        self._model.receive(execution, self._read, self._means)
+        self._model.receive(execution, self._read, means)
         return execution
 
     def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:

@@ -20,6 +20,7 @@ from bagua_kernels.launchers.blockwise.fusion import encode_rule as encode_rule
 from bagua_kernels.launchers.blockwise.rows import Rows as Rows
 from bagua_kernels.launchers.blockwise.rows import decode_rows as decode_rows
 from bagua_kernels.launchers.blockwise.rows import encode_rows as encode_rows
+from bagua_kernels.launchers.blockwise.rows import encode_rows_of_pieces as encode_rows_of_pieces
 from bagua_kernels.rules.messages import FEEDBACK
 from bagua_kernels.rules.quantizers import BlockQuantizer
 

@@ -17,11 +17,11 @@ from bagua_kernels.launchers.blockwise._numba_cpu_block import EXTREMES, LAYERS
 from bagua_kernels.launchers.blockwise._numba_cpu_loops import TEMPLATES
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
-from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn
+from bagua_kernels.launchers.blockwise.rows import Rows, decode_in_turn, encode_in_turn
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
-INTERMEDIATE = ("encode_pieces", "decode_sum", "reduce")
+INTERMEDIATE = ("encode_pieces", "encode_pieces_rows", "decode_sum", "reduce")
 
 
 @functools.cache
@@ -184,6 +184,60 @@ def reduce(
     clear_pads(out_words, out_codes, form)
 
 
-# See `bagua_kernels.launchers.blockwise.encode_rows` and `decode_rows`.
-encode_rows = functools.partial(encode_in_turn, encode)
-decode_rows = functools.partial(decode_in_turn, decode)
+def encode_rows(
+    rule: BlockQuantizer,
+    x: torch.Tensor,
+    payloads: torch.Tensor,
+    rows: Rows,
+    block: int,
+    seeds: Sequence[int] | None,
+    counts: torch.Tensor | None,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.encode_rows`: a launch for all full chunks, and one for a short one."""
+    if full := rows.full:
+        form = BlockForm(rows.width, block, rule.words, rule.bits)
+        words, codes = map(array, form.parts(payloads[:full, : form.size]))
+        compiled = kernel("encode_rows", rule, block, x.dtype, seeds is not None)
+        arguments = (array(x), words, codes, counts_array(counts), _seed_table(seeds, full), rows.span, rows.width)
+        run_all(compiled, arguments, full * form.blocks, full * form.n)
+        _clear_pads_of_rows(words, codes, form)
+    encode_in_turn(encode, rule, x, payloads, rows, block, seeds, counts, first=full)
+
+
+def encode_rows_of_pieces(
+    rule: BlockQuantizer,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    payloads: torch.Tensor,
+    form: BlockForm,
+    seeds: Sequence[int] | None,
+) -> None:
+    """See `bagua_kernels.launchers.blockwise.encode_rows_of_pieces`."""
+    words, codes = map(array, form.parts(payloads))
+    together = [piece for each in pieces for piece in each]
+    addresses, sizes, firsts = piece_table(together, form.block)
+    compiled = kernel("encode_pieces_rows", rule, form.block, together[0].dtype, seeds is not None)
+    arguments = (addresses, sizes, firsts, words, codes, _seed_table(seeds, len(pieces)), form.blocks)
+    run_all(compiled, arguments, len(pieces) * form.blocks, len(pieces) * form.n)
+    _clear_pads_of_rows(words, codes, form)
+
+
+def decode_rows(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, rows: Rows, block: int) -> None:
+    """See `bagua_kernels.launchers.blockwise.decode_rows`: a launch for all full chunks, and one for a short one."""
+    if full := rows.full:
+        form = BlockForm(rows.width, block, rule.words, rule.bits)
+        words, codes = map(array, form.parts(payloads[:full, : form.size]))
+        compiled = kernel("decode_rows", rule, block, out.dtype)
+        run_all(compiled, (words, codes, array(out), rows.span, rows.width), full * form.blocks, full * form.n)
+    decode_in_turn(decode, rule, payloads, out, rows, block, first=full)
+
+
+def _seed_table(seeds: Sequence[int] | None, count: int) -> Any:
+    """The low and high halves of some seeds, shape (count, 2), uint32."""
+    if seeds is None:
+        return np.zeros((count, 2), np.uint32)
+    return np.array(seeds[:count], np.uint64).view(np.uint32).reshape(count, 2)
+
+
+def _clear_pads_of_rows(words: Any, codes: Any, form: BlockForm) -> None:
+    words[:, form.blocks * form.words :] = 0
+    codes[:, form.used_code_bytes :] = 0

@@ -125,10 +125,91 @@ def reduce_blocks(
     keep(own)
 
 
+def encode_rows_blocks(x, words, codes, counts, seeds, span, width, begin, end, threads, launcher):
+    """Row r of the matrices is the payload of `width` elements from `r * span` on; blocks are counted through all rows."""
+    if shared(begin, end, threads, launcher):
+        return
+    wide_vectors()
+    x, words, codes, counts = borrowed(x), borrowed(words), borrowed(codes), borrowed(counts)
+    own = np.empty((ROWS, BLOCK), np.float32)
+    scratch = borrowed(own)
+    blocks = (width + BLOCK - 1) // BLOCK
+    for number in range(begin, end):
+        rank = number // blocks
+        block = number - rank * blocks
+        start = block * BLOCK
+        first = rank * span + start
+        row_codes = row(codes, rank)
+        ask_for(x, first, BLOCK)
+        ask_for(row_codes, block * STRIDE, STRIDE)
+        values = part(x, first, first + own_size(counts, first // BLOCK, min(BLOCK, width - start)))
+        here = part(row_codes, block * STRIDE, min((block + 1) * STRIDE, row_codes.size))
+        encode_block(values, row(words, rank), here, scratch, block, start, seeds[rank, 0], seeds[rank, 1])
+    keep(own)
+
+
+def encode_pieces_rows_blocks(addresses, sizes, firsts, words, codes, seeds, blocks, begin, end, threads, launcher):
+    """As `encode_pieces_blocks`, with `blocks` blocks in each row; a piece lies in one row."""
+    if shared(begin, end, threads, launcher):
+        return
+    wide_vectors()
+    words, codes = borrowed(words), borrowed(codes)
+    own = np.empty((ROWS + 1, BLOCK), np.float32)
+    scratch = borrowed(own)
+    padded_block = row(scratch, ROWS)
+    piece = 0
+    for number in range(begin, end):
+        while number >= firsts[piece + 1]:
+            piece += 1
+        x = vector(addresses[piece], sizes[piece])
+        start = (number - firsts[piece]) * BLOCK
+        ask_for(x, start, BLOCK)
+        values = part(x, start, min(start + BLOCK, x.size))
+        for i in range(values.size):
+            padded_block[i] = load_input(values[i])
+        rank = number // blocks
+        block = number - rank * blocks
+        here = part(row(codes, rank), block * STRIDE, (block + 1) * STRIDE)
+        padded = part(padded_block, 0, values.size)
+        low, high = seeds[rank, 0], seeds[rank, 1]
+        encode_block(padded, row(words, rank), here, scratch, block, block * BLOCK, low, high)
+    keep(own)
+
+
+def decode_rows_blocks(words, codes, out, span, width, begin, end, threads, launcher):
+    if shared(begin, end, threads, launcher):
+        return
+    wide_vectors()
+    words, codes, out = borrowed(words), borrowed(codes), borrowed(out)
+    own = np.empty((2, BLOCK), out.dtype)
+    scratch = borrowed(own)
+    decoded, loose = row(scratch, 0), as_bytes(row(scratch, 1))
+    streamed = is_streamed(out)
+    blocks = (width + BLOCK - 1) // BLOCK
+    for number in range(begin, end):
+        rank = number // blocks
+        block = number - rank * blocks
+        start = block * BLOCK
+        row_codes = row(codes, rank)
+        here = part(row_codes, block * STRIDE, min((block + 1) * STRIDE, row_codes.size))
+        first = rank * span + start
+        target = part(out, first, first + min(BLOCK, width - start))
+        values = part(decoded, 0, target.size) if streamed else target
+        decode_block(row(words, rank), here, values, loose, block)
+        if streamed:
+            stream_block(values, target)
+    if streamed:
+        store_fence()
+    keep(own)
+
+
 TEMPLATES: dict[str, Rule] = {
     "encode": encode_blocks,
     "encode_pieces": encode_pieces_blocks,
     "decode": decode_blocks,
     "decode_sum": decode_sum_blocks,
     "reduce": reduce_blocks,
+    "encode_rows": encode_rows_blocks,
+    "encode_pieces_rows": encode_pieces_rows_blocks,
+    "decode_rows": decode_rows_blocks,
 }

@@ -14,7 +14,7 @@ from bagua_kernels.launchers.arguments import Weights, padded, seed_halves
 from bagua_kernels.launchers.blockwise._numba_cuda_kernels import DEVICE_FUNCTIONS, LANES, TEMPLATES, add, multiplied
 from bagua_kernels.launchers.blockwise.bindings import rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm
-from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn
+from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn, encode_pieces_in_turn
 from bagua_kernels.rules.quantizers import BlockQuantizer
 
 # Kernels that quantize what they have summed up themselves, in float32, whatever they read or write.
@@ -189,4 +189,5 @@ def reduce(
 
 # See `bagua_kernels.launchers.blockwise.encode_rows` and `decode_rows`.
 encode_rows = functools.partial(encode_in_turn, encode)
+encode_rows_of_pieces = functools.partial(encode_pieces_in_turn, encode_pieces)
 decode_rows = functools.partial(decode_in_turn, decode)

@@ -13,7 +13,7 @@ import torch
 from bagua_kernels.jit._numpy import array, load, meant, plain, store
 from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise.form import BlockForm
-from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn
+from bagua_kernels.launchers.blockwise.rows import decode_in_turn, encode_in_turn, encode_pieces_in_turn
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bagua_kernels.rules.random import dither, random_bits, random_key
 from bagua_kernels.rules.rounding import ordered, quotient
@@ -206,4 +206,5 @@ def reduce(
 
 # See `bagua_kernels.launchers.blockwise.encode_rows` and `decode_rows`.
 encode_rows = functools.partial(encode_in_turn, encode)
+encode_rows_of_pieces = functools.partial(encode_pieces_in_turn, encode_pieces)
 decode_rows = functools.partial(decode_in_turn, decode)

@@ -15,7 +15,7 @@ from bagua_kernels.launchers.arguments import Weights, seed_halves
 from bagua_kernels.launchers.blockwise._triton_kernels import FUNCTIONS, TEMPLATES
 from bagua_kernels.launchers.blockwise.bindings import piece_table, rule_bindings, rule_constants
 from bagua_kernels.launchers.blockwise.form import BlockForm, form_of
-from bagua_kernels.launchers.blockwise.rows import Rows
+from bagua_kernels.launchers.blockwise.rows import Rows, encode_pieces_in_turn
 from bagua_kernels.rules.quantizers import BlockQuantizer
 from bagua_kernels.upload import uploaded
 
@@ -131,6 +131,10 @@ def reduce(
     arguments = (*parts, payloads.shape[0], payloads.stride(0), form.n, scale, *map(signed, seed_halves(seed)))
     modes = {"STOCHASTIC": seed is not None, "COUNTED": counts is not None}
     launch(kernel("reduce", rule, torch.float32), rule, form, out, *arguments, **modes)
+
+
+# See `bagua_kernels.launchers.blockwise.encode_rows_of_pieces`.
+encode_rows_of_pieces = functools.partial(encode_pieces_in_turn, encode_pieces)
 
 
 def encode_rows(

@@ -31,6 +31,11 @@ class Rows:
     width: int
     count: int
 
+    @property
+    def full(self) -> int:
+        """The number of full chunks, which come first; of the others at most one has elements."""
+        return min(self.count, max(0, (self.total - self.width) // self.span + 1))
+
     def part(self, row: int) -> slice:
         """The elements of a chunk."""
         begin = row * self.span
@@ -75,6 +80,47 @@ def encode_rows(
         OP.backend(x.device).encode_rows(rule, x, payloads, rows, block, seeds, counts)
 
 
+def encode_rows_of_pieces(
+    rule: BlockQuantizer,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    payloads: torch.Tensor,
+    *,
+    block: int,
+    seeds: Sequence[int] | None,
+) -> None:
+    """Encodes many tensors for each row as `encode_pieces` does; on a CPU in one launch.
+
+    Args:
+        rule: the quantizer.
+        pieces: for each row contiguous vectors, of one dtype and as many blocks in each row.
+        payloads: shape (rows, size of the payload of all blocks of a row), uint8; rows may have more behind them.
+        block: elements of a block.
+        seeds: the 64-bit seed of each row; None rounds to nearest.
+
+    Raises:
+        TypeError: a dtype is not supported, or they differ.
+        ValueError: a shape, size, device, alignment, block or seed does not fit.
+    """
+    if seeds is not None and len(seeds) != len(pieces):
+        raise ValueError(f"expected a seed for each of {len(pieces)} rows, got {len(seeds)}")
+    kinds = set[tuple[torch.dtype, torch.device]]()
+    blocks = set[int]()
+    for each in pieces:
+        for piece in each:
+            check_vector("each piece", piece, FLOAT_DTYPES)
+            kinds.add((piece.dtype, piece.device))
+        blocks.add(sum(-(-piece.numel() // block) for piece in each))
+    if len(kinds) != 1 or len(blocks) != 1 or next(iter(kinds))[1] != payloads.device:
+        raise TypeError(
+            f"expected pieces of one dtype on {payloads.device}, as long in each row, got {kinds}, {blocks}"
+        )
+    form = form_of(rule, block * blocks.pop(), block)
+    check_payload("payloads", payloads, form, (len(pieces), form.size), payloads.device)
+    for seed in seeds or ():
+        checked_seed(seed)
+    OP.backend(payloads.device).encode_rows_of_pieces(rule, pieces, payloads, form, seeds)
+
+
 def decode_rows(rule: BlockQuantizer, payloads: torch.Tensor, out: torch.Tensor, rows: Rows, *, block: int) -> None:
     """Decodes what `encode_rows` gave into `out`, of shape (`rows.total`,); elements between chunks stay as they are."""
     check_vector("out", out, FLOAT_DTYPES)
@@ -102,13 +148,28 @@ def encode_in_turn(
     block: int,
     seeds: Sequence[int] | None,
     counts: torch.Tensor | None,
+    *,
+    first: int = 0,
 ) -> None:
-    """How a backend without a kernel for rows does `encode_rows`."""
-    for row, part, form in _chunks(rule, rows, block):
-        first = part.start // block
-        own = None if counts is None else counts[first : first + form.blocks]
+    """How a backend without a kernel for rows does `encode_rows`, from the chunk with the number `first` on."""
+    for row, part, form in _chunks(rule, rows, block, first):
+        begin = part.start // block
+        own = None if counts is None else counts[begin : begin + form.blocks]
         seed = None if seeds is None else seeds[row]
         encode(rule, x[part], payloads[row, : form.size], form, seed, False, own)
+
+
+def encode_pieces_in_turn(
+    encode_pieces: Callable[..., None],
+    rule: BlockQuantizer,
+    pieces: Sequence[Sequence[torch.Tensor]],
+    payloads: torch.Tensor,
+    form: BlockForm,
+    seeds: Sequence[int] | None,
+) -> None:
+    """How a backend without a kernel for rows does `encode_rows_of_pieces`."""
+    for row, each in enumerate(pieces):
+        encode_pieces(rule, each, payloads[row], form, None if seeds is None else seeds[row])
 
 
 def decode_in_turn(
@@ -118,16 +179,19 @@ def decode_in_turn(
     out: torch.Tensor,
     rows: Rows,
     block: int,
+    *,
+    first: int = 0,
 ) -> None:
-    """How a backend without a kernel for rows does `decode_rows`."""
-    for row, part, form in _chunks(rule, rows, block):
+    """How a backend without a kernel for rows does `decode_rows`, from the chunk with the number `first` on."""
+    for row, part, form in _chunks(rule, rows, block, first):
         decode(rule, payloads[row, : form.size], out[part], form)
 
 
-def _chunks(rule: BlockQuantizer, rows: Rows, block: int) -> Iterator[tuple[int, slice, BlockForm]]:
-    """The number, the elements and the form of each chunk that is not empty."""
-    for row in range(rows.count):
+def _chunks(rule: BlockQuantizer, rows: Rows, block: int, first: int) -> Iterator[tuple[int, slice, BlockForm]]:
+    """The number, the elements and the form of each chunk that is not empty, from one on."""
+    for row in range(first, rows.count):
         part = rows.part(row)
         form = form_of(rule, part.stop - part.start, block)
-        if form.n:
-            yield row, part, form
+        if not form.n:
+            return
+        yield row, part, form

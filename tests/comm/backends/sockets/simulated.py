@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
+from bagua_kernels.comm.backends.sockets.context import Context
 from bagua_kernels.comm.backends.sockets.costs import Line, fitted
 from bagua_kernels.comm.backends.sockets.loop import Loop
 from bagua_kernels.comm.backends.sockets.schedules import Ranks
@@ -134,6 +135,7 @@ class Network:
         made: Any = object.__new__(StripedCommunicator)
         made._assign(rank, size, torch.device("cpu"), 60.0, Secret.random())
         made.base, made.stripes, made.tuning, made._loop = _Base(), 1, tuning, self.loops[rank]
+        made._context = Context(0, range(size), lambda nbytes: None)
         made._ranks, made._messages, made._counting = Ranks(rank, size), {}, threading.Lock()
         made.session = Session("simulated", 60.0, rank, tuple(range(size)), None)
         return made  # type: ignore[no-any-return]

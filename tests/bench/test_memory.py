@@ -1,0 +1,26 @@
+"""The formulas of memory on the pages of algorithms, and what the benchmark makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.memory import pages
+from bench.memory.measure import PAGES, SPECS, expected
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_pages_have_formulas(name: str) -> None:
+    assert name in SPECS
+    row = {"parameters": 124_000_000, "largest": 38_000_000}
+    found = expected(name, row)
+    assert found is not None
+    assert 4 * 124e6 <= found[0] <= 24 * 124e6
+    assert found[1] == pytest.approx(0.05 * found[0] + 100e6)
+
+
+def test_formulas_are_sums_and_products() -> None:
+    assert pages.value("8 N + 4 B / 2 - 1", {"N": 3, "B": 5}) == 33.0
+    with pytest.raises(ValueError, match="sums and products"):
+        pages.value("N ** 2", {"N": 3})
+    with pytest.raises(ValueError, match="sums and products"):
+        pages.value("8 M", {"N": 3})
