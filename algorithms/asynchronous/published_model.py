@@ -53,8 +53,9 @@ class PublishedModel:
         self._flat, self._rule, self._order = flat, stale_rule, order
         self._changed, self._clock, self._timeout = mailbox.clock.condition(), mailbox.clock, mailbox.timeout
         self._writing = self._resting = self._owed = False
-        self._replacement: list[torch.Tensor] | None = None
-        self._group_mean: tuple[list[torch.Tensor], int] | None = None
+        # For each bucket; None for those that stay as they are.
+        self._replacement: list[torch.Tensor | None] | None = None
+        self._group_mean: tuple[list[torch.Tensor | None], int] | None = None
         self._device = flat.buckets[0].flat.device if flat.buckets else torch.device("cpu")
         # On a GPU: what was queued before a moment at which the other thread may go on.
         self._written = self._event()
@@ -120,7 +121,7 @@ class PublishedModel:
             sources = self._sources()
             for source, bucket, copy in zip(sources, self._flat.buckets, out, strict=True):
                 if self._owed:
-                    copy.copy_(source + self._debt(bucket))
+                    torch.add(source, self._debt(bucket), out=copy)
                 else:
                     copy.copy_(source)
             # The courier may be behind when training drops the parameters.
@@ -158,20 +159,29 @@ class PublishedModel:
     def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
         """See `Publisher.receive`."""
         with self._beside_training(Event("receive", execution)):
+            exchanged = [own is not other for own, other in zip(read, mean, strict=True)]
             if execution.fresh:
-                for bucket, source, own in zip(self._flat.buckets, self._sources(), read, strict=True):
-                    if self._keeps_rest(bucket):
+                sources = self._sources()
+                for bucket, source, own, new in zip(self._flat.buckets, sources, read, exchanged, strict=True):
+                    if new and self._keeps_rest(bucket):
                         # What was read lacks it.
                         self._debt(bucket).add_(source).sub_(own)
-                    elif self._owed:
+                    elif new and self._owed:
                         self._debt(bucket).zero_()
-                self._replacement, self._group_mean, self._owed = [each.clone() for each in mean], None, False
+                before = self._replacement or [None] * len(read)
+                self._replacement = [
+                    each.clone() if new else old for each, old, new in zip(mean, before, exchanged, strict=True)
+                ]
+                self._group_mean, self._owed = None, self._owed and not all(exchanged)
             elif self._rule == "paper":
-                self._group_mean = [each.clone() for each in mean], len(execution.members)
+                means = [each.clone() if new else None for each, new in zip(mean, exchanged, strict=True)]
+                self._group_mean = means, len(execution.members)
             else:
-                for bucket, own, other in zip(self._flat.buckets, read, mean, strict=True):
-                    debt = self._debt(bucket)
-                    debt.add_(other.to(debt.dtype) - own.to(debt.dtype))
+                for bucket, own, other, new in zip(self._flat.buckets, read, mean, exchanged, strict=True):
+                    if new:
+                        debt = self._debt(bucket)
+                        # In memory that is there: one of a bucket's size would be mapped anew each time.
+                        debt.add_(other.sub_(own) if other.dtype == debt.dtype else other.to(debt.dtype) - own)
                 self._owed = True
 
     @torch.no_grad()
@@ -195,22 +205,22 @@ class PublishedModel:
                 return
             self._wait_for(self._copied)
             for place, bucket in enumerate(self._flat.buckets):
-                if self._replacement is not None:
-                    bucket.flat.copy_(self._replacement[place])
-                if self._group_mean is not None:
-                    means, members = self._group_mean
+                if self._replacement is not None and (replacement := self._replacement[place]) is not None:
+                    bucket.flat.copy_(replacement)
+                means, members = self._group_mean or ([], 0)
+                if means and (mean := means[place]) is not None:
                     total = bucket.flat.to(torch.promote_types(bucket.flat.dtype, torch.float32))
-                    bucket.flat.copy_(divide_(total.add(means[place], alpha=members), members + 1))
+                    bucket.flat.copy_(divide_(total.add(mean, alpha=members), members + 1))
                 if self._owed and self._keeps_rest(bucket):
                     debt = self._debt(bucket).add_(bucket.flat)
                     bucket.flat.copy_(debt)
                     debt.sub_(bucket.flat)
                 elif self._owed:
-                    bucket.flat.copy_(bucket.flat + self._debt(bucket))
+                    bucket.flat.add_(self._debt(bucket))
                     self._debt(bucket).zero_()
             # The courier's stream has made these tensors. It would reuse their memory at once, while this stream reads it.
-            keep_memory(self._replacement or [])
-            keep_memory(self._group_mean[0] if self._group_mean else [])
+            made = [*(self._replacement or []), *(self._group_mean[0] if self._group_mean else [])]
+            keep_memory([each for each in made if each is not None])
             self._replacement = self._group_mean = None
             self._owed = False
             if self.writes is not None:
@@ -247,7 +257,9 @@ class PublishedModel:
         return debt
 
     def _sources(self) -> list[torch.Tensor]:
-        return self._replacement or [bucket.flat for bucket in self._flat.buckets]
+        buckets = self._flat.buckets
+        replaced = self._replacement or [None] * len(buckets)
+        return [bucket.flat if each is None else each for each, bucket in zip(replaced, buckets, strict=True)]
 
     @staticmethod
     def _keeps_rest(bucket: Bucket) -> bool:

@@ -134,7 +134,14 @@ class GroupAverages(Averages):
         self._staleness: Counter[int] = Counter()
         self._fresh, self._version = 0, -1
         self.average = self._triggered = TriggeredAverage(
-            self.courier, groups, period, self.model, activate=activate, on_execution=weakly(self._count)
+            self.courier,
+            groups,
+            period,
+            self.model,
+            activate=activate,
+            on_execution=weakly(self._count),
+            # A record has whole versions.
+            ends_early=order is None,
         )
 
     def next_version(self) -> int:
@@ -153,6 +160,10 @@ class GroupAverages(Averages):
     def before_training(self) -> None:
         """See `Averages.before_training`: step 3."""
         self._triggered.wait(self._version)
+
+    def rest_average(self, *, early: bool) -> None:
+        """See `Averages.rest_average`."""
+        self._triggered.rest(early=early)
 
     def _count(self, execution: Execution) -> None:
         self._fresh += execution.fresh

@@ -57,7 +57,13 @@ class Publisher(Protocol):
         """Sets whether training leaves the model as it is; called on the training thread."""
 
     def receive(self, execution: Execution, read: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
-        """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in."""
+        """Keeps what is owed beside the model: a replacement if fresh, else `mean - read`; `read` counts it in.
+
+        Args:
+            execution: what has taken place.
+            read: a vector for each bucket, as it was contributed.
+            mean: a vector for each bucket, which may be overwritten. Where it is the vector in `read`, nothing was exchanged.
+        """
 
     def buffers(self) -> list[torch.Tensor]:
         """Makes memory like the model's, a flat vector per bucket."""
@@ -78,6 +84,9 @@ class TriggeredAverage:
     With a period, version v synchronises if v + 1 is a multiple of it. All ranks are its group, and each waits for its training
     thread to come to v.
 
+    A rest may leave out the buckets of a version that are not exchanged yet (`rest(early=True)`). With each bucket the members of
+    a group exchange whether they are in such a rest. Where all are, the version ends behind that bucket, on all of them.
+
     Attributes:
         next: the version that this rank executes next.
     """
@@ -93,6 +102,7 @@ class TriggeredAverage:
         replaces: bool = True,
         group_mean: GroupMean | None = None,
         on_execution: Callable[[Execution], None] | None = None,
+        ends_early: bool = False,
     ) -> None:
         """Gives a courier, which is not started yet, its work.
 
@@ -106,6 +116,7 @@ class TriggeredAverage:
             replaces: False if every rank is owed mean - read, as if it were late in each version.
             group_mean: takes the mean of one bucket; by default the function of this name.
             on_execution: called on the courier's thread after each version.
+            ends_early: True if `rest(early=True)` is to have an effect; the same on all ranks.
         """
         if period is not None and period < 1:
             raise ValueError(f"expected period to be at least 1, or None, got {period}")
@@ -113,6 +124,7 @@ class TriggeredAverage:
         self._period, self._model, self._activate, self._replaces = period, model, activate, replaces
         self._group_mean = group_mean or self._plain_mean
         self._on_execution = on_execution
+        self._ends_early, self._early = ends_early, False
         self._everyone = tuple(range(self._mailbox.size))
         self.next = 0
         self._arrived = self._told = -1
@@ -170,15 +182,20 @@ class TriggeredAverage:
         """True from `rest` to `resume`."""
         return self._rests.resting
 
-    def rest(self) -> int:
+    def rest(self, *, early: bool = False) -> int:
         """Takes part in whatever others start, until all ranks rest; returns the last version, which is then through everywhere.
 
         Nothing is executed afterwards until `resume`.
+
+        Args:
+            early: True to leave out what is not exchanged yet once all members of a group pass it, such as before a mean of all
+                ranks, which is the same with and without.
 
         Raises:
             RankLostError: a rank is lost that did not rest.
         """
         self._courier.check()
+        self._early = early
         self._model.rest(True)
         self._rests.begin()
         with self._courier.changed:
@@ -189,6 +206,7 @@ class TriggeredAverage:
 
     def resume(self) -> None:
         """Ends a rest, when the model is what others may read again."""
+        self._early = False
         self._model.rest(False)
         with self._courier.changed:
             self._rests.resume()
@@ -241,13 +259,34 @@ class TriggeredAverage:
         contributed, resting = self._model.read(self._read)
         # Decided when the model was read: if this rank arrives before the end, the mean lacks its last step.
         fresh = resting or (self._replaces and contributed == version)
+        means = list(self._read)
         for index, (read, mean) in enumerate(zip(self._read, self._means, strict=True)):
             mean.copy_(read)
-            number = 2 * (version * len(self._means) + index)
+            means[index] = mean
+            number = 3 * (version * len(self._means) + index)
+            is_last = index + 1 == len(self._means)
+            ends = self._ask_for_end(members, number + 2) if self._ends_early and not is_last else None
             self._group_mean(members, index, mean, number)
+            if ends is not None and ends():
+                break
         execution = Execution(version, members, contributed, fresh)
-        self._model.receive(execution, self._read, self._means)
+        self._model.receive(execution, self._read, means)
         return execution
+
+    def _ask_for_end(self, members: Sequence[int], number: int) -> Callable[[], bool]:
+        """Exchanges with a group whether this rank is in an early rest; returns what waits, and returns True if all are."""
+        device, early = self._mailbox.device, self._early
+        others = [peer for peer in members if peer != self._mailbox.rank]
+        flags = torch.empty(len(others), 1, dtype=torch.uint8, device=device)
+        own = torch.full((1,), early, dtype=torch.uint8, device=device)
+        work = self._mailbox.exchange(dict(zip(others, flags, strict=True)), dict.fromkeys(others, own), number)
+
+        def ends() -> bool:
+            work.wait()
+            # waits: on the courier's thread, and only in an early rest.
+            return early and bool(flags.all())
+
+        return ends
 
     def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
         group_mean(self._mailbox, members, vector, number)
