@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
+from bagua_kernels.algorithms.exchanges.vectors import Named, mean_in_order, mean_of
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.algorithms.wrapping.equal import in_common
 from bagua_kernels.algorithms.wrapping.replicas import average
@@ -81,8 +81,7 @@ def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(states) > 1:
         others = [_tensors(state) for state in states]
         for key, tensor in _tensors(loaded).items():
-            found = [one[key].double() for one in others if key in one]
-            tensor.copy_(reduce_in_order(torch.stack(found), ReduceOp.AVG))
+            tensor.copy_(mean_in_order([one[key] for one in others if key in one]))
     return loaded
 
 
