@@ -106,6 +106,7 @@ class Buffers:
         if not large:
             return list(named)
         flags = [self._has_changed(name, named[name]) for name in large]
+        # waits: no, buffers are on the communicator's device.
         changed = torch.stack(flags).to(communicator.device, torch.uint8)
         communicator.all_reduce(changed, ReduceOp.MAX).wait()
         # waits: where there are large buffers, once for each forward pass.
