@@ -61,7 +61,7 @@ class Buffers:
 
     What has the right bits is not written in cases 2 and 3, where looking at it does not wait for a GPU.
 
-    A buffer of 64 KiB or more is sent only if its bytes have changed on some rank since the last write, of which a copy is kept.
+    A buffer of 64 KiB or more is sent only if its bytes have changed on some rank since the last write. A copy of them is kept.
     Versions do not tell: batch norm, compiled code and writes to `data` leave them as they are. Ranks decide together, by one
     all-reduce of a byte for each such buffer. On a GPU the host waits for it.
     """

@@ -188,8 +188,8 @@ class TriggeredAverage:
         Nothing is executed afterwards until `resume`.
 
         Args:
-            early: True to leave out what is not exchanged yet once all members of a group pass it, such as before a mean of all
-                ranks, which is the same with and without.
+            early: True to leave out buckets that are not exchanged yet, once all members of a group pass it. It is for calls that
+                take the mean of all ranks next, which these buckets do not change.
 
         Raises:
             RankLostError: a rank is lost that did not rest.
