@@ -1,22 +1,28 @@
 """Saves what algorithms remember in a folder: one file for each rank, and a list that counts.
 
+A rank's file lacks the tensors, and the text about them, that rank 0's has with the same bits. To resume on another number of
+ranks, files are mapped into memory, and read tensor by tensor.
+
 A stranger who can write to the folder decides what is loaded, but executes nothing: files are read as numbers, texts and
 tensors. What failed on a rank reaches the others in objects that are signed with the job's secret.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.wrapping.replicas import bytes_of
 from bagua_kernels.comm import Communicator
 from bagua_kernels.own_storage import with_own_storage
 
@@ -29,8 +35,8 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
     """Writes the algorithm's state of all ranks into a directory; collective.
 
     The module's and the optimizer's states are not in it if they are equal on all ranks, and saved as without an algorithm. For a
-    `ModelAlgorithm` they are in it. What the directory holds already is replaced once all ranks have written their parts, so
-    that a job that ends meanwhile leaves the earlier one.
+    `ModelAlgorithm` they are in it, once where ranks have the same bits. What the directory holds already is replaced once all
+    ranks have written their parts, so that a job that ends meanwhile leaves the earlier one.
 
     Args:
         algorithm: what to save; its module on each of its ranks.
@@ -44,14 +50,22 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
     folder, communicator = Path(path), _ranks(algorithm)
     state = algorithm._state_to_save()
     with communicator.within("checkpoint.save"):
-        name = communicator.broadcast_object(secrets.token_hex(8))
+        part: _Part | None = None
         error: Exception | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / _part(communicator.rank, name), state)
+            part = _Part.of(state)
         except Exception as raised:  # the other ranks wait for an answer, whatever it is
             error = raised
-        _agree(communicator, error, None, f"written its part of the checkpoint {folder}")
+        written = f"written its part of the checkpoint {folder}"
+        _agree(communicator, error, None, written)
+        assert part is not None
+        name, first = communicator.broadcast_object((secrets.token_hex(8), part.digests))
+        try:
+            _write(folder / _part(communicator.rank, name), part.without(None if communicator.rank == 0 else first))
+        except Exception as raised:
+            error = raised
+        _agree(communicator, error, None, written)
         if communicator.rank == 0:
             try:
                 _list(folder, {"name": name, "ranks": communicator.size})
@@ -77,7 +91,9 @@ def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
     try:
         name, ranks = _listed(folder)
         same = ranks == communicator.size
-        states = [_read(folder / _part(r, name)) for r in ([communicator.rank] if same else range(ranks))]
+        # What is one rank's is loaded as it is. Of several the means are taken, so that their own tensors need not be copied.
+        read = _Reader(folder, name, copies=same or ranks == 1)
+        states = [read.state(rank) for rank in ([communicator.rank] if same else range(ranks))]
     except Exception as raised:  # the other ranks wait for an answer, whatever it is
         error = raised
     with communicator.within("checkpoint.load"):
@@ -114,11 +130,68 @@ def _agree(communicator: Communicator, error: Exception | None, value: Any, done
         )
 
 
-def _write(file: Path, state: Mapping[str, Any]) -> None:
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(_taken_apart(state, tensors))
+@dataclass(frozen=True)
+class _Digests:
+    """Digests of what a part has, which another part may lack."""
+
+    text: bytes
+    tensors: list[bytes]
+
+
+@dataclass
+class _Part:
+    """A rank's state as a text, and tensors of the CPU to which it refers by their numbers."""
+
+    text: str
+    tensors: list[torch.Tensor]
+    digests: _Digests
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Part:
+        tensors: list[torch.Tensor] = []
+        text = json.dumps(_taken_apart(state, tensors))
+        return cls(text, tensors, _Digests(_digest(text.encode()), [_digest_of(tensor) for tensor in tensors]))
+
+    def without(self, first: _Digests | None) -> dict[str, Any]:
+        """Returns the content of the file: each tensor once.
+
+        Args:
+            first: of rank 0's part, whose text and tensors are not repeated; None for that one.
+
+        Returns:
+            `text`, None for rank 0's; `tensors`; and `places`, int64. It has for each number the position i of the tensor in
+            `tensors`, or -1 - i for that in rank 0's.
+        """
+        elsewhere: dict[bytes, int] = {}
+        for digest in [] if first is None else first.tensors:
+            # As rank 0 counts what it writes.
+            elsewhere.setdefault(digest, len(elsewhere))
+        here: dict[bytes, int] = {}
+        stored, places = list[torch.Tensor](), list[int]()
+        for digest, tensor in zip(self.digests.tensors, self.tensors, strict=True):
+            if digest in elsewhere:
+                places.append(-1 - elsewhere[digest])
+                continue
+            if digest not in here:
+                here[digest] = len(stored)
+                stored.append(tensor)
+            places.append(here[digest])
+        text = None if first is not None and self.digests.text == first.text else self.text
+        return {"text": text, "tensors": stored, "places": torch.tensor(places, dtype=torch.int64)}
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()[:16]
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+    return _digest(_digest(bytes_of(tensor).numpy().data) + form.encode())
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
     with file.open("wb") as opened:
-        torch.save({"text": text, "tensors": tensors}, opened)
+        torch.save(content, opened)
         opened.flush()
         os.fsync(opened.fileno())
 
@@ -151,20 +224,66 @@ def _listed(folder: Path) -> tuple[str, int]:
     return name, ranks
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        # Without weights_only a file is a program.
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        state = _put_together(json.loads(found["text"]), found["tensors"])
-        if not isinstance(state, dict):
-            raise TypeError(f"a {type(state).__name__}")
-    except OSError:
-        raise
-    except Exception as error:  # what unpickling raises has no common class
-        raise ValueError(
-            f"{file} is not what `save` has written, and nothing in it was executed; use another checkpoint: {error}"
-        ) from error
-    return state
+class _Reader:
+    """Reads the parts of a checkpoint, of which rank 0's may have what others lack."""
+
+    def __init__(self, folder: Path, name: str, *, copies: bool) -> None:
+        """Reads nothing yet.
+
+        Args:
+            folder: of the checkpoint.
+            name: by which its parts are known.
+            copies: False to leave tensors in the files until they are read, in memory that the system takes back by itself.
+        """
+        self._folder, self._name, self._copies = folder, name, copies
+        self._first: dict[str, Any] | None = None
+        self._structure: Any = None  # of rank 0's text
+
+    def state(self, rank: int) -> dict[str, Any]:
+        """Returns the state of a rank.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a file is not what `save` has written.
+        """
+        file = self._folder / _part(rank, self._name)
+        try:
+            state = self._state(file)
+            if not isinstance(state, dict):
+                raise TypeError(f"a {type(state).__name__}")
+        except OSError:
+            raise
+        except Exception as error:  # what unpickling raises has no common class
+            raise ValueError(
+                f"{file} is not what `save` has written, and nothing in it was executed; use another checkpoint: {error}"
+            ) from error
+        return state
+
+    def _state(self, file: Path) -> Any:
+        found = _mapped(file)
+        text, tensors = found["text"], found["tensors"]
+        if "places" in found:  # earlier versions wrote whole parts
+            # waits: none, they are numbers of a file.
+            places = found["places"].tolist()
+            others = self._of_first("tensors") if min(places, default=0) < 0 else []
+            tensors = [tensors[place] if place >= 0 else others[-1 - place] for place in places]
+        if self._copies:
+            tensors = [tensor.clone() for tensor in tensors]
+        if text is not None:
+            return _put_together(json.loads(text), tensors)
+        if self._structure is None:
+            self._structure = json.loads(self._of_first("text"))
+        return _put_together(self._structure, tensors)
+
+    def _of_first(self, key: str) -> Any:
+        if self._first is None:
+            self._first = _mapped(self._folder / _part(0, self._name))
+        return self._first[key]
+
+
+def _mapped(file: Path) -> Any:
+    # Without weights_only a file is a program.
+    return torch.load(os.fspath(file), map_location="cpu", weights_only=True, mmap=True)
 
 
 def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -181,6 +181,7 @@ class TimedAverages(Averages):
             nodes=even_nodes(local.communicator),
             group_mean=None if codec is None else weakly(self._encoded_mean),
             on_execution=weakly(self._count),
+            ends_early=True,
         )
         if interval_ms is not None:
             self._seconds = interval_ms / 1000
@@ -241,6 +242,10 @@ class TimedAverages(Averages):
         if self._engine is not None:
             self._engine.shut_down([self.local.communicator, *self.local.opened])
             self._engine = None
+
+    def rest_average(self, *, early: bool) -> None:
+        """See `Averages.rest_average`."""
+        self._triggered.rest(early=early)
 
     def _is_running(self) -> bool:
         return not self.paused and self._warm >= self._warm_up.steps and not self._triggered.rests

@@ -17,6 +17,8 @@ from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.errors import MismatchError
 
 _WRITTEN = 64  # kind of letters
+# Calls that take the mean over all ranks: no average beside training changes it.
+_MEANS = frozenset({"synchronize()", "averaged()"})
 
 
 class Average(Protocol):
@@ -193,22 +195,30 @@ class Averages(Loop):
             self.wait()
         # The callers read and write buckets.
         self.local.flat.check()
-        self._rest(changes=not only_reads)
+        self._rest(changes=not only_reads, early=call in _MEANS)
+
+    def rest_average(self, *, early: bool) -> None:
+        """Lets `average` rest, with those of all ranks.
+
+        Args:
+            early: True if what is not exchanged yet may be left out.
+        """
+        self.average.rest()
 
     def _resume(self) -> None:
         if self.average.rests:
             self.average.resume()
             self.resumed()
 
-    def _rest(self, *, changes: bool = True) -> None:
-        self._rest_once(changes=changes)
+    def _rest(self, *, changes: bool = True, early: bool = False) -> None:
+        self._rest_once(changes=changes, early=early)
         while self._waiting:
             # That was for parameters that others have written. They go on, and come to this call later.
             self._waiting.clear()
             self._refer()
-            self._rest_once(changes=changes)
+            self._rest_once(changes=changes, early=early)
 
-    def _rest_once(self, *, changes: bool) -> None:
+    def _rest_once(self, *, changes: bool, early: bool = False) -> None:
         local, writes = self.local, self.local.writes
         with local.failing():
             # Others may have trained since the last rest, and need this rank until they have come here.
@@ -219,7 +229,7 @@ class Averages(Loop):
             if writes is not None:
                 # Others may need this rank's model to come to their rests. What they make of it is dropped here.
                 writes.mark()
-            self.average.rest()
+            self.rest_average(early=early)
             if changes:
                 self.model.bring_in()
             elif writes is not None:

@@ -157,6 +157,8 @@ class GroupAverages(Averages):
             activate=activate,
             nodes=nodes,
             on_execution=weakly(self._count),
+            # A record has whole versions.
+            ends_early=order is None,
         )
 
     def next_version(self) -> int:
@@ -175,6 +177,10 @@ class GroupAverages(Averages):
     def before_training(self) -> None:
         """See `Averages.before_training`: step 3."""
         self._triggered.wait(self._version)
+
+    def rest_average(self, *, early: bool) -> None:
+        """See `Averages.rest_average`."""
+        self._triggered.rest(early=early)
 
     def _count(self, execution: Execution) -> None:
         self._fresh += execution.fresh

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm.reduction import ReduceOp, reduce_in_order
+from bagua_kernels.quotient import divide_
 
 Named = Mapping[str, torch.Tensor]
 
@@ -51,11 +51,10 @@ def gather(bucket: Bucket, named: Named, exact: bool = False) -> torch.Tensor:
     for name, span, view in _shares(bucket):
         if span.stop > vector.numel() or name not in named:
             continue
-        count = span.stop - span.start
-        if named[name].numel() == count:
-            _shaped(vector, span, view).copy_(named[name].view(view.shape))
-        else:
-            raise ValueError(f"the state of {name!r} has {named[name].numel()} elements, the parameter {count}")
+        count, share = span.stop - span.start, named[name]
+        if share.numel() != count:
+            raise ValueError(f"the state of {name!r} has {share.numel()} elements, the parameter {count}")
+        _shaped(vector, span, view).copy_(share.view(view.shape))
     return vector
 
 
@@ -89,17 +88,48 @@ def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
     return torch.Tensor.double(norm) * unit
 
 
-def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The mean of what several ranks remember, by keys and names; one rank's own is returned bit for bit."""
+def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, Named]:
+    """The mean of what several ranks remember, by keys and names; one rank's own is returned bit for bit.
+
+    Each mean of several is taken when it is read: all of them, of large models, need memory beside what they are copied to.
+    """
     if len(several) == 1:
         return {key: dict(named) for key, named in several[0].items()}
-    keys = {key: set(named) for one in several for key, named in one.items()}
-    return {
-        key: {name: _mean([one[key][name] for one in several]) for name in sorted(names)} for key, names in keys.items()
-    }
+    # By the last one that has a key, whose names all are to have.
+    names = {key: sorted(named) for one in several for key, named in one.items()}
+    return {key: _Means([one[key] for one in several], found) for key, found in names.items()}
+
+
+class _Means(Mapping[str, torch.Tensor]):
+    """Means of tensors by name, each of which is made again when it is read again."""
+
+    def __init__(self, several: Sequence[Named], names: Sequence[str]) -> None:
+        self._several, self._names = several, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return _mean([one[name] for one in self._several])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In float32, in which means of less are exact enough; of float64 and of whole numbers in float64."""
-    mean = reduce_in_order(torch.stack([tensor.double() for tensor in tensors]), ReduceOp.AVG)
+    mean = mean_in_order(tensors)
     return mean.float() if tensors[0].is_floating_point() and tensors[0].dtype != torch.float64 else mean
+
+
+def mean_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the mean in float64, with the sum from the first tensor on; without a copy of each of them."""
+    total = tensors[0].to(torch.float64, copy=True)
+    for tensor in tensors[1:]:
+        total.add_(tensor)
+    return divide_(total, len(tensors))

@@ -33,8 +33,4 @@ def average_moments(optimizer: torch.optim.Optimizer, names: tuple[str, ...], co
         if isinstance(state.get(name), torch.Tensor) and state[name].is_floating_point()
     }
     shared = set(found).intersection(*gather_json(communicator, sorted(found)))
-    moments = [found[key] for key in found if key in shared]
-    wide = [m.to(torch.promote_types(m.dtype, torch.float32)) for m in moments]
-    average(wide, communicator)
-    for moment, mean in zip(moments, wide, strict=True):
-        moment.copy_(mean)
+    average([found[key] for key in found if key in shared], communicator)

@@ -22,7 +22,7 @@ from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.points import misfit
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.models.rounds import Rounds, RoundsOptions
-from bagua_kernels.algorithms.models.states import averaged_states, load_states, module_state, put_module_state
+from bagua_kernels.algorithms.models.states import average_states, load_states, module_state, put_module_state
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.equal import share_state
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
@@ -190,7 +190,9 @@ class ModelAlgorithm(Algorithm):
             if self.average_states:
                 optimizer = self.local.optimizer
                 with self.communicator.within("synchronize()"):
-                    put_state(optimizer, averaged_states(optimizer.state_dict(), self.communicator))
+                    state = optimizer.state_dict()
+                    average_states(state, self.communicator)
+                    put_state(optimizer, state)
             loop.restart()
             self.local.written = self.local.own = False
             self.local.mark()

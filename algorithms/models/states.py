@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.vectors import Named, mean_of
+from bagua_kernels.algorithms.exchanges.vectors import Named, mean_in_order, mean_of
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
+from bagua_kernels.algorithms.wrapping.equal import in_common
+from bagua_kernels.algorithms.wrapping.replicas import average
 from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.reduction import reduce_in_order
 
@@ -24,7 +26,7 @@ def module_state(module: torch.nn.Module, *, copies: bool = True) -> dict[str, d
         copies: False for tensors in the module's own memory.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    named: dict[str, dict[str, torch.Tensor]] = {"parameters": trained, "buffers": dict(module.named_buffers())}
+    named: dict[str, Mapping[str, torch.Tensor]] = {"parameters": trained, "buffers": dict(module.named_buffers())}
     return {
         key: {name: t.detach().clone() if copies else t.detach() for name, t in tensors.items()}
         for key, tensors in named.items()
@@ -67,28 +69,17 @@ def _mean_buffers(several: Sequence[Named], names: Collection[str]) -> dict[str,
     return found
 
 
-def averaged_states(state: Mapping[str, Any], communicator: Communicator) -> dict[str, Any]:
-    """Returns an optimizer's `state_dict` with the means over all ranks of its tensors of floating point; collective.
+def average_states(state: Mapping[str, Any], communicator: Communicator) -> None:
+    """Replaces the tensors of floating point in an optimizer's `state_dict` by their means over all ranks; collective.
 
     Counters of steps and options stay this rank's. A tensor that only some ranks have, since only they have used its
     parameter, stays as it is.
     """
-    averaged = copy.deepcopy(dict(state))
-    mine = _tensors(averaged)
-    everywhere = set(mine).intersection(
-        *communicator.all_gather_object({key: tuple(t.shape) for key, t in mine.items()})
+    mine = _tensors(state)
+    average(
+        [mine[key] for key in in_common({key: f"{t.dtype} {tuple(t.shape)}" for key, t in mine.items()}, communicator)],
+        communicator,
     )
-    for key in sorted(everywhere, key=str):
-        tensor = mine[key]
-        # waits: states are averaged on demand.
-        mean = (
-            tensor.detach()
-            .to(communicator.device, torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            .contiguous()
-        )
-        communicator.all_reduce(mean, ReduceOp.AVG).wait()
-        tensor.copy_(mean)
-    return averaged
 
 
 def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,8 +88,7 @@ def load_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(states) > 1:
         others = [_tensors(state) for state in states]
         for key, tensor in _tensors(loaded).items():
-            found = [one[key].double() for one in others if key in one]
-            tensor.copy_(reduce_in_order(torch.stack(found), ReduceOp.AVG))
+            tensor.copy_(mean_in_order([one[key] for one in others if key in one]))
     return loaded
 
 

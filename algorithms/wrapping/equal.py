@@ -6,15 +6,16 @@ import hashlib
 import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
-from bagua_kernels.algorithms.wrapping.replicas import bytes_of, synchronize
+from bagua_kernels.algorithms.wrapping.replicas import bytes_of, gather_json, synchronize
 from bagua_kernels.algorithms.wrapping.sending import Sending
+from bagua_kernels.algorithms.wrapping.structure import Structure
 from bagua_kernels.comm import Communicator, ReduceOp
 
 _BRIEF = 64 << 10  # bytes that are sent at once: to compare them would take as long
@@ -51,7 +52,10 @@ def make_equal(
 
 
 def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, src: int = 0) -> None:
-    """Gives an optimizer the state of rank `src`'s, unless all ranks have the same one already; collective."""
+    """Gives an optimizer the state of rank `src`'s, unless all ranks have the same one already; collective.
+
+    Tensors are sent as those of a model are, and arrive on this rank's own device. The rest is sent as one object.
+    """
     if communicator.size == 1:
         return
     state = optimizer.state_dict()
@@ -65,10 +69,29 @@ def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, sr
     text = _of_bytes("\n".join(texts).encode(), communicator.device)
     if _same(torch.cat([text, digests(tensors, communicator.device)]), communicator):
         return
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    with Sending("an optimizer's state", nbytes, communicator):
-        state = communicator.broadcast_object(state, src)
-    put_state(optimizer, state)
+    own = Structure.of(state, communicator.device) if communicator.rank == src else None
+    theirs = communicator.broadcast_object(own, src)
+    tensors = theirs.room(communicator.device) if own is None else own.tensors
+    with Sending("an optimizer's state", sum(tensor.nbytes for tensor in tensors), communicator):
+        synchronize(tensors, communicator, src)
+    if own is None:
+        put_state(optimizer, theirs.filled(tensors))
+
+
+def in_common(described: Mapping[Hashable, str], communicator: Communicator) -> list[Any]:
+    """Returns the keys that all ranks have with the same description, in the same order on all; collective.
+
+    Only a digest is sent where all ranks have the same ones.
+
+    Args:
+        described: texts by keys, whose own texts are equal where the keys are.
+        communicator: of all ranks.
+    """
+    by_text = {f"{key!r} {text}": key for key, text in described.items()}
+    texts = sorted(by_text)
+    if communicator.size > 1 and not _same(_of_bytes("\n".join(texts).encode(), communicator.device), communicator):
+        texts = sorted(set(texts).intersection(*gather_json(communicator, texts)))
+    return [by_text[text] for text in texts]
 
 
 def digests(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

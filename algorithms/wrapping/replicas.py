@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,51 +132,79 @@ def synchronize(
     Bytes are sent, not numbers: that serves every dtype and keeps NaN payloads and signs of zeros.
 
     Args:
-        tensors: equal shapes and dtypes on all ranks; those of rank `src` are not written.
+        tensors: equal shapes and dtypes on all ranks; those of rank `src` are not written. They may be on the CPU or on the
+            communicator's device, where each has the same type of device on all ranks.
         communicator: of all ranks.
         src: the rank whose values become everyone's.
         write: puts values, its second argument, into a tensor.
     """
-    give_all(tensors, partial(_broadcast, communicator, src), None if communicator.rank == src else write)
+    write_here = None if communicator.rank == src else write
+    for kind in sorted({tensor.device.type for tensor in tensors}):
+        alike = [tensor for tensor in tensors if tensor.device.type == kind]
+        give_all(alike, partial(_broadcast, communicator, src), write_here)
 
 
 def give_all(tensors: Sequence[torch.Tensor], give: Give, write: Write | None = torch.Tensor.copy_) -> None:
     """As `synchronize`, with a function that replaces bytes by those of one rank.
 
     Args:
-        tensors: equal shapes and dtypes on all ranks.
+        tensors: equal shapes and dtypes on all ranks, on one device.
         give: takes the bytes of many tensors; collective.
         write: puts values, its second argument, into a tensor; None where the tensors stay as they are.
+    """
+    for together in _in_messages(tensors, None):
+        _give_together(together, give, write)
+
+
+def _in_messages(tensors: Sequence[torch.Tensor], itemsize: int | None) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors that have elements, as many at a time as are put together.
+
+    Args:
+        tensors: in the order in which they are sent.
+        itemsize: bytes of an element as it is sent; None for those that it has.
     """
     pending: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
+        if not tensor.numel():
+            continue
         pending.append(tensor)
-        size += tensor.numel() * tensor.element_size()
+        size += tensor.numel() * (itemsize or tensor.element_size())
         if size >= _TOGETHER:
-            _give_together(pending, give, write)
+            yield pending
             pending, size = [], 0
-    if size:
-        _give_together(pending, give, write)
+    if pending:
+        yield pending
 
 
 def _broadcast(communicator: Communicator, src: int, data: torch.Tensor) -> None:
+    # waits: for tensors of the CPU, which are sent at start and on demand.
+    there = data.to(communicator.device)
     # A timeout counts for each piece, where it is not known how far a message is.
-    for piece in data.split(_AT_ONCE):
+    for piece in there.split(_AT_ONCE):
         communicator.broadcast(piece, src).wait()
+    if there is not data:
+        data.copy_(there)
 
 
 @torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    """Replaces tensors of floating point by their means over all ranks, and others by rank 0's; many in one message."""
-    synchronize([t for t in tensors if not t.is_floating_point()], communicator)
-    floating = [t for t in tensors if t.is_floating_point()]
-    for dtype in sorted({t.dtype for t in floating}, key=str):
-        parts = [t for t in floating if t.dtype == dtype]
-        together = torch.cat([t.detach().reshape(-1) for t in parts])
-        communicator.all_reduce(together, ReduceOp.AVG).wait()
-        for tensor, part in zip(parts, together.split([t.numel() for t in parts]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+    """Replaces tensors of floating point by their means over all ranks, many in one message; collective.
+
+    Means are computed in float32 at least, and rounded to the tensors' own dtype.
+
+    Args:
+        tensors: equal shapes and dtypes on all ranks, on any device.
+        communicator: of all ranks.
+    """
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        wide = torch.promote_types(dtype, torch.float32)
+        for parts in _in_messages([t for t in tensors if t.dtype == dtype], wide.itemsize):
+            # waits: means of states are taken on demand, or seldom.
+            together = torch.cat([t.detach().reshape(-1).to(communicator.device, wide) for t in parts])
+            communicator.all_reduce(together, ReduceOp.AVG).wait()
+            for tensor, part in zip(parts, together.split([t.numel() for t in parts]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()

@@ -82,6 +82,10 @@ class TriggeredAverage:
     With a period, version v synchronises if v + 1 is a multiple of it. All ranks are its group, and each waits for its training
     thread to come to v.
 
+    A rest may leave out the buckets of a version that are not exchanged yet (`rest(early=True)`). With each bucket the members of
+    a group exchange whether they are in such a rest. Where all are, the version ends behind that bucket on all of them, and none
+    takes anything of it.
+
     Attributes:
         next: the version that this rank executes next.
     """
@@ -98,6 +102,7 @@ class TriggeredAverage:
         group_mean: GroupMean | None = None,
         nodes: Sequence[Sequence[int]] | None = None,
         on_execution: Callable[[Execution], None] | None = None,
+        ends_early: bool = False,
     ) -> None:
         """Gives a courier, which is not started yet, its work.
 
@@ -112,6 +117,7 @@ class TriggeredAverage:
             group_mean: takes the mean of one bucket; by default the function of this name.
             nodes: the ranks of each node, as many on all, where groups consist of whole nodes: these take their means first.
             on_execution: called on the courier's thread after each version.
+            ends_early: True if `rest(early=True)` is to have an effect; the same on all ranks.
         """
         if period is not None and period < 1:
             raise ValueError(f"expected period to be at least 1, or None, got {period}")
@@ -120,6 +126,7 @@ class TriggeredAverage:
         self._group_mean = group_mean or self._plain_mean
         self._nodes = nodes
         self._on_execution = on_execution
+        self._ends_early, self._early = ends_early, False
         self._everyone = tuple(range(self._mailbox.size))
         self.next = 0
         self._arrived = self._told = -1
@@ -176,15 +183,20 @@ class TriggeredAverage:
         """True from `rest` to `resume`."""
         return self._rests.resting
 
-    def rest(self) -> int:
+    def rest(self, *, early: bool = False) -> int:
         """Takes part in whatever others start, until all ranks rest; returns the last version, which is then through everywhere.
 
         Nothing is executed afterwards until `resume`.
+
+        Args:
+            early: True to leave out buckets that are not exchanged yet, once all members of a group pass it. It is for calls that
+                take the mean of all ranks next, which these buckets do not change.
 
         Raises:
             RankLostError: a rank is lost that did not rest.
         """
         self._courier.check()
+        self._early = early
         self._model.rest(True)
         self._rests.begin()
         with self._courier.changed:
@@ -195,6 +207,7 @@ class TriggeredAverage:
 
     def resume(self) -> None:
         """Ends a rest, when the model is what others may read again."""
+        self._early = False
         self._model.rest(False)
         with self._courier.changed:
             self._rests.resume()
@@ -255,11 +268,32 @@ class TriggeredAverage:
         ]
         for read, mean in zip(self._read, means, strict=True):
             mean.copy_(read)
-        for place, (index, piece) in enumerate(pieces):
-            self._group_mean(members, index, piece, NUMBERS * (version * len(pieces) + place))
         execution = Execution(version, members, contributed, fresh)
+        for place, (index, piece) in enumerate(pieces):
+            number = (NUMBERS + 1) * (version * len(pieces) + place)
+            is_last = place + 1 == len(pieces)
+            ends = self._ask_for_end(members, number + NUMBERS) if self._ends_early and not is_last else None
+            self._group_mean(members, index, piece, number)
+            if ends is not None and ends():
+                # The mean of all ranks follows, and no member makes anything of this one.
+                return execution
         self._model.receive(execution, self._read, means)
         return execution
+
+    def _ask_for_end(self, members: Sequence[int], number: int) -> Callable[[], bool]:
+        """Exchanges with a group whether this rank is in an early rest; returns what waits, and returns True if all are."""
+        device, early = self._mailbox.device, self._early
+        others = [peer for peer in members if peer != self._mailbox.rank]
+        flags = torch.empty(len(others), 1, dtype=torch.uint8, device=device)
+        own = torch.full((1,), early, dtype=torch.uint8, device=device)
+        work = self._mailbox.exchange(dict(zip(others, flags, strict=True)), dict.fromkeys(others, own), number)
+
+        def ends() -> bool:
+            work.wait()
+            # waits: on the courier's thread, and only in an early rest.
+            return early and bool(flags.all())
+
+        return ends
 
     def _plain_mean(self, members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
         if self._nodes is None:

@@ -266,3 +266,41 @@ def test_synchronized_batch_norm() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(other), strict=True))
 
     run_ranks(2, rank)
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    """A large buffer travels where any rank's bytes are others, whatever versions and tensors say."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Linear(7, 3)
+        module.register_buffer("mask", torch.zeros(1 << 16))
+        module.register_buffer("small", torch.zeros(3))
+        model = GradientAllReduce(module, communicator=communicator)
+
+        def sent() -> int:
+            before = communicator.bytes_sent, model.communicator.bytes_sent
+            model(batch(communicator.rank, 0))
+            total = communicator.all_gather_object(model.communicator.bytes_sent - before[1])
+            assert not module.mask.isnan().any()
+            everyone = communicator.all_gather_object(module.mask)
+            assert all(torch.equal(each, everyone[0]) for each in everyone)
+            return sum(total)
+
+        assert sent() < 1000
+        module.mask.add_(0.0)
+        module.mask = module.mask.clone()
+        assert sent() < 1000
+        if communicator.rank == 1:
+            module.mask.data[5] = 7.0
+        assert sent() > 1 << 18
+        assert module.mask[5] == 0.0
+        assert sent() < 1000
+        module.mask.numpy()[6] = communicator.rank + 3.0
+        assert sent() > 1 << 18
+        assert module.mask[6] == 3.0
+        module.mask[2] = -0.0 if communicator.rank == 0 else 0.0
+        assert sent() > 1 << 18
+        assert torch.signbit(module.mask[2])
+        model.close()
+
+    run_ranks(2, rank)
