@@ -52,7 +52,7 @@ class TieredCommunicator(Communicator):
         self._flat, self.nodes = flat, nodes
         self.rank, self.size, self.device = flat.rank, flat.size, flat.device
         self._tiers = Tiers(flat, nodes)
-        self._line = Line()
+        self._line = Line(self.device)
         self._even = len({len(node) for node in nodes.members}) == 1
         self._places = {rank: place for node in nodes.members for place, rank in enumerate(node)}
 

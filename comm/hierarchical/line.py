@@ -7,6 +7,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import torch
+
 from bagua_kernels.comm.work import Steps, Work
 from bagua_kernels.errors import CommunicationError
 
@@ -18,8 +20,13 @@ class Line:
     and after all those before it have ended.
     """
 
-    def __init__(self) -> None:
-        """Begins with none."""
+    def __init__(self, device: torch.device) -> None:
+        """Begins with none.
+
+        Args:
+            device: of the tensors.
+        """
+        self.device = device
         self._operations: collections.deque[Operation] = collections.deque()
         # Held by the thread that drives the first operation. Others may start operations meanwhile.
         self._driving = threading.Lock()
@@ -69,6 +76,7 @@ class Operation(Work):
         self._line = line
         self._error: Exception | None = None
         self.ended = False
+        self._written: torch.cuda.Event | None = None  # on a GPU, behind what the operation has queued
         self._current = self._next()
 
     def wait(self) -> None:
@@ -76,6 +84,9 @@ class Operation(Work):
         self._line.drive(self)
         if self._error is not None:
             raise self._error
+        if self._written is not None:
+            # Another thread may have driven it, on a stream of its own.
+            torch.cuda.current_stream(self._line.device).wait_event(self._written)
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
@@ -112,6 +123,8 @@ class Operation(Work):
             found = next(self._steps, None)
         except Exception as error:
             self._error, found = error, None
+        if found is None and self._error is None and self._line.device.type == "cuda":
+            self._written = torch.cuda.current_stream(self._line.device).record_event()
         self.ended = found is None
         return found
 

@@ -197,9 +197,9 @@ def test_ranks_agree_on_what_failed(tmp_path: Path, spec: str) -> None:
         save(algorithm, tmp_path)
         communicator.barrier().wait()
         algorithm._take_steps(7)
-        plain = algorithm.algorithm_state_dict
+        plain = algorithm._state_to_save
         if communicator.rank == 1:
-            algorithm.algorithm_state_dict = lambda: {**plain(), "steps": object()}  # type: ignore[method-assign]
+            algorithm._state_to_save = lambda: {**plain(), "steps": object()}  # type: ignore[method-assign]
         raises(save, tmp_path)
         load(algorithm, tmp_path)
         assert algorithm.stats().steps == 0

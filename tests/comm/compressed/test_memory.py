@@ -46,8 +46,7 @@ def test_memory_of_a_failed_exchange_is_not_used_again() -> None:
         under_way.__enter__()
         assert slots[2].shape == (2, 16)
         error = RuntimeError("broken")
-        with pytest.raises(RuntimeError, match="broken"):
-            under_way.__exit__(RuntimeError, error, None)
+        assert not under_way.__exit__(RuntimeError, error, None)
         assert not MessageMemory.of(communicator).free
         with lent(communicator, [slots]), lent(communicator, [Slots(1, [64])]):
             pass

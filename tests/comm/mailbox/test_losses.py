@@ -14,6 +14,7 @@ from bagua_kernels.errors import CollectiveTimeoutError, CommunicationError
 from tests import limits
 from tests.comm.backends.sockets.common import data, leaving_nothing, until
 from tests.comm.mailbox.common import (
+    HEADER,
     LEAVE,
     LETTER,
     PING,
@@ -143,9 +144,9 @@ def test_memory_is_the_callers_again_after_an_error(end: str, begins: str) -> No
         # What had begun to leave arrives as it was.
         arrived = bytearray()
         box.tensors[1].settimeout(limits.seconds(10))
-        while len(arrived) < 44 + mine.numel():
+        while len(arrived) < HEADER.size + mine.numel():
             arrived += box.tensors[1].recv(1 << 20)
-        assert arrived[44:] == mine.numpy().tobytes()
+        assert arrived[HEADER.size :] == mine.numpy().tobytes()
 
 
 def answering(box: ByHand, work: Work, peers: list[int]) -> None:
