@@ -126,7 +126,7 @@ class Bucket:
         return True
 
     def discard(self) -> None:
-        """Lets go of the memory for good; tensors that others have in it keep it."""
+        """Drops the memory for good; tensors that others have in it keep it."""
         self.whole = self.flat = self.exact = self.flags = self.whole.new_empty(0)
         self.views, self.gaps = [], []
 

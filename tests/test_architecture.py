@@ -109,6 +109,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "training",
         "tradeoff",
         "gpu",
+        "memory",
+        "large",
+        "many",
+        "heartbeats",
     ),
 }
 

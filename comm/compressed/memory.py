@@ -76,7 +76,7 @@ class Slots:
         self._memory = list(memory.split(self._most))
 
     def leave(self) -> None:
-        """Lets go of the memory."""
+        """Drops the memory."""
         self._memory = []
 
     def __getitem__(self, piece: int) -> torch.Tensor:

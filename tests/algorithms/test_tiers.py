@@ -76,8 +76,9 @@ def train(communicator: Communicator, spec: str, steps: int, options: dict[str, 
         model(batch(communicator.rank, step)).square().mean().backward()
         (optimizer or model.optimizer).step()
         (optimizer or model.optimizer).zero_grad()
-    if options.get("hierarchical") is not False:
-        assert isinstance(model.communicator, TieredCommunicator)
+    if nodes := options.get("nodes"):
+        uneven = model.needs_even_nodes and len({len(node) for node in nodes}) > 1
+        assert isinstance(model.communicator, TieredCommunicator) != uneven
     if spec in MODELS:
         model.synchronize()
     model.close()

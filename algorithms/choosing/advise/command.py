@@ -78,7 +78,7 @@ def loss(method: Method) -> str:
         return "the same"
     if method.exactness == "any":
         return "measure it"
-    if method.low_rank or (method.codec and method.spec != "qadam" and holds_back(from_spec(method.codec))):
+    if method.low_rank or (method.codec and method.spec != "onebit_adam" and holds_back(from_spec(method.codec))):
         return "higher with Adam"
     return "almost the same"
 

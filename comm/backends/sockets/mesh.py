@@ -25,7 +25,7 @@ from bagua_kernels.errors import CommunicationError
 
 _ROUND_TRIP = 148  # where Linux's struct tcp_info has the shortest round trip, in microseconds
 _NO_ROUND_TRIP = (1 << 32) - 1
-_SHORTEST = 4  # minus the power of ten of the shortest delay that is told apart, in seconds
+_SHORTEST = 4  # minus the power of ten of the shortest delay that has a digit of its own, in seconds
 _GLANCE = 0.25  # seconds between two looks at whether connecting still makes sense
 _LEAST = 0.1  # of the timeout that is left to those who have come so far
 
@@ -34,8 +34,8 @@ class Links(dict[int, list[socket.socket]]):
     """The sockets to each other rank.
 
     Attributes:
-        delays: for each rank a digit for each rank, which stands for the one-way delay that its system measured: 10 ** (digit -
-            4) seconds; the same on all ranks.
+        delays: for each rank a digit for each rank, the same on all ranks. It stands for the one-way delay that its system
+            measured, of 10 ** (digit - 4) seconds.
     """
 
     delays: Sequence[str] = ()

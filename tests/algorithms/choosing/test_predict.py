@@ -94,7 +94,7 @@ def test_specs_are_those_of_algorithms(method: Method) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer: torch.optim.Optimizer | None = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments: dict[str, Any] = {"communicator": LocalCommunicator.alone()}
-    if method.name.startswith("QAdam"):
+    if method.spec == "onebit_adam":
         optimizer, arguments = None, {**arguments, "lr": 1e-3}
     algorithms.from_spec(method.spec, model, optimizer, **arguments).close()
 
