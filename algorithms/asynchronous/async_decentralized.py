@@ -72,8 +72,8 @@ class AsyncDecentralized(CourierAlgorithm):
 
         Raises:
             TypeError: as for `ModelAlgorithm`.
-            ValueError: topologies differ, or do not join all ranks; ranks are on GPUs; with a codec, a rank has more than 8
-                neighbours; or as for `ModelAlgorithm`.
+            ValueError: topologies differ, or do not join all ranks. Ranks are on GPUs. A rank has a codec and more than 8
+                neighbours. Or as for `ModelAlgorithm`.
         """
         self.topology, self.seed = topology, seed
         self.codec: Codec | None = from_spec(codec) if isinstance(codec, str) else codec

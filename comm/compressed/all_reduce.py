@@ -33,8 +33,8 @@ class CompressedAllReduce(AllReduce):
 
     Messages take memory while a vector is under way: all all-reduces of a communicator share it. For a payload of b bytes they
     take about 3 b with one piece and 6 b / k with k pieces. With the 8 pieces of a long vector this is 0.75 b. A float32 vector
-    of n elements with one byte each takes 3 n and 0.75 n bytes, and with the owners' residual 4 n / (k P) more for the mean of
-    a piece. What lasts are residuals alone: 4 n bytes of the worker, and 4 n / P of each of P owners.
+    of n elements with one byte each takes 3 n and 0.75 n bytes. With the owners' residual the mean of a piece takes 4 n / (k P)
+    more. What lasts are residuals alone: 4 n bytes of the worker, and 4 n / P of each of P owners.
 
     With residuals both encodings do error feedback (DoubleSqueeze, Tang et al., ICML 2019, algorithm 1): step 1 adds the
     error of this rank's earlier payloads. Step 3 adds the error of earlier payloads of this chunk's mean to the mean, in
