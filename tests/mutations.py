@@ -111,7 +111,7 @@ FAULTS = (
     Fault(
         "launchers/blockwise",
         "bagua_kernels/launchers/blockwise/rows.py",
-        "counts[first : first + form.blocks]",
+        "counts[begin : begin + form.blocks]",
         "counts[: form.blocks]",
         "Chunks behind the first one leave elements out by the counts of other blocks.",
         ("tests/launchers/test_rows.py",),
@@ -230,7 +230,7 @@ FAULTS = (
     ),
     Fault(
         "comm/compressed",
-        "comm/hierarchical/all_reduce.py",
+        "comm/hierarchical/tiered.py",
         "fold_seed(seed, piece, s)",
         "fold_seed(seed, s)",
         "All pieces of a vector round by the same random numbers, and their errors add up.",
@@ -239,8 +239,8 @@ FAULTS = (
     Fault(
         "comm/failures",
         "comm/failures/board.py",
-        "gap = now - self.read_at > 2.5 * self._period",
-        "gap = False",
+        "gap = dict(self.seen), now - self._seen_at > 2.5 * self._period",
+        "gap = dict(self.seen), False",
         "A process that was paused takes other ranks for lost.",
         ("tests/comm/failures/test_liveness.py",),
     ),
@@ -351,7 +351,7 @@ FAULTS = (
     Fault(
         "algorithms/asynchronous",
         "algorithms/asynchronous/published_model.py",
-        "copy.copy_(source + self._debt(bucket))",
+        "torch.add(source, self._debt(place), out=copy)",
         "copy.copy_(source)",
         "A courier sends a model without the changes that it is owed, and steps of other ranks are lost.",
         ("tests/algorithms/asynchronous/test_fuzz.py",),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bagua_kernels.algorithms.wrapping.replicas import average, gather_json
+from bagua_kernels.algorithms.wrapping.replicas import average
 from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.communicator import gather_json
 
 # What optimizers of PyTorch and of this package call moving means of gradients, and of their squares or magnitudes.
 FIRST = ("exp_avg", "momentum_buffer")

@@ -155,11 +155,14 @@ class OuterRound(Round):
         # From `start` as parameters can hold it: without a step the difference is zero.
         self.difference.whole.copy_(self.start.to(self.bucket.flat.dtype)).sub_(self.bucket.flat)
 
-    def merge(self, number: int) -> None:
-        """Steps 3 and 4 of `OuterLoop`; see `Round.merge`."""
-        flat, start = self.bucket.flat, self.start
+    def take_result(self, number: int) -> None:
+        """Step 3 of `OuterLoop`; see `Round.take_result`."""
         for mean in self._collection.means(self):
-            self._rule.step(self, start, mean)
+            self._rule.step(self, self.start, mean)
+
+    def merge(self, number: int) -> None:
+        """Step 4 of `OuterLoop`; see `Round.merge`."""
+        flat, start = self.bucket.flat, self.start
         if self._settings.blend:
             elementwise.apply(BLENDED, [flat, start], [self._settings.blend])
         elif self._settings.rebases:

@@ -59,6 +59,15 @@ class Round(abc.ABC):
             number: of the round, from 0, equal on all ranks.
         """
 
+    def take_result(self, number: int) -> None:  # noqa: B027
+        """Uses the result of the exchange, whose memory others may have then; parameters stay as they are.
+
+        It is called on the training thread, before `merge`: right before it, or when another bucket needs the memory.
+
+        Args:
+            number: of the round. The exchanges of the buckets before this one have ended, too.
+        """
+
     def merge(self, number: int) -> None:  # noqa: B027
         """Puts the result of the exchange in place, on the training thread.
 

@@ -40,8 +40,8 @@ class RoundsOptions:
         cure_of_lateness: what errors contain about a rank that did not come to a round.
         decay: returns the factor by which a period of the topology shrinks differences at worst; None without a topology.
         compares_writes: True if what is written into parameters has to be the same on all ranks.
-        at_once: buckets that are under way at a time: a round puts the first ones in place before it begins the others, which
-            bounds their memory. All are under way at a time if None.
+        at_once: buckets that are under way at a time: a round takes the results of the first ones before it begins the others,
+            which bounds their memory. All are under way at a time if None.
     """
 
     several: bool = False
@@ -92,6 +92,7 @@ class Rounds(Loop):
         self.under_way = self.tells = False
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Round, Task]] = []
+        self._taken: list[Round] = []  # whose results are taken and not yet in place
         self._spans: list[tuple[float, float]] = []  # when exchanges of the round under way began and ended
         self._warned = False
         self._decay: float | None = None
@@ -190,25 +191,28 @@ class Rounds(Loop):
         with local.failing(), torch.no_grad():
             for part in self.parts(number):
                 if most is not None and len(self._tasks) >= most:
-                    self._finish(*self._tasks.pop(0))
+                    self._take_result(*self._tasks.pop(0))
                 steps = part.run(number)
                 run = partial(_rest, next(steps, None), steps)
                 label = f"bagua_kernels {local.name}, bucket {part.bucket.index}"
                 self._tasks.append((part, self._runtime.start(part.bucket.index, run, label, self.options.several)))
-        if self._spans:
-            local.mark()
         self.plan.begun(local.wait_seconds)
 
-    def _finish(self, part: Round, task: Task) -> None:
-        """Waits for the exchange of a bucket, and puts its result in place."""
+    def _take_result(self, part: Round, task: Task) -> None:
+        """Waits for the exchange of a bucket, and takes its result, which `wait` puts in place."""
         self._wait_for(task)
         try:
             task.check()
         except CollectiveTimeoutError as error:
             raise follow_up(error, f"{error}; {self.options.cure_of_lateness}") from error
         self._spans.append((task.began, task.ended))
-        # The buckets that follow are on their way meanwhile.
-        part.merge(self.number)
+        part.take_result(self.number)
+        self._taken.append(part)
+
+    def _put_in_place(self) -> None:
+        taken, self._taken = self._taken, []
+        for part in taken:
+            part.merge(self.number)
 
     def wait(self) -> None:
         """See `Loop.wait`."""
@@ -224,8 +228,11 @@ class Rounds(Loop):
         self.under_way = False
         with local.failing(), torch.no_grad():
             local.flat.check()
+            self._put_in_place()
             for part, task in tasks:
-                self._finish(part, task)
+                self._take_result(part, task)
+                # The buckets that follow are on their way meanwhile.
+                self._put_in_place()
             for part in self.all:
                 part.merged(number)
             if written:

@@ -8,8 +8,8 @@ from typing import Any
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms.wrapping.recorded import describe, differences
-from bagua_kernels.algorithms.wrapping.replicas import gather_json
 from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.communicator import gather_json
 
 
 def ranks_of(num_replicas: int | None, rank: int | None) -> Communicator | None:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
-from bagua_kernels.algorithms.wrapping.replicas import bytes_of, gather_json, synchronize
+from bagua_kernels.algorithms.wrapping.replicas import bytes_of, synchronize
 from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.algorithms.wrapping.structure import Structure
 from bagua_kernels.comm import Communicator, ReduceOp
+from bagua_kernels.comm.communicator import gather_json
 
 _BRIEF = 64 << 10  # bytes that are sent at once: to compare them would take as long
 _PIECE = 1 << 20  # words of 32 bits that a GPU takes at a time

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from bagua_kernels.algorithms.wrapping.recorded import Recorded, differences
 from bagua_kernels.bucket import dense_strides
 from bagua_kernels.comm import Communicator, ReduceOp
+from bagua_kernels.comm.communicator import gather_json
 
 _TOGETHER = 64 << 20  # bytes that are put together
 _AT_ONCE = 16 << 20  # bytes in one message
@@ -78,27 +77,6 @@ def _tell_difference(everyone: list[list[str]]) -> None:
             raise ValueError(
                 f"modules differ between ranks: {len(everyone[0])} tensors on rank 0, {len(theirs)} on rank {rank}"
             )
-
-
-def gather_json(communicator: Communicator, value: Any) -> list[Any]:
-    """Returns the values of all ranks, as JSON makes them, in rank order; collective.
-
-    Unlike pickled objects, a text from another process runs nothing when it is read.
-    """
-    # waits: at start.
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(communicator.device)
-    length = torch.full((1,), data.numel(), dtype=torch.int64, device=communicator.device)
-    lengths = length.new_empty(communicator.size)
-    communicator.all_gather(lengths, length).wait()
-    # waits: at start.
-    sizes = [int(size) for size in lengths.tolist()]
-    padded = data.new_zeros(max(sizes))
-    padded[: data.numel()] = data
-    everything = data.new_empty(communicator.size, padded.numel())
-    communicator.all_gather(everything, padded).wait()
-    # waits: at start.
-    rows = everything.cpu().numpy()
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _problem(module: torch.nn.Module, communicator: Communicator) -> list[str] | None:

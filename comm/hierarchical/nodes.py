@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.communicator import Communicator, gather_json
 from bagua_kernels.comm.joining.evidence import boot_id, text_of
 
 
@@ -104,21 +104,22 @@ class Nodes:
             place = place or Place.here()
         except ValueError as error:
             problem = str(error)
-        told: list[tuple[Place, str]] = _exchange(communicator, "look for their nodes", (place, problem))
-
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        known = [] if place is None else [place.source, place.node, place.room]
+        texts = _exchange(communicator, "look for their nodes", [known, problem])
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(texts) if text]
         if problems:
             raise ValueError(f"the nodes cannot be found: {'; '.join(problems)}")
-        sources = _alike(place.source for place, _ in told)
+        told = [Place(*place) for place, _ in texts]
+        sources = _alike(place.source for place in told)
         if len(sources) > 1:
             said = ", ".join(f"ranks {ranks} by {source}" for source, ranks in sources.items())
             raise ValueError(f"ranks name their nodes in different ways, {said}: set the same variable on all ranks")
-        nodes = _alike(place.node for place, _ in told)
+        nodes = _alike(place.node for place in told)
         for name, ranks in nodes.items():
-            room = min((place.room for place, _ in (told[rank] for rank in ranks) if place.room), default=len(ranks))
+            room = min((room for room in (told[rank].room for rank in ranks) if room), default=len(ranks))
             if len(ranks) > room:
                 raise ValueError(
-                    f"ranks {ranks} all have {told[ranks[0]][0].source}={name}, but LOCAL_WORLD_SIZE={room}: give each "
+                    f"ranks {ranks} all have {told[ranks[0]].source}={name}, but LOCAL_WORLD_SIZE={room}: give each "
                     f"node a number of its own, or name them by {knobs.NODE.variable}"
                 )
         return cls.given(nodes.values())
@@ -203,9 +204,9 @@ def check_agreement(communicator: Communicator, what: str, text: str) -> None:
         )
 
 
-def _exchange(communicator: Communicator, doing: str, obj: Any) -> list[Any]:
-    """Returns the objects of all ranks, once it is sure that all ranks do the same."""
-    told = communicator.all_gather_object((doing, obj))
+def _exchange(communicator: Communicator, doing: str, value: Any) -> list[Any]:
+    """Returns the values of all ranks, as JSON makes them, once it is sure that all ranks do the same."""
+    told = gather_json(communicator, [doing, value])
     held = _alike(what for what, _ in told)
     if len(held) > 1:
         usual, others = _majority(held)
@@ -213,7 +214,7 @@ def _exchange(communicator: Communicator, doing: str, obj: Any) -> list[Any]:
             f"ranks {others} {' or '.join(sorted({told[rank][0] for rank in others}))} where ranks {usual} "
             f"{told[usual[0]][0]}: do the same on all ranks"
         )
-    return [obj for _, obj in told]
+    return [value for _, value in told]
 
 
 def _alike(values: Iterable[Hashable]) -> dict[Any, list[int]]:

@@ -56,9 +56,10 @@ def test_buckets_follow_the_measured_order(wrap: type) -> None:
         state = {}
         lay_out = algorithm._engine.lay_out
 
-        def watched(order: list[int], vectors: Mapping[str, Named]) -> None:
-            state["before"] = algorithm._engine.buckets.state()
-            lay_out(order, vectors)
+        def watched(order: list[int], vectors: Mapping[str, Named], *more: object, moves: bool = False) -> None:
+            # What exchanges remembered, which are gone before others are made.
+            state["before"] = {key: {name: t.clone() for name, t in named.items()} for key, named in vectors.items()}
+            lay_out(order, vectors, *more, moves=moves)
             state["after"] = algorithm._engine.buckets.state()
 
         algorithm._engine.lay_out = watched

@@ -135,6 +135,20 @@ def encode_rows(here: Here) -> Tensors:
     return [out]
 
 
+def encode_rows_of_pieces(here: Here) -> Tensors:
+    """Rows behind which there are more bytes; each must have the bytes of `encode_pieces`."""
+    pieces = [[here.vector(10 * row + size, size) for size in (BLOCK + 1, 3)] for row in range(RANKS)]
+    seeds = [(row + 1) * SEED for row in range(RANKS)]
+    expected = torch.stack([here.payload(3 * BLOCK) for _ in range(RANKS)])
+    for each, out, seed in zip(pieces, expected, seeds, strict=True):
+        blockwise.encode_pieces(here.rule, each, out, block=BLOCK, seed=seed)
+    size = expected.shape[1]
+    message = here.full(RANKS * (size + 16), 77, torch.uint8).view(RANKS, -1)
+    blockwise.encode_rows_of_pieces(here.rule, pieces, message[:, :size], block=BLOCK, seeds=seeds)
+    assert torch.equal(message[:, :size], expected)
+    return [message]
+
+
 def decode_rows(here: Here) -> Tensors:
     out = here.full(N, 3.0)
     blockwise.decode_rows(here.rule, here.payloads(ROWS.width), out, ROWS, block=BLOCK)
@@ -263,6 +277,7 @@ OF_BLOCKS: dict[str, Callable[[Here], Tensors]] = {
     f"blockwise.{call.__name__}": call
     for call in (
         *(encode, encode_pieces, feedback, decode, decode_sum, reduce, encode_rows, decode_rows),
+        encode_rows_of_pieces,
         *(encode_rule, decode_apply, decode_add),
     )
 }

@@ -55,6 +55,26 @@ def test_rows_are_chunks(
     assert torch.equal(out, decoded)
 
 
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [("minmax_uint8:block=32", torch.bfloat16), ("qsgd:block=32", torch.float32)]
+)
+def test_rows_of_pieces_are_pieces(target: Target, spec: str, dtype: torch.dtype) -> None:
+    """Rows of as many blocks and other sizes, with seeds of their own, and bytes behind them that stay."""
+    codec = from_spec(spec)
+    assert isinstance(codec, BlockCodec)
+    sizes = [(33, 3), (64, 1), (1, 40)]
+    generator = torch.Generator().manual_seed(3)
+    pieces = [[torch.randn(n, generator=generator).to(dtype).to(target.device) for n in row] for row in sizes]
+    seeds = [1 << 63 | 5, 6, 7]
+    size = codec.payload_size(3 * codec.block)
+    message = torch.full((len(sizes), size + BEHIND), 201, dtype=torch.uint8, device=target.device)
+    codec.encode_rows_of_pieces(pieces, message[:, :size], seeds=seeds)
+    expected = torch.full_like(message, 201)
+    for row, each in enumerate(pieces):
+        codec.encode_pieces(each, seed=seeds[row], out=expected[row, :size])
+    assert torch.equal(message, expected)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     codec, x = from_spec("minmax_uint8:block=32"), torch.zeros(64)
     assert isinstance(codec, BlockCodec)

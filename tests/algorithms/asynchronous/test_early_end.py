@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.algorithms import parts
 from tests.algorithms.asynchronous.common import made, train, trained
 
 BLOCKED = 2  # the bucket at which couriers wait until all ranks rest
-
-
-def until(predicate: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limits.seconds(20)
-    while not predicate():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,7 @@ def test_the_rest_of_a_round_is_left_out(
         def mean(members: Sequence[int], index: int, vector: torch.Tensor, number: int) -> None:
             counts[self._mailbox.rank] += 1
             if index == BLOCKED:
-                until(lambda: len(averages) == 2 and all(each.rests for each in averages))
+                limits.until(lambda: len(averages) == 2 and all(each.rests for each in averages), "all ranks rest")
             plain(members, index, vector, number)
 
         monkeypatch.setattr(self, "_group_mean", mean)
@@ -67,7 +59,7 @@ def test_the_rest_of_a_round_is_left_out(
         assert isinstance(average, TriggeredAverage)
         averages.append(average)
         train(model, optimizer, communicator.rank, range(1))
-        until(lambda: counts[communicator.rank] > BLOCKED)
+        limits.until(lambda: counts[communicator.rank] > BLOCKED, "the round has come to the bucket")
         before = trained(module)
         if call == "averaged":
             with model.averaged():
