@@ -40,8 +40,8 @@ class RoundsOptions:
         cure_of_lateness: what errors contain about a rank that did not come to a round.
         decay: returns the factor by which a period of the topology shrinks differences at worst; None without a topology.
         compares_writes: True if what is written into parameters has to be the same on all ranks.
-        at_once: buckets that are under way at a time: a round takes the results of the first ones before it begins the others,
-            which bounds their memory. All are under way at a time if None.
+        at_once: buckets that are under way at a time, None for all. A round takes the results of the first ones before it begins
+            the others, which bounds their memory.
     """
 
     several: bool = False

@@ -33,7 +33,7 @@ class Place:
     def here(cls) -> Place:
         """Returns what this process knows: BAGUA_KERNELS_NODE, else GROUP_RANK, else NODE_RANK, else its host.
 
-        Hosts are told apart by boot and network namespace: containers with a network each count as nodes, and so do two
+        Hosts are distinguished by boot and network namespace: containers with a network each count as nodes, and so do two
         machines of one name.
 
         Raises:
