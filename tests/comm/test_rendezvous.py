@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from bagua_kernels import comm
 from bagua_kernels.comm import rendezvous
-from bagua_kernels.comm.joining import incarnation
+from bagua_kernels.comm.joining import bounded, incarnation
 from bagua_kernels.comm.joining.bounded import BoundedStore
 from bagua_kernels.comm.joining.incarnation import Incarnation, agree
 from bagua_kernels.comm.joining.launch import Launch
@@ -208,8 +208,8 @@ def test_agree_ignores_what_dead_ranks_left() -> None:
 
     def start(c: comm.Communicator) -> str:
         time.sleep(0.05 * ((c.rank * 7) % 3))
-        with BoundedStore(store, time.monotonic() + limits.seconds(10)) as bounded:
-            return agree(bounded, c.rank, c.size, timeout=limits.seconds(10)).name
+        with BoundedStore(store, time.monotonic() + limits.seconds(10)) as asked:
+            return agree(asked, c.rank, c.size, timeout=limits.seconds(10)).name
 
     names = [set(comm.run_ranks(3, start)) for _ in range(4)]
     assert all(len(name) == 1 for name in names)
@@ -234,8 +234,8 @@ def test_agree_reads_the_list_that_may_start() -> None:
     def start(c: comm.Communicator) -> Incarnation:
         while c.rank == 2 and not store.check(["rank 1 has confirmed"]):
             time.sleep(0.001)
-        with (Slow if c.rank == 1 else BoundedStore)(store, time.monotonic() + limits.seconds(10)) as bounded:
-            return agree(bounded, c.rank, c.size, timeout=limits.seconds(10))
+        with (Slow if c.rank == 1 else BoundedStore)(store, time.monotonic() + limits.seconds(10)) as asked:
+            return agree(asked, c.rank, c.size, timeout=limits.seconds(10))
 
     first, *others = comm.run_ranks(3, start)
     assert [each.name for each in others] == [first.name] * 2
@@ -246,14 +246,15 @@ def test_agree_reads_the_list_that_may_start() -> None:
 def test_agree_names_who_is_missing(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In time, by a virtual clock; rank 0 stays for an eighth of the timeout more, for others may need its store."""
     schedule, store = comm.Schedule(0), HashStore()
-    monkeypatch.setattr(incarnation, "time", SimpleNamespace(monotonic=schedule.now, sleep=schedule.sleep))
+    for module in (incarnation, bounded):  # a rank waits in both
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=schedule.now, sleep=schedule.sleep))
 
     def start(c: comm.Communicator) -> None:
         if c.rank != absent:
             schedule.sleep(0.5 * c.rank)
-            bounded = BoundedStore(store, time.monotonic() + limits.seconds(20))
-            with bounded, pytest.raises(CollectiveTimeoutError, match="not all 3 ranks arrived within 8 s") as caught:
-                agree(bounded, c.rank, c.size, timeout=8.0)
+            asked = BoundedStore(store, schedule.now() + limits.seconds(20))
+            with asked, pytest.raises(CollectiveTimeoutError, match="not all 3 ranks arrived within 8 s") as caught:
+                agree(asked, c.rank, c.size, timeout=8.0)
             assert caught.value.ranks == (absent,)
             assert schedule.now() < 0.5 * c.rank + 9.1
 

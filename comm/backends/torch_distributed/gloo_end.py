@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bagua_kernels.comm.failures.failure import is_timeout
+from bagua_kernels.comm.joining.bounded import bounded
+
 _SCRAP_TAG = (1 << 31) - 1
+_LONGEST_CUT = 1.0  # seconds
 _PATIENCE = 5.0  # seconds for the destructors when the process exits
 
 
-def cut(backend: Any, peers: Iterable[int]) -> None:
+def cut(backend: Any, peers: Sequence[int], connected: Sequence[int] = ()) -> None:
     """Closes all connections of a backend, which ends its operations with an error.
+
+    Gloo connects two ranks at their first message. A receive from a rank that never had one would connect, and wait for it as
+    long as the backend's timeout, which that rank may not outlive. So a backend without operations is left alone, and the
+    receive of another one has a thread and a limit. If the limit is over the backend is kept for ever.
 
     Args:
         backend: torch's, of Gloo.
         peers: the other ranks.
+        connected: those with which a message is under way.
     """
+    if not backend._get_sequence_number_for_group():
+        return
+    if not threading.main_thread().is_alive():
+        # No thread can start any more, and the end of the process closes the connections. Only threads of messages must end.
+        _close(backend, connected, threading.Event())
+        keep([backend])
+        return
+    try:
+        bounded(lambda given_up: _close(backend, [*connected, *peers], given_up), _LONGEST_CUT)
+    except TimeoutError:
+        keep([backend])
+
+
+def _close(backend: Any, peers: Iterable[int], given_up: threading.Event) -> None:
     for peer in peers:
+        if given_up.is_set():
+            return
         scrap = torch.empty(1, dtype=torch.uint8, device="cpu")
         # The purpose is the error: a receive that runs out of time closes everything. If its own connection is already
         # broken it fails at once and closes nothing, so that the next rank is tried.
-        with contextlib.suppress(RuntimeError):
+        try:
             backend.recv([scrap], peer, _SCRAP_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_timeout(error):
+                return
 
 
 def cut_group(group: dist.ProcessGroup) -> None:
@@ -39,7 +66,14 @@ def cut_group(group: dist.ProcessGroup) -> None:
     rank, size = group.rank(), group.size()
     if size > 1:
         backend: Any = group._get_backend(torch.device("cpu"))
-        cut(backend, [peer for peer in range(size) if peer != rank])
+        cut(backend, nearest(rank, size))
+
+
+def nearest(rank: int, size: int) -> list[int]:
+    """Returns the other ranks, first the neighbours in the ring: with them Gloo's collectives connect."""
+    return sorted(
+        (peer for peer in range(size) if peer != rank), key=lambda peer: min((peer - rank) % size, (rank - peer) % size)
+    )
 
 
 def free(items: list[Any]) -> None:

@@ -38,14 +38,15 @@ class GlooMessages:
         self._peers = peers
         self._under_way: set[GlooMessage] = set()
 
-    def start(self, handle: Any, data: torch.Tensor) -> GlooMessage:
+    def start(self, handle: Any, data: torch.Tensor, peer: int) -> GlooMessage:
         """Returns a message that torch has started.
 
         Args:
             handle: torch's work, for which nobody else waits.
             data: the memory that Gloo reads or writes; kept until Gloo is done with it.
+            peer: the other rank; Gloo has connected to it.
         """
-        message = GlooMessage(handle, data, self)
+        message = GlooMessage(handle, data, peer, self)
         with _listing:
             self._under_way.add(message)
             _busy.add(self)
@@ -67,7 +68,7 @@ class GlooMessages:
     def cut(self) -> None:
         """Closes the connections, which ends all operations, and waits for the messages' threads."""
         under_way = list(self._under_way)
-        cut(self._backend, self._peers)
+        cut(self._backend, self._peers, [message.peer for message in under_way])
         deadline = time.monotonic() + _PATIENCE
         for message in under_way:
             message.join(max(0.0, deadline - time.monotonic()))
@@ -79,10 +80,12 @@ class GlooMessage:
     Args:
         handle: torch's work.
         data: the memory that Gloo reads or writes.
+        peer: the other rank.
         messages: where the message is listed until it has ended.
     """
 
-    def __init__(self, handle: Any, data: torch.Tensor, messages: GlooMessages) -> None:
+    def __init__(self, handle: Any, data: torch.Tensor, peer: int, messages: GlooMessages) -> None:
+        self.peer = peer
         self._handle = handle
         self._data: torch.Tensor | None = data
         self._messages: GlooMessages | None = messages

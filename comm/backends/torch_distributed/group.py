@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from bagua_kernels import knobs
 from bagua_kernels.comm.backends.nccl.binding import await_ranks
-from bagua_kernels.comm.backends.torch_distributed.gloo_end import free, keep
+from bagua_kernels.comm.backends.torch_distributed.gloo_end import free, keep, nearest
 from bagua_kernels.comm.backends.torch_distributed.gloo_message import GlooMessages
 from bagua_kernels.comm.failures.forked import Sockets, forget_after_fork
 from bagua_kernels.comm.joining.bounded import PatientStore
@@ -66,7 +66,7 @@ class TorchGroup:
 
     def _listen(self) -> None:
         if self.kind == "gloo" and self.size > 1 and self.backend is not None:
-            self.messages = GlooMessages(self.backend, [rank for rank in range(self.size) if rank != self.rank])
+            self.messages = GlooMessages(self.backend, nearest(self.rank, self.size))
 
     def child(self, key: str, ranks: tuple[int, ...]) -> TorchGroup:
         """Returns a group of some of the ranks, which `open` connects.
@@ -104,14 +104,14 @@ class TorchGroup:
 
     def send(self, data: torch.Tensor, dst: int, tag: int) -> Any:
         """Starts to send bytes; returns torch's work, or what has its methods."""
-        return self._message(self.backend.send([data], dst, tag), data)
+        return self._message(self.backend.send([data], dst, tag), data, dst)
 
     def recv(self, data: torch.Tensor, src: int, tag: int) -> Any:
         """Starts to receive bytes; returns torch's work, or what has its methods."""
-        return self._message(self.backend.recv([data], src, tag), data)
+        return self._message(self.backend.recv([data], src, tag), data, src)
 
-    def _message(self, handle: Any, data: torch.Tensor) -> Any:
-        return handle if self.messages is None else self.messages.start(handle, data)
+    def _message(self, handle: Any, data: torch.Tensor, peer: int) -> Any:
+        return handle if self.messages is None else self.messages.start(handle, data, peer)
 
     def exchange(self, outputs: Mapping[int, torch.Tensor], inputs: Mapping[int, torch.Tensor], tag: int) -> Any:
         """Sends bytes to some ranks and receives some, as one operation of NCCL; returns torch's work.

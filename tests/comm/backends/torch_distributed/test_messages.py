@@ -286,7 +286,7 @@ class Handle:
 def test_message_is_waited_for_in_slices_and_completes_by_itself() -> None:
     """Running out of a slice does not reach Gloo, and who only looks sees the end of it."""
     handle, messages = Handle(), GlooMessages(None, [1])
-    message = messages.start(handle, torch.zeros(1))
+    message = messages.start(handle, torch.zeros(1), 1)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="under way"):
             message.wait(timedelta(milliseconds=1))
@@ -301,7 +301,7 @@ def test_message_is_waited_for_in_slices_and_completes_by_itself() -> None:
 
 def test_message_that_fails_does_so_again_and_again() -> None:
     handle = Handle()
-    message = GlooMessages(None, [1]).start(handle, torch.zeros(1))
+    message = GlooMessages(None, [1]).start(handle, torch.zeros(1), 1)
     handle.error = RuntimeError("broken")
     handle.ended.set()
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_threads_of_messages_are_used_again_and_end(monkeypatch: pytest.MonkeyPa
 
     for _ in range(3):
         handles = [Handle() for _ in range(5)]
-        messages = [GlooMessages(None, [1]).start(handle, torch.zeros(1)) for handle in handles]
+        messages = [GlooMessages(None, [1]).start(handle, torch.zeros(1), 1) for handle in handles]
         assert len(alive()) >= 5
         for handle, message in zip(handles, messages, strict=True):
             handle.ended.set()
