@@ -141,11 +141,13 @@ def _until(there: Callable[[], bool], seconds: float) -> bool:
     Pauses grow with the wait, so that a hundred ranks that wait for the last one hardly cost the store's host anything.
     """
     began = time.monotonic()
+    end = began + seconds
     while not there():
-        waited = time.monotonic() - began
-        if waited >= seconds:
+        # A time and not a difference: what is left of one may be too little to move a clock, by rounding.
+        now = time.monotonic()
+        if now >= end:
             return False
-        time.sleep(min(max(_PAUSES[0], waited * _SHARE), _RAREST, seconds - waited))
+        time.sleep(min(max(_PAUSES[0], (now - began) * _SHARE), _RAREST, end - now))
     return True
 
 
