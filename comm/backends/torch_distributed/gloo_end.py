@@ -25,8 +25,8 @@ _PATIENCE = 5.0  # seconds for the destructors when the process exits
 def cut(backend: Any, peers: Sequence[int], connected: Sequence[int] = ()) -> None:
     """Closes all connections of a backend, which ends its operations with an error.
 
-    Gloo connects two ranks at their first message. A receive from a rank that never had one would connect, and wait for it as
-    long as the backend's timeout, which that rank may not outlive. So a backend without operations is left alone, and the
+    Gloo connects two ranks at their first message. A receive from a rank that never had one would connect. It would wait for that
+    rank as long as the backend's timeout, and longer than the rank may be there. So a backend without operations is left alone, and the
     receive of another one has a thread and a limit. If the limit is over the backend is kept for ever.
 
     Args:
