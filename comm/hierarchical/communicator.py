@@ -151,7 +151,8 @@ class TieredCommunicator(Communicator):
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
         vector = tensor.view(-1)
-        return self._line.start(TieredReduction(self._tiers, vector.numel(), vector.dtype, op=op).steps(vector, 0))
+        reduction = TieredReduction(self._tiers, vector.numel(), vector.dtype, op=op, at_once=True)
+        return self._line.start(reduction.steps(vector, 0))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         return self._line.start(self._tiered_broadcast(tensor, src))

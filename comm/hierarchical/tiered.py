@@ -47,8 +47,13 @@ class TieredReduction:
         worker_residual: bool = False,
         owner_residual: bool = False,
         own: Sequence[slice] | None = None,
+        at_once: bool = False,
     ) -> None:
-        """Cuts a vector; arguments as for `HierarchicalAllReduce`, and `own` as for `CompressedAllReduce`."""
+        """Cuts a vector; arguments as for `HierarchicalAllReduce`, and `own` as for `CompressedAllReduce`.
+
+        With `at_once` step 1 of all pieces starts before the first wait, so that operations of several threads start in one order.
+        """
+        self._at_once = at_once
         self._tiers, self._codec, self._op = tiers, codec, op
         nodes, device = tiers.nodes, tiers.local.device
         self._inner_op = ReduceOp.SUM if op is ReduceOp.AVG else op
@@ -152,8 +157,10 @@ class TieredReduction:
         lag = 1 if self._codec is None else 0
         count = len(self.pieces)
         reduced, across, shared = list[Work](), list[Work](), list[Work]()
+        if self._at_once:
+            reduced += [self._reduce_within(x, piece) for piece in range(count)]
         for step in range(count + 1 + lag):
-            if step < count:
+            if step < count and not self._at_once:
                 reduced.append(self._reduce_within(x, step))
             if 0 <= step - 1 < count:
                 yield reduced[step - 1]

@@ -62,7 +62,7 @@ def combine_arrived(lane: Lane, arrival: Transfer, x: torch.Tensor, op: ReduceOp
 
 def reduce_arrived(lane: Lane, ranks: Ranks, arrived: Sequence[Transfer], x: torch.Tensor, op: ReduceOp) -> None:
     """Reduces what has come from all others, and `x` in this rank's place, into `x`."""
-    rows = {transfer.peer: transfer.own.view(x.dtype) for transfer in arrived if transfer.own is not None}
+    rows = {transfer.rank: transfer.own.view(x.dtype) for transfer in arrived if transfer.own is not None}
     rows[ranks.rank] = x
     reduce_rows([rows[rank] for rank in range(ranks.size)], x, op)
     for transfer in arrived:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from bagua_kernels.comm import Communicator
+from bagua_kernels.comm import Communicator, run_ranks
 from bagua_kernels.comm.backends.sockets import channel as channel_module
 from bagua_kernels.comm.backends.sockets import inbox as inbox_module
 from bagua_kernels.comm.backends.sockets.channel import FAREWELL, FRAME
@@ -316,3 +316,32 @@ def test_a_farewell_of_impossible_length_ends_the_connection() -> None:
         peer.sendall(HEADER.pack(1, FAREWELL, 0, 0, 0, channel_module.LONGEST_REASON + 1, 0))
         with pytest.raises(RuntimeError, match="expected a reason of at most"):
             wait(work)
+
+
+@pytest.mark.parametrize("ranks", [[2, 3], [0, 3], [1, 2, 3]], ids=str)
+def test_collectives_of_some_ranks_number_them_anew(ranks: list[int]) -> None:
+    """All ways, small and large: a part's ranks are others than those of the sockets."""
+
+    def rank(base: Communicator) -> None:
+        with StripedCommunicator(base.duplicate()) as whole:
+            part = whole.split(ranks)
+            if part is not None:
+                for n in (8, 3000, 100_000):
+                    x = torch.arange(n * part.size, dtype=torch.float32) + part.rank
+                    total = sum(torch.arange(n * part.size, dtype=torch.float32) + each for each in range(part.size))
+                    mine = torch.zeros(n)
+                    part.reduce_scatter(mine, x.clone()).wait()
+                    assert torch.equal(mine, total[part.rank * n : (part.rank + 1) * n])
+                    summed = x.clone()
+                    part.all_reduce(summed).wait()
+                    assert torch.equal(summed, total)
+                    rows = torch.zeros(part.size, n)
+                    part.all_gather(rows, torch.full((n,), float(part.rank))).wait()
+                    assert torch.equal(rows[:, 0], torch.arange(part.size, dtype=torch.float32))
+                    sent = torch.full((n,), float(part.rank))
+                    part.broadcast(sent, part.size - 1).wait()
+                    assert bool((sent == part.size - 1).all())
+                part.close()
+            whole.barrier().wait()
+
+    run_ranks(4, rank)
