@@ -51,7 +51,7 @@ class TieredReduction:
     ) -> None:
         """Cuts a vector; arguments as for `HierarchicalAllReduce`, and `own` as for `CompressedAllReduce`.
 
-        With `at_once` step 1 of all pieces starts before the first wait, so that operations of several threads start in one order.
+        With `at_once` step 1 of all pieces starts before the first wait: operations of several threads then start in one order.
         """
         self._at_once = at_once
         self._tiers, self._codec, self._op = tiers, codec, op

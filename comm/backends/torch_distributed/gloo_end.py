@@ -26,8 +26,8 @@ def cut(backend: Any, peers: Sequence[int], connected: Sequence[int] = ()) -> No
     """Closes all connections of a backend, which ends its operations with an error.
 
     Gloo connects two ranks at their first message. A receive from a rank that never had one would connect. It would wait for that
-    rank as long as the backend's timeout, and longer than the rank may be there. So a backend without operations is left alone, and the
-    receive of another one has a thread and a limit. If the limit is over the backend is kept for ever.
+    rank as long as the backend's timeout, and longer than the rank may be there. So a backend without operations is left alone.
+    The receive of another one has a thread and a limit. If the limit is over the backend is kept for ever.
 
     Args:
         backend: torch's, of Gloo.
