@@ -142,7 +142,9 @@ def measure(layout: Sequence[int], cases: Sequence[Case], exchanges: int, timeou
     sent: dict[str, list[float]] = {}
     for result in outputs:
         if result.returncode:
-            raise SystemExit("\n\n".join(f"rank {each.rank} gave {each.returncode}: {each.stderr[-3000:]}" for each in outputs))
+            raise SystemExit(
+                "\n\n".join(f"rank {each.rank} gave {each.returncode}: {each.stderr[-3000:]}" for each in outputs)
+            )
     for rank in first:
         for line in outputs[rank].stdout.splitlines():
             row = json.loads(line)
