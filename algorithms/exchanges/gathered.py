@@ -131,7 +131,7 @@ class SparseMean(GatheredMean):
         """Begins without a payload."""
         super().__init__(bucket, communicator, codec, Feedback(workers=False))
         self.sparse_codec, self.contributors = codec, contributors
-        self.nodes = communicator if isinstance(communicator, TieredCommunicator) and communicator.even else None
+        self.nodes = communicator if isinstance(communicator, TieredCommunicator) and communicator.nodes.even else None
         self.payload = self.empty()
 
     def run(self, step: int) -> Iterator[Work]:

@@ -64,7 +64,7 @@ class TierOptions:
                 return None
         if not 1 < len(found.members) < communicator.size:
             return None
-        if self.evenly and len({len(node) for node in found.members}) > 1:
+        if self.evenly and not found.even:
             if self.hierarchical:
                 raise ValueError(
                     "in two tiers this algorithm weighs nodes alike, and expects as many ranks on each node, got "
@@ -81,7 +81,6 @@ class TierOptions:
 
 def even_nodes(communicator: Communicator) -> tuple[tuple[int, ...], ...] | None:
     """Returns the ranks of each node if the communicator has two tiers, and all nodes as many ranks; else None."""
-    if not isinstance(communicator, TieredCommunicator):
+    if not isinstance(communicator, TieredCommunicator) or not communicator.nodes.even:
         return None
-    members = communicator.nodes.members
-    return members if len({len(node) for node in members}) == 1 else None
+    return communicator.nodes.members

@@ -53,7 +53,6 @@ class TieredCommunicator(Communicator):
         self.rank, self.size, self.device = flat.rank, flat.size, flat.device
         self._tiers = Tiers(flat, nodes)
         self._line = Line(self.device)
-        self._even = len({len(node) for node in nodes.members}) == 1
         self._places = {rank: place for node in nodes.members for place, rank in enumerate(node)}
 
     @property
@@ -84,11 +83,6 @@ class TieredCommunicator(Communicator):
     def all_reduce_for(self, codec: Codec, n: int, exact: int, dtype: torch.dtype, **options: Any) -> AllReduce:
         """See `comm.compressed.all_reduce_for`."""
         return TieredAllReduce(codec, self, self._tiers, n, exact, dtype, **options)
-
-    @property
-    def even(self) -> bool:
-        """True if all nodes have as many ranks."""
-        return self._even
 
     def average_inside(self, tensor: torch.Tensor) -> Work:
         """Replaces a tensor by its mean over the ranks of this node."""
@@ -167,7 +161,7 @@ class TieredCommunicator(Communicator):
         yield tiers.shared.broadcast(tensor, tiers.members.index(owner))
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        if not self._even or len(self.nodes.members) == 1:
+        if not self.nodes.even or len(self.nodes.members) == 1:
             return self.flat._all_gather(output, input)
         return self._line.start(self._tiered_all_gather(output, input))
 

@@ -152,6 +152,11 @@ class Nodes:
         """The number of ranks of the largest node."""
         return max(map(len, self.members), default=0)
 
+    @property
+    def even(self) -> bool:
+        """True if all nodes have as many ranks."""
+        return len({len(node) for node in self.members}) <= 1
+
     def node_of(self, rank: int) -> int:
         """Returns the number of the node that has a rank."""
         return next(number for number, node in enumerate(self.members) if rank in node)

@@ -44,5 +44,4 @@ class Scales:
             return cls(in_float32=half, times=count)
         # Divided by its own ranks, each node holds its mean: no overflow, and on equal nodes weights of 1.
         before = local if half else 1
-        unequal = len({len(node) for node in nodes.members}) > 1
-        return cls(before=before, weight=before * count / nodes.size, in_float32=half and unequal)
+        return cls(before=before, weight=before * count / nodes.size, in_float32=half and not nodes.even)
