@@ -269,8 +269,10 @@ class Algorithm(WrappedModule, abc.ABC):
         self._steps_alone = 0
         self.frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
-        self.hierarchical, self.nodes = hierarchical, nodes
-        TierOptions(hierarchical, nodes, self.refuses_tiers)  # raises before a rank waits for another
+        self.hierarchical = hierarchical
+        tiers = self._averages_nodes(self._world.device) if hierarchical is None else hierarchical
+        # Raises before a rank waits for another.
+        self._tier_options = TierOptions(tiers, nodes, self.refuses_tiers, self.needs_even_nodes)
         self.communicator = self._world.duplicate()
         self.communicator.call = f"the constructor of {type(self).__name__}"
         self._setup_bytes = 0
@@ -306,8 +308,7 @@ class Algorithm(WrappedModule, abc.ABC):
         Args:
             communicator: of all ranks.
         """
-        hierarchical = self._averages_nodes(communicator.device) if self.hierarchical is None else self.hierarchical
-        return TierOptions(hierarchical, self.nodes, self.refuses_tiers, self.needs_even_nodes).tiered(communicator)
+        return self._tier_options.tiered(communicator)
 
     def _averages_nodes(self, device: torch.device) -> bool | None:
         """Returns `hierarchical` where it is not given: None for two tiers where several nodes have several ranks."""
