@@ -22,7 +22,6 @@ from bagua_kernels.algorithms.registry import register
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
 from bagua_kernels.algorithms.wrapping.tiers import even_nodes
-from bagua_kernels.comm import Communicator
 from bagua_kernels.comm.compressed.encoded_mean import EncodedMean
 from bagua_kernels.comm.mailbox.courier import weakly
 from bagua_kernels.comm.mailbox.groups import Whole
@@ -200,12 +199,8 @@ class TimedAverages(Averages):
         elif not warm and self._engine is None and self._warm_up.members:
             options = EngineOptions(BucketOptions(1, self._warm_up.bucket_bytes), name=local.name, title=local.title)
             members = self._warm_up.members
-            self._engine = Engine(members, Mean, local.communicator, self._duplicate, Policy(), options)
+            self._engine = Engine(members, Mean, local.communicator, local.connect, Policy(), options)
             self._engine.enabled = self._syncs
-
-    def _duplicate(self) -> Communicator:
-        self.local.opened.append(made := self.local.communicator.duplicate())
-        return made
 
     def set_sync(self, value: bool) -> None:
         """Lets backward passes average gradients, or not, while the first steps last."""

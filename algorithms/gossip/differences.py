@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Peers, checked_peers, topology_of
+from bagua_kernels.algorithms.gossip.mixing import Peers, check_among, checked_peers, topology_of
 from bagua_kernels.algorithms.gossip.node_exchange import Members, members_of
 from bagua_kernels.algorithms.models.kind import Kind
 from bagua_kernels.algorithms.models.local_model import LocalModel
@@ -143,10 +143,7 @@ class Differences(RoundAlgorithm):
         if members.size == local.mailbox.size:
             topology.check(local.communicator, "symmetric")
             return
-        across = local.communicator.split(members.peers)
-        assert across is not None
-        with across:
-            topology.check(across, "symmetric")
+        check_among(local.communicator, members.peers, topology, "symmetric")
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""

@@ -76,6 +76,18 @@ def checked_peers(peers: Peers) -> Peers:
     return peers
 
 
+def check_among(communicator: Communicator, ranks: Sequence[int], topology: Topology, needs: Needs) -> None:
+    """Compares topologies of some ranks only; collective over all, each of which gives the ranks that it belongs to.
+
+    Raises:
+        ValueError: as `Topology.check`.
+    """
+    among = communicator.split(ranks)
+    assert among is not None
+    with among:
+        topology.check(among, needs)
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a gossip step adds up.

@@ -133,7 +133,5 @@ def members_of(local: LocalModel) -> Members:
     nodes = even_nodes(local.communicator)
     if nodes is None:
         return RankMembers(local.mailbox)
-    node = local.communicator.split(next(ranks for ranks in nodes if local.communicator.rank in ranks))
-    assert node is not None
-    local.opened.append(node)
-    return NodeMembers(local.mailbox, node, nodes)
+    own = next(ranks for ranks in nodes if local.communicator.rank in ranks)
+    return NodeMembers(local.mailbox, local.connect(own), nodes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, Terms, topology_of
+from bagua_kernels.algorithms.gossip.mixing import Mixer, Mixing, Peers, Terms, check_among, topology_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.comm import Communicator, Nodes, ReduceOp, Work
@@ -44,15 +44,11 @@ class ShardedMixing(Mixing):
         Raises:
             ValueError: the topology has not the number of nodes.
         """
-        communicator = local.communicator
-        own = nodes.members[nodes.node_of(communicator.rank)]
-        place = own.index(communicator.rank)
+        own = nodes.members[nodes.node_of(local.communicator.rank)]
+        place = own.index(local.communicator.rank)
         ranks = [node[place] for node in nodes.members]
         super().__init__(local.mailbox, topology_of(peers, len(ranks)), ranks=ranks)
-        node = communicator.split(own)
-        assert node is not None
-        local.opened.append(node)
-        self.node: Communicator = node
+        self.node = local.connect(own)
 
     def options(self) -> RoundsOptions:
         """See `Mixing.options`: collectives inside nodes run one after the other on all ranks."""
@@ -60,10 +56,7 @@ class ShardedMixing(Mixing):
 
     def check(self, communicator: Communicator, needs: Needs) -> None:
         """See `Mixing.check`; ranks of one place on all nodes compare theirs."""
-        across = communicator.split(self.ranks)
-        assert across is not None
-        with across:
-            self.topology.check(across, needs)
+        check_among(communicator, self.ranks, self.topology, needs)
 
     def mixer(self) -> Mixer:
         """See `Mixing.mixer`."""

@@ -210,8 +210,7 @@ class OuterLoop(RoundAlgorithm):
 
     def loop_for(self, local: LocalModel) -> OuterRounds:
         """See `RoundAlgorithm.loop_for`."""
-        communicator = local.communicator.duplicate()
-        local.opened.append(communicator)
+        communicator = local.connect()
         pace = (
             Pace(self.interval, communicator.rank, communicator.size, least=self.delay + 1) if self.by_speed else None
         )

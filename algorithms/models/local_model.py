@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -92,6 +92,17 @@ class LocalModel:
             frozen: parameters that are not in `flat`, with their names.
         """
         self.flat, self._communicator, self._mailbox, self._frozen = flat, communicator, mailbox, frozen
+
+    def connect(self, ranks: Sequence[int] | None = None) -> Communicator:
+        """Opens a communicator beside that of all ranks, which is closed with the algorithm; collective over all ranks.
+
+        Args:
+            ranks: this one and others, as for `Communicator.split`; all if None.
+        """
+        made = self.communicator.duplicate() if ranks is None else self.communicator.split(ranks)
+        assert made is not None
+        self.opened.append(made)
+        return made
 
     def listen(self, module: torch.nn.Module, loop: Actor) -> Points:
         """Lets a loop act at the points of training from now on; returns these.
