@@ -238,10 +238,6 @@ class TimedAverages(Averages):
             self._engine.shut_down([self.local.communicator, *self.local.opened])
             self._engine = None
 
-    def rest_average(self, *, early: bool) -> None:
-        """See `Averages.rest_average`."""
-        self._triggered.rest(early=early)
-
     def _is_running(self) -> bool:
         return not self.paused and self._warm >= self._warm_up.steps and not self._triggered.rests
 

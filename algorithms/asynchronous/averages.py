@@ -26,7 +26,7 @@ class Average(Protocol):
 
     @property
     def rests(self) -> bool: ...  # noqa: D102
-    def rest(self) -> object: ...  # noqa: D102
+    def rest(self, *, early: bool = False) -> object: ...  # noqa: D102
     def resume(self) -> None: ...  # noqa: D102
 
 
@@ -197,14 +197,6 @@ class Averages(Loop):
         self.local.flat.check()
         self._rest(changes=not only_reads, early=call in _MEANS)
 
-    def rest_average(self, *, early: bool) -> None:
-        """Lets `average` rest, with those of all ranks.
-
-        Args:
-            early: True if what is not exchanged yet may be left out.
-        """
-        self.average.rest()
-
     def _resume(self) -> None:
         if self.average.rests:
             self.average.resume()
@@ -229,7 +221,7 @@ class Averages(Loop):
             if writes is not None:
                 # Others may need this rank's model to come to their rests. What they make of it is dropped here.
                 writes.mark()
-            self.rest_average(early=early)
+            self.average.rest(early=early)
             if changes:
                 self.model.bring_in()
             elif writes is not None:

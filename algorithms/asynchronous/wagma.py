@@ -178,10 +178,6 @@ class GroupAverages(Averages):
         """See `Averages.before_training`: step 3."""
         self._triggered.wait(self._version)
 
-    def rest_average(self, *, early: bool) -> None:
-        """See `Averages.rest_average`."""
-        self._triggered.rest(early=early)
-
     def _count(self, execution: Execution) -> None:
         self._fresh += execution.fresh
         self._staleness[execution.staleness] += 1

@@ -168,7 +168,7 @@ class Chooser(Listener):
         for label in self.ranked:
             one = self.candidates[label]
             there = network
-            if self._nodes is not None and (one.nodes is not None or not one.is_plain):
+            if self._nodes is not None and not one.is_plain:
                 # What was measured is a rank's part of its node's link.
                 ranks = min(len(node) for node in self._nodes.members)
                 there = Network(

@@ -98,9 +98,18 @@ class GatheredMean(Exchange):
     def run(self, step: int) -> Iterator[Work]:
         """See `Exchange.run`."""
         payload = self.encode(step)
-        everyone = payload.new_empty((self.communicator.size, payload.numel()))
-        yield self.communicator.all_gather(everyone, payload)
+        everyone = payload.new_empty((self.senders, payload.numel()))
+        yield self.start(everyone, payload)
         self.combine(everyone.unbind(0), [1.0] * len(everyone), self.bucket.flat)
+
+    @property
+    def senders(self) -> int:
+        """The number of payloads of which the mean is taken."""
+        return self.communicator.size
+
+    def start(self, everyone: torch.Tensor, payload: torch.Tensor) -> Work:
+        """Starts gathering the payloads of all senders, one in each row of `everyone`."""
+        return self.communicator.all_gather(everyone, payload)
 
     def state(self) -> dict[str, Named]:
         """The residual; see `Exchange.state`."""
@@ -134,14 +143,16 @@ class SparseMean(GatheredMean):
         self.nodes = communicator if isinstance(communicator, TieredCommunicator) and communicator.nodes.even else None
         self.payload = self.empty()
 
-    def run(self, step: int) -> Iterator[Work]:
-        """See `Exchange.run`."""
+    @property
+    def senders(self) -> int:
+        """See `GatheredMean.senders`."""
+        return super().senders if self.nodes is None else len(self.nodes.nodes.members)
+
+    def start(self, everyone: torch.Tensor, payload: torch.Tensor) -> Work:
+        """See `GatheredMean.start`."""
         if self.nodes is None:
-            yield from super().run(step)
-            return
-        everyone = self.payload.new_empty((len(self.nodes.nodes.members), self.payload.numel()))
-        yield self.nodes.all_gather_of_nodes(everyone, self.payload)
-        self.combine(everyone.unbind(0), [1.0] * len(everyone), self.bucket.flat)
+            return super().start(everyone, payload)
+        return self.nodes.all_gather_of_nodes(everyone, payload)
 
     def encode(self, step: int) -> torch.Tensor:
         """See `GatheredMean.encode`: a copy of what is in `payload`."""

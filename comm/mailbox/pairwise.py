@@ -186,8 +186,11 @@ class PairwiseAverage:
         """True from `rest` to `resume`."""
         return self._rests.resting
 
-    def rest(self) -> None:
+    def rest(self, *, early: bool = False) -> None:
         """Answers others, until all ranks rest; nobody asks afterwards until `resume`.
+
+        Args:
+            early: without effect: a question under way takes no longer than the rest.
 
         Raises:
             RankLostError: a rank is lost that did not rest.
