@@ -10,9 +10,8 @@ import torch
 from bagua_kernels.algorithms.wrapping.replicas import Write, average_from_first, bytes_of, synchronize
 from bagua_kernels.comm import Communicator, ReduceOp
 
-_LARGE = (
-    64 << 10
-)  # bytes of a buffer from which it is sent only if it has changed: to compare less takes as long as to send it
+# Bytes of a buffer from which it is sent only if it has changed: to compare less takes as long as to send it.
+_LARGE = 64 << 10
 
 # Of what torch's modules keep, only these are means over samples. The mean of two unit vectors is no unit vector.
 RUNNING = ("*running_mean", "*running_var")

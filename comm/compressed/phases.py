@@ -259,17 +259,17 @@ class Messages:
         extra: bytes behind the first row, a multiple of 16.
     """
 
-    @property
-    def slots(self) -> list[Slots]:
-        """What needs memory while a vector is under way (`lent`)."""
-        return [self._own, self._all]
-
     def __init__(self, communicator: Communicator, sizes: Sequence[int], extra: int) -> None:
         self._communicator = communicator
         self._sizes = sizes
         rows = with_extra(sizes, extra)
         self._own, self._all = Slots(1, rows), Slots(communicator.size, rows)
         self._works: list[Work] = [FINISHED, FINISHED]
+
+    @property
+    def slots(self) -> list[Slots]:
+        """What needs memory while a vector is under way (`lent`)."""
+        return [self._own, self._all]
 
     def own(self, piece: int) -> torch.Tensor:
         """Where this rank's row of a piece is to be written, shape (bytes,)."""

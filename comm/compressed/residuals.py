@@ -62,18 +62,15 @@ class Residuals:
 
     def scale(self, factor: float) -> None:
         """Multiplies all elements."""
-        for name, length in self._parts:
-            self._feedback.residual(name, torch.empty(length, dtype=torch.float32, device=self._device)).mul_(factor)
+        for part in self._views(0, self.numel):
+            part.mul_(factor)
 
     def add(self, start: int, x: torch.Tensor) -> None:
         """Adds a vector to the elements from a place on."""
-        end = 0
-        for name, length in self._parts:
-            begin, end = end, end + length
-            low, high = max(begin, start), min(end, start + x.numel())
-            if low < high:
-                part = self._feedback.residual(name, x.new_empty(length))
-                part[low - begin : high - begin].add_(x[low - start : high - start])
+        done = 0
+        for part in self._views(start, start + x.numel()):
+            part.add_(x[done : done + part.numel()])
+            done += part.numel()
 
     @contextlib.contextmanager
     def withheld(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:

@@ -62,7 +62,9 @@ class ShardResiduals:
 
     def state(self) -> torch.Tensor:
         """A copy, shape (numel,), float32, shard by shard."""
-        return torch.cat([torch.empty(0), *(kept.state() for _, kept in self._shards)])
+        parts = [kept.state() for _, kept in self._shards]
+        # Not beside an empty tensor of the CPU: parts are on the device of the vector.
+        return torch.cat(parts) if parts else torch.empty(0)
 
     def check(self, state: torch.Tensor) -> None:
         """Raises what `load` would, and takes nothing."""

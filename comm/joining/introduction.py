@@ -24,9 +24,8 @@ from bagua_kernels.errors import CommunicationError
 
 _KEY = "bagua_kernels/secret"  # in torch's store
 _LONGEST = 1 << 20  # bytes of a value as JSON
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
-    weakref.WeakKeyDictionary()
-)  # introductions begun, of each group
+# Introductions begun, of each group.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def job_secret(store: Store, seconds: float | None = None, look: Callable[[], object] | None = None) -> Secret:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -118,6 +119,7 @@ def fitted(ranks: int, line: Line) -> Tuning:
     return replace(Tuning(), **tables)
 
 
+@functools.cache
 def table(operation: str, ranks: int, line: Line) -> Limits:
     """Returns the best way of one collective by size."""
     chosen = [(nbytes, best(operation, ranks, nbytes, line)) for nbytes in _SIZES]
