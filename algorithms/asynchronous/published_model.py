@@ -124,43 +124,53 @@ class PublishedModel:
         """See `Publisher.read`."""
         self._wait_for_values()
         with self._beside_training(Event("read")):
-            if self._is_written():
-                # An older model, which counts as such.
-                for last, copy in zip(self._last, out, strict=True):
-                    if copy is not last:
-                        copy.copy_(last)
-                self._last = list(out)
-                return self._last_version, self._resting
-            sources = self._sources()
-            for place, (source, copy) in enumerate(zip(sources, out, strict=True)):
-                if self._owed:
-                    torch.add(source, self._debt(place), out=copy)
-                else:
-                    copy.copy_(source)
-            # The courier may be behind when training drops the parameters.
-            keep_memory(sources)
-            self._last, self._last_version = list(out), self.version
-            return self.version, self._resting
+            while not self._is_written():
+                self._copy_to(out)
+                # A write from outside may have begun meanwhile. Then the copy may be of both models.
+                if not self._has_values_from_outside():
+                    self._last, self._last_version = list(out), self.version
+                    return self.version, self._resting
+                if any(copy is last for last, copy in zip(self._last, out, strict=False)):
+                    self._last = []
+                self._await_values(between_steps=True)
+                self._wait_for(self._written)
+            # An older model, which counts as such.
+            for last, copy in zip(self._last, out, strict=True):
+                if copy is not last:
+                    copy.copy_(last)
+            self._last = list(out)
+            return self._last_version, self._resting
+
+    def _copy_to(self, out: Sequence[torch.Tensor]) -> None:
+        sources = self._sources()
+        for place, (source, copy) in enumerate(zip(sources, out, strict=True)):
+            if self._owed:
+                torch.add(source, self._debt(place), out=copy)
+            else:
+                copy.copy_(source)
+        # The courier may be behind when training drops the parameters.
+        keep_memory(sources)
+
+    def _has_values_from_outside(self) -> bool:
+        return self.writes is not None and not self._resting and self.writes.found(beside_training=True)
 
     def _is_written(self) -> bool:
-        return (
-            self.writes is not None
-            and bool(self._last)
-            and not self._resting
-            and self.writes.found(beside_training=True)
-        )
+        return bool(self._last) and self._has_values_from_outside()
 
     def _wait_for_values(self) -> None:
         """Waits while parameters are written by others, where nothing was read before that could be published instead."""
-        if self._last or self.writes is None:
-            return
-        writes = self.writes
         with self._changed:
-            self._wait_until(
-                lambda: self._writing or self._resting or not writes.found(beside_training=True),
-                "parameters have had values from outside for {:g} s, which no step has taken: train on, put them back, or raise "
-                "timeout=",
-            )
+            self._await_values()
+
+    def _await_values(self, between_steps: bool = False) -> None:
+        self._wait_until(
+            lambda: (
+                not (self._writing and between_steps)
+                and (bool(self._last) or self._writing or not self._has_values_from_outside())
+            ),
+            "parameters have had values from outside for {:g} s, which no step has taken: train on, put them back, or raise "
+            "timeout=",
+        )
 
     def rest(self, resting: bool) -> None:
         """See `Publisher.rest`."""

@@ -1,0 +1,60 @@
+"""A swap of weights that begins while the courier copies a model is not published, in no part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_kernels.algorithms.asynchronous.published_model import PublishedModel
+from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
+from bagua_kernels.algorithms.models.writes import Writes
+from bagua_kernels.comm import Communicator, open_mailbox, run_ranks
+from tests.grids import grid
+
+N = 8
+OWN, FOREIGN = 1.0, 7.0
+
+
+@grid(same=[False, True], begun=[False, True])
+def test_swap_in_the_middle_of_a_copy(same: bool, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get the model of before: from a copy that is left, or where there is none, once the weights are put back.
+
+    Args:
+        same: whether the copy goes into the memory of the one before.
+        begun: whether there is one before.
+    """
+
+    def rank(communicator: Communicator) -> None:
+        parameter = nn.Parameter(torch.full((N,), OWN))
+        flat = FlatParameters({"x": parameter})
+        model = PublishedModel(flat, open_mailbox(communicator))
+        model.writes = Writes(flat)
+        model.end_write(version=3)
+        swaps, waits = list[int](), list[int]()
+        copy_to = model._copy_to
+
+        def copy(out: Sequence[torch.Tensor]) -> None:
+            if len(swaps) < 1:
+                swaps.append(1)
+                parameter.data[: N // 2] = FOREIGN
+            copy_to(out)
+
+        def put_back() -> None:
+            waits.append(1)
+            parameter.data.fill_(OWN)
+
+        model.check = put_back
+        read = model.buffers()
+        if begun:
+            assert model.read(read) == (3, False)
+        monkeypatch.setattr(model, "_copy_to", copy)
+        out = read if same else model.buffers()
+        assert model.read(out) == (3, False)
+        assert swaps == [1]
+        assert [each.tolist() for each in out] == [[OWN] * N]
+        assert bool(waits) == (same or not begun)
+
+    run_ranks(1, rank)
