@@ -225,7 +225,7 @@ def _join(launch: Launch, timeout: float, place: torch.device, host: str) -> Com
             store.set_timeout(timedelta(seconds=start.left()))
             with gloo_on(host):
                 _init_group(launch, place, PrefixStore(f"bagua_kernels/{start.name}", store), start)
-            made = over_torch(start.left(), place, host, start.look)
+            made = over_torch(start.left(), place, host, start.look, start.tell)
         except BaseException:
             # Nothing of a failed start may be left for the next one to find.
             _give_up_group()

@@ -21,7 +21,11 @@ from bagua_kernels.comm.failures.session import Session
 
 
 def over_torch(
-    timeout: float, place: torch.device | None, host: str, look: Callable[[], object] | None = None
+    timeout: float,
+    place: torch.device | None,
+    host: str,
+    look: Callable[[], object] | None = None,
+    tell: Callable[[BaseException], object] | None = None,
 ) -> Communicator:
     """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for.
 
@@ -30,6 +34,7 @@ def over_torch(
         place: the device of tensors; None for that of the group.
         host: the address at which the ranks listen; empty for the default.
         look: called again and again while it waits for other ranks; what it raises ends the wait.
+        tell: called with what failed, before this rank leaves, which may take seconds.
     """
     deadline = time.monotonic() + timeout
     base = TorchCommunicator(
@@ -57,6 +62,8 @@ def over_torch(
             base, stripes=stripes, tuning=tuning, host=host, deadline=deadline, exchange=base.introduction
         )
     except BaseException as error:
+        if tell is not None:
+            tell(error)
         base.abort(f"init failed: {error}")
         raise
 

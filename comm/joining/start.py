@@ -203,23 +203,31 @@ class Start:
         try:
             yield
         except (CommunicationError, BackendUnavailableError) as error:
-            if isinstance(error, CollectiveTimeoutError) and not error.ranks:
-                # Some did not come, and the call could not see which.
+            if _is_vague(error):
                 raise self._failure(error) from error
-            self._tell(list(getattr(error, "ranks", ())), str(error))
+            self.tell(error)
             raise
         except RuntimeError as error:
             raise self._failure(error) from error
         except BaseException as error:
-            self._tell([self._rank], f"init raised {type(error).__name__} on rank {self._rank}: {error}")
+            self.tell(error)
             raise
         finally:
             self._store.close()
 
+    def tell(self, error: BaseException) -> None:
+        """Reports to the other ranks what failed here; before what takes time, for they do not wait long for it."""
+        if isinstance(error, CommunicationError | BackendUnavailableError) and not _is_vague(error):
+            self._tell(list(getattr(error, "ranks", ())), str(error))
+        elif isinstance(error, RuntimeError):
+            self._tell([], str(error))
+        else:
+            self._tell([self._rank], f"init raised {type(error).__name__} on rank {self._rank}: {error}")
+
     def _failure(self, error: RuntimeError) -> CommunicationError:
         """Finds out who is at fault: ranks that failed for the same cause report it within the grace."""
         said = f" [cause: {_line(error)}]"
-        self._tell([], str(error))
+        self.tell(error)
         until = max(self._over, time.monotonic() + self._grace) - self._grace / 3
         named, silent, ended = self._listen(until)
         if named is not None:
@@ -251,18 +259,20 @@ class Start:
         others = [rank for rank in range(self._size) if rank != self._rank]
         silent = others
         while True:
-            ended = [rank for rank in silent if self._evidence.state(rank) == "gone"]
+            gone = [rank for rank in silent if self._evidence.state(rank) == "gone"]
             # A host that is stopped does not answer, and one that has ended will not.
-            if ended or self._evidence.state(self._host) in ("stopped", "gone"):
-                return None, [self._host], ended
+            if self._evidence.state(self._host) in ("stopped", "gone"):
+                return None, [self._host], [self._host] if self._host in gone else gone
             try:
                 self._store.deadline = until
                 words = {rank: self._word(rank) for rank in others}
             except (TimeoutError, RuntimeError):
-                return None, ([] if self._host < 0 or self._rank == self._host else [self._host]), ended
+                return None, ([] if self._host < 0 or self._rank == self._host else [self._host]), gone
             named = next((word for word in words.values() if word is not None and word[0]), None)
             silent = [rank for rank in others if words[rank] is None]
-            if named or not silent or time.monotonic() > until:
+            # Those who ended with a word heard of the failure before this rank did, and are not its cause.
+            ended = [rank for rank in gone if rank in silent]
+            if named or ended or not silent or time.monotonic() > until:
                 return named, silent, ended
             time.sleep(_POLL)
 
@@ -311,6 +321,11 @@ def _await(address: str, port: int, deadline: float) -> str:
         if time.monotonic() + _RETRY > deadline:
             return trouble
         time.sleep(_RETRY)
+
+
+def _is_vague(error: BaseException) -> bool:
+    """Returns True if some ranks did not come, and the call could not see which."""
+    return isinstance(error, CollectiveTimeoutError) and not error.ranks
 
 
 def _ranks(ranks: list[int]) -> str:
