@@ -77,15 +77,19 @@ class NodeMembers(Members):
     all parts.
     """
 
-    def __init__(self, mailbox: Mailbox, node: Communicator, nodes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, node: Communicator, before: Communicator, nodes: Sequence[Sequence[int]]
+    ) -> None:
         """Makes members of nodes.
 
         Args:
             mailbox: of all ranks.
-            node: the communicator of this rank's node.
+            node: the communicator of this rank's node, for exchanges.
+            before: another one, for what precedes them on the training thread. Exchanges of other buckets may be under way by
+                then, on one rank and not on another.
             nodes: the ranks of each, as many on all.
         """
-        self._mailbox, self._node = mailbox, node
+        self._mailbox, self._node, self._before = mailbox, node, before
         self.rank = next(number for number, ranks in enumerate(nodes) if mailbox.rank in ranks)
         self.size = len(nodes)
         self.peers = [ranks[node.rank] for ranks in nodes]
@@ -112,14 +116,14 @@ class NodeMembers(Members):
     def average(self, vector: torch.Tensor) -> None:
         """See `Members.average`: the mean of the node's ranks."""
         # waits: for ranks of this node, before what they have in common is encoded.
-        self._node.all_reduce(vector, ReduceOp.AVG).wait()
+        self._before.all_reduce(vector, ReduceOp.AVG).wait()
 
     def most(self, number: int) -> int:
         """See `Members.most`."""
         # waits: as `average`.
-        found = torch.tensor([number], device=self._node.device)
+        found = torch.tensor([number], device=self._before.device)
         # waits: as `average`.
-        self._node.all_reduce(found, ReduceOp.MAX).wait()
+        self._before.all_reduce(found, ReduceOp.MAX).wait()
         # waits: as `average`.
         return int(found)
 
@@ -134,4 +138,4 @@ def members_of(local: LocalModel) -> Members:
     if nodes is None:
         return RankMembers(local.mailbox)
     own = next(ranks for ranks in nodes if local.communicator.rank in ranks)
-    return NodeMembers(local.mailbox, local.connect(own), nodes)
+    return NodeMembers(local.mailbox, local.connect(own), local.connect(own), nodes)
