@@ -72,7 +72,7 @@ def test_processes(sockets: str, tmp_path: Path) -> None:
         assert "MismatchError" in told, results
         assert "rank 0 is in checkpoint.save, rank 1 is in training" in told, results
     else:
-        assert "rank 0 called broadcast in checkpoint.save" in told, results
+        assert "rank 0 called all_gather in checkpoint.save" in told, results
         assert "rank 1 called all_to_all in training" in told, results
 
 
