@@ -18,11 +18,12 @@ import torch
 
 from bagua_kernels import optim
 from bagua_kernels.compression import BlockCodec, Codec, codec, from_spec
+from bagua_kernels.compression.minmax import MinMax
 
 _ELEMENTS = (1 << 31) + (1 << 20)
 _WINDOW = 1 << 16  # elements: whole blocks and whole chunks of every codec
 # One state or none, for the memory: parameters and gradients take 8.6 GB.
-_OPTIMIZERS = ("SGD",)
+_OPTIMIZERS = ("SGD", "Lion")
 Found = tuple[str, str]
 
 
@@ -58,12 +59,22 @@ def run_codec(found: Codec, elements: int) -> str:
         if isinstance(found, BlockCodec) and not found.stochastic:
             alone = found.decode(found.encode(before, seed=3), torch.empty_like(before))
             assert torch.equal(decoded, alone), f"another result than alone at {window}"
+        elif isinstance(found, MinMax):
+            # Random numbers choose one of the two levels around each element.
+            error = (decoded.float() - before.float()).abs().view(-1, found.block)
+            assert (error <= level(before, found) * 1.05).all(), f"another level at {window}"
         else:
             # What random numbers or a choice of elements leave of them has their signs.
             assert (decoded * before >= 0).all(), f"another sign at {window}"
     gap = x[windows(elements)[0].stop : windows(elements)[1].start]
     assert not gap.numel() or float(gap.abs().amax()) == 0.0, "zeros became other numbers"
     return "right"
+
+
+def level(x: torch.Tensor, found: MinMax) -> torch.Tensor:
+    """Returns the distance of the levels of each block, shape (blocks, 1)."""
+    blocks = x.float().view(-1, found.block)
+    return (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / found.RULE.levels
 
 
 def run_optimizer(name: str, elements: int) -> str:
