@@ -36,17 +36,26 @@ SPECS = {
 }
 # By the name of a row: its page with a formula.
 PAGES = {
+    "allreduce": "gradient-all-reduce",
+    "bytegrad": "bytegrad",
+    "topk": "topk",
+    "powersgd": "powersgd",
     "decentralized": "decentralized",
     "d2": "d2",
     "sgp": "stochastic-gradient-push",
+    "lowprec": "low-precision-decentralized",
+    "choco": "choco",
     "local_sgd": "local-sgd",
     "diloco": "diloco",
+    "sparse_loco": "sparse-loco",
     "wagma": "wagma",
     "async_model_average": "async-model-average",
     "async_decentralized": "async-decentralized",
 }
 _STEPS = 6
 _SHARE, _BYTES, _OF = 0.05, 100e6, 124e6  # by how much a formula may be wrong, the bytes for so many parameters
+_FIXED = 16e6  # bytes that do not depend on the model: of messages under way, and of what threads keep
+_BUCKET = (10 << 20) // 4  # elements of a bucket, where no tensor has more
 
 
 def expected(name: str, row: dict[str, Any]) -> tuple[float, float] | None:
@@ -54,8 +63,9 @@ def expected(name: str, row: dict[str, Any]) -> tuple[float, float] | None:
     if name not in PAGES:
         return None
     n = row["parameters"]
-    found = pages.value(pages.formula(PAGES[name]), {"N": n, "B": row["largest"]})
-    return found, _SHARE * found + _BYTES * n / _OF
+    bucket = min(n, _BUCKET)
+    found = pages.value(pages.formula(PAGES[name]), {"N": n, "B": max(row["largest"], bucket), "C": bucket})
+    return found, _SHARE * found + max(_FIXED, _BYTES * n / _OF)
 
 
 def measure(spec: str, scale: float) -> dict[str, Any]:

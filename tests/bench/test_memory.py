@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench.memory import pages
-from bench.memory.measure import PAGES, SPECS, expected
+from bench.memory.measure import PAGES, SPECS, expected, measure
+
+SCALE = 0.0645  # 8 M parameters
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
@@ -14,7 +18,7 @@ def test_pages_have_formulas(name: str) -> None:
     row = {"parameters": 124_000_000, "largest": 38_000_000}
     found = expected(name, row)
     assert found is not None
-    assert 4 * 124e6 <= found[0] <= 24 * 124e6
+    assert 124e6 <= found[0] <= 24 * 124e6
     assert found[1] == pytest.approx(0.05 * found[0] + 100e6)
 
 
@@ -24,3 +28,21 @@ def test_formulas_are_sums_and_products() -> None:
         pages.value("N ** 2", {"N": 3})
     with pytest.raises(ValueError, match="sums and products"):
         pages.value("8 M", {"N": 3})
+
+
+@pytest.fixture(scope="module")
+def plain() -> int:
+    """Bytes of the plain loop's peak."""
+    return int(measure("plain", SCALE)["training"])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not count a process's peak")
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_formulas_hold_for_a_small_model(name: str, plain: int) -> None:
+    row = measure(SPECS[name], SCALE)
+    found = expected(name, row)
+    assert found is not None
+    formula, allowed = found
+    assert row["training"] - plain <= formula + allowed, row
