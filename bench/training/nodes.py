@@ -1,5 +1,7 @@
 """Bytes that leave hosts of several ranks, beside the formulas: `python -m bench.training.nodes [--output …/nodes.json]`.
 
+With `--rate 500` links have so many Mbit/s, and the seconds of a step count.
+
 Each layout is a lab (`bench.netlab`) of one host for each of its numbers, with so many ranks: 4,4 is two hosts of four. Every
 algorithm trains the same layers. Each host's own counter of its link is read before and after some steps.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms import from_spec
@@ -69,7 +73,13 @@ def peers(codec: str, most: float) -> Formula:
     return lambda job, ranks: bytes_of(codec) * min(most, len(ranks) - 1) * job.elements
 
 
+def ring(job: Job, ranks: Sequence[int]) -> float:
+    """A ring of all ranks, which leaves each host once."""
+    return 2 * (sum(ranks) - 1) / sum(ranks) * 4 * job.elements
+
+
 CASES = [
+    Case("ddp", ring),
     Case("allreduce", adviser("GradientAllReduce")),
     Case("bytegrad", adviser("ByteGrad")),
     Case("compressed:codec=absmax_int8", adviser("8 bits")),
@@ -109,38 +119,48 @@ def on_rank(specs: Sequence[str], exchanges: int) -> None:
         case = next(one for one in CASES if one.spec == spec)
         torch.manual_seed(0)
         net = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-        own = None if spec.startswith(("qadam", "onebit_adam")) else torch.optim.SGD(net.parameters(), 1e-3)
-        model = from_spec(spec.replace("period=none", "period=1000000"), net, own)
-        optimizer: Any = own or model.optimizer
+        own: Any = None if spec.startswith(("qadam", "onebit_adam")) else torch.optim.SGD(net.parameters(), 1e-3)
+        model: Any = (
+            DistributedDataParallel(net)
+            if spec == "ddp"
+            else from_spec(spec.replace("period=none", "period=1000000"), net, own)
+        )
+        optimizer = own or model.optimizer
 
-        def train(steps: int, model: Any = model, optimizer: Any = optimizer) -> None:
+        def train(steps: int, spec: str = spec, model: Any = model, optimizer: Any = optimizer) -> None:
             for _ in range(steps):
                 model(torch.randn(2, WIDTH)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            model.wait()
+            if spec != "ddp":
+                model.wait()
 
         train(3 * case.steps)
         world.barrier().wait()
-        before, rounds = int(_COUNTER.read_text()), model.stats().rounds
+        before, rounds = int(_COUNTER.read_text()), model.stats().rounds if spec.startswith("async") else 0
+        began = time.perf_counter()
         train(exchanges * case.steps)
         world.barrier().wait()
+        seconds = (time.perf_counter() - began) / (exchanges * case.steps)
         sent, done = int(_COUNTER.read_text()) - before, exchanges
         if spec.startswith("async"):
             done = model.stats().rounds - rounds
-        print(json.dumps({"spec": spec, "sent": sent / done}), flush=True)
-        model.close()
+        print(json.dumps({"spec": spec, "sent": sent / done, "seconds": seconds}), flush=True)
+        if spec != "ddp":
+            model.close()
     comm.shutdown()
 
 
-def measure(layout: Sequence[int], cases: Sequence[Case], exchanges: int, timeout: float) -> dict[str, list[float]]:
-    """Returns for each algorithm what each host has sent for an exchange."""
+def measure(
+    layout: Sequence[int], cases: Sequence[Case], exchanges: int, timeout: float, rate: float | None
+) -> dict[str, list[dict[str, float]]]:
+    """Returns for each algorithm, and each host, what it has sent for an exchange, and the seconds of a step."""
     specs = [case.spec for case in cases]
     command = [sys.executable, "-m", "bench.training.nodes", "--rank", *specs, "--exchanges", str(exchanges)]
-    with netlab.Lab(len(layout)) as lab:
+    with netlab.Lab(len(layout), rate=rate) as lab:
         outputs = lab.run(command, layout, timeout=timeout)
         first = [rank for rank, (_, number) in enumerate(lab.places(layout)) if number == 0]
-    sent: dict[str, list[float]] = {}
+    found: dict[str, list[dict[str, float]]] = {}
     for result in outputs:
         if result.returncode:
             raise SystemExit(
@@ -149,8 +169,8 @@ def measure(layout: Sequence[int], cases: Sequence[Case], exchanges: int, timeou
     for rank in first:
         for line in outputs[rank].stdout.splitlines():
             row = json.loads(line)
-            sent.setdefault(row["spec"], []).append(row["sent"])
-    return sent
+            found.setdefault(row.pop("spec"), []).append(row)
+    return found
 
 
 def main() -> None:
@@ -159,6 +179,7 @@ def main() -> None:
     parser.add_argument("--specs", nargs="*", default=[case.spec for case in CASES])
     parser.add_argument("--exchanges", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a layout")
+    parser.add_argument("--rate", type=float, help="Mbit/s of each link in each direction (default: no limit)")
     parser.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="a JSON file")
     given = parser.parse_args()
@@ -173,22 +194,31 @@ def main() -> None:
         layout = [int(word) for word in text.split(",")]
         even = len(set(layout)) == 1
         cases = [case for case in CASES if case.spec in given.specs and (even or not case.even)]
-        for spec, hosts in measure(layout, cases, given.exchanges, given.timeout).items():
+        for spec, hosts in measure(layout, cases, given.exchanges, given.timeout, given.rate).items():
             case = next(one for one in cases if one.spec == spec)
-            wanted = case.formula(job, layout)
-            rows.append({"layout": text, "spec": spec, "sent": hosts, "formula": wanted, "most": max(hosts) / wanted})
+            wanted, sent = case.formula(job, layout), [host["sent"] for host in hosts]
+            seconds = max(host["seconds"] for host in hosts)
+            rows.append({"layout": text, "spec": spec, "sent": sent, "formula": wanted, "most": max(sent) / wanted})
+            rows[-1]["seconds"] = seconds
             print(json.dumps(rows[-1]), flush=True)
     table = Table(title=f"{job.elements / 1e6:.3g} million parameters: MB that leave a host for an exchange")
-    for column in ("ranks of hosts", "algorithm", "sent", "formula", "ratio"):
-        table.add_column(column, justify="right" if column in ("formula", "ratio") else "left")
+    for column in ("ranks of hosts", "algorithm", "sent", "formula", "ratio", "s/step"):
+        table.add_column(column, justify="right" if column in ("formula", "ratio", "s/step") else "left")
     for row in rows:
         sent = " ".join(f"{each / 1e6:.3f}" for each in row["sent"])
-        table.add_row(row["layout"], row["spec"], sent, f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}")
+        figures = (f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}", f"{row['seconds']:.3f}")
+        table.add_row(row["layout"], row["spec"], sent, *figures)
     speed.console().print(table)
     if given.output:
         speed.write(
             given.output,
-            {"elements": job.elements, "exchanges": given.exchanges, "rows": rows, "machine": speed.machine()},
+            {
+                "elements": job.elements,
+                "exchanges": given.exchanges,
+                "rate": given.rate,
+                "rows": rows,
+                "machine": speed.machine(),
+            },
         )
 
 
