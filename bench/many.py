@@ -3,8 +3,7 @@
 All ranks are forked from this process, with `--limit` as the hard limit on open files of each. For each algorithm they call
 `init`, train a small model for some steps, and end. The table has the seconds of the slowest rank in each
 part. It has the most descriptors, threads and memory of any rank, and descriptors divided by the number of other ranks.
-The spec `init` trains
-nothing.
+The spec `init` trains nothing.
 
 Ranks share two processors here, so that times are those of this machine under a hundred processes, not of a network.
 """

@@ -110,10 +110,10 @@ def encode_rows_of_pieces(
             check_vector("each piece", piece, FLOAT_DTYPES)
             kinds.add((piece.dtype, piece.device))
         blocks.add(sum(-(-piece.numel() // block) for piece in each))
-    if len(kinds) != 1 or len(blocks) != 1 or next(iter(kinds))[1] != payloads.device:
-        raise TypeError(
-            f"expected pieces of one dtype on {payloads.device}, as long in each row, got {kinds}, {blocks}"
-        )
+    if len(kinds) != 1 or next(iter(kinds))[1] != payloads.device:
+        raise TypeError(f"expected pieces of one dtype on {payloads.device}, got {kinds}")
+    if len(blocks) != 1:
+        raise ValueError(f"expected as many blocks of {block} elements in each row, got {sorted(blocks)}")
     form = form_of(rule, block * blocks.pop(), block)
     check_payload("payloads", payloads, form, (len(pieces), form.size), payloads.device)
     for seed in seeds or ():
