@@ -30,6 +30,7 @@ from bench.netlab import lab as netlab
 
 LAYOUTS = ("4,4", "1,2,4", "2,2,2,2")
 WIDTH, LAYERS = 1024, 8
+_QUIET = 2.0  # seconds without the end of an average, after which none is under way
 _COUNTER = Path(f"/sys/class/net/{netlab.INTERFACE}/statistics/tx_bytes")
 
 Formula = Callable[[Job, Sequence[int]], float]
@@ -111,6 +112,15 @@ CASES = [
 ]
 
 
+def settled(model: Any) -> int:
+    """Waits until no average is under way beside training; returns their number."""
+    found = -1
+    while found != (rounds := model.stats().rounds):
+        found = rounds
+        time.sleep(_QUIET)
+    return found
+
+
 def on_rank(specs: Sequence[str], exchanges: int) -> None:
     """One rank; prints a line for each algorithm with what its host has sent, if it is the host's first rank."""
     torch.set_num_threads(1)
@@ -136,15 +146,16 @@ def on_rank(specs: Sequence[str], exchanges: int) -> None:
                 model.wait()
 
         train(3 * case.steps)
+        rounds = settled(model) if spec.startswith("async") else 0
         world.barrier().wait()
-        before, rounds = int(_COUNTER.read_text()), model.stats().rounds if spec.startswith("async") else 0
+        before = int(_COUNTER.read_text())
         began = time.perf_counter()
         train(exchanges * case.steps)
         world.barrier().wait()
         seconds = (time.perf_counter() - began) / (exchanges * case.steps)
-        sent, done = int(_COUNTER.read_text()) - before, exchanges
-        if spec.startswith("async"):
-            done = model.stats().rounds - rounds
+        done = settled(model) - rounds if spec.startswith("async") else exchanges
+        world.barrier().wait()
+        sent = int(_COUNTER.read_text()) - before
         print(json.dumps({"spec": spec, "sent": sent / done, "seconds": seconds}), flush=True)
         if spec != "ddp":
             model.close()
@@ -181,7 +192,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a layout")
     parser.add_argument("--rate", type=float, help="Mbit/s of each link in each direction (default: no limit)")
     parser.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=Path, help="a JSON file; rows that are not measured anew stay")
     given = parser.parse_args()
     if given.rank:
         on_rank(given.rank, given.exchanges)
@@ -205,21 +216,23 @@ def main() -> None:
     for column in ("ranks of hosts", "algorithm", "sent", "formula", "ratio", "s/step"):
         table.add_column(column, justify="right" if column in ("formula", "ratio", "s/step") else "left")
     for row in rows:
-        sent = " ".join(f"{each / 1e6:.3f}" for each in row["sent"])
+        bytes_ = " ".join(f"{each / 1e6:.3f}" for each in row["sent"])
         figures = (f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}", f"{row['seconds']:.3f}")
-        table.add_row(row["layout"], row["spec"], sent, *figures)
+        table.add_row(row["layout"], row["spec"], bytes_, *figures)
     speed.console().print(table)
     if given.output:
-        speed.write(
-            given.output,
-            {
-                "elements": job.elements,
-                "exchanges": given.exchanges,
-                "rate": given.rate,
-                "rows": rows,
-                "machine": speed.machine(),
-            },
-        )
+        facts = {"elements": job.elements, "exchanges": given.exchanges, "rate": given.rate}
+        rows = merged(given.output, facts, rows)
+        speed.write(given.output, {**facts, "rows": rows, "machine": speed.machine()})
+
+
+def merged(output: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of a file with new ones in their places; only new ones if the file is of another run."""
+    before = json.loads(output.read_text()) if output.exists() else {}
+    if any(before.get(key) != value for key, value in facts.items()):
+        return rows
+    new = {(row["layout"], row["spec"]): row for row in rows}
+    return [new.pop((row["layout"], row["spec"]), row) for row in before["rows"]] + list(new.values())
 
 
 if __name__ == "__main__":
