@@ -8,11 +8,12 @@ import pytest
 
 from bench.memory import pages
 from bench.memory.measure import PAGES, SPECS, expected, measure
+from tests.grids import grid
 
 SCALE = 0.0645  # 8 M parameters
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
+@grid(name=sorted(PAGES))
 def test_pages_have_formulas(name: str) -> None:
     assert name in SPECS
     row = {"parameters": 124_000_000, "largest": 38_000_000}
@@ -39,7 +40,7 @@ def plain() -> int:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not count a process's peak")
-@pytest.mark.parametrize("name", sorted(PAGES))
+@grid(name=sorted(PAGES))
 def test_formulas_hold_for_a_small_model(name: str, plain: int) -> None:
     row = measure(SPECS[name], SCALE)
     found = expected(name, row)
