@@ -82,7 +82,7 @@ class TieredCommunicator(Communicator):
 
     def all_reduce_for(self, codec: Codec, n: int, exact: int, dtype: torch.dtype, **options: Any) -> AllReduce:
         """See `comm.compressed.all_reduce_for`."""
-        return TieredAllReduce(codec, self, self._tiers, n, exact, dtype, **options)
+        return TieredAllReduce(codec, self, self._tiers, self._line, n, exact, dtype, **options)
 
     def average_inside(self, tensor: torch.Tensor) -> Work:
         """Replaces a tensor by its mean over the ranks of this node."""

@@ -10,11 +10,12 @@ import torch
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.compressed.base import AllReduce, Deliver, Source
 from bagua_kernels.comm.compressed.residuals import Kept, Residuals
+from bagua_kernels.comm.hierarchical.line import Line
 from bagua_kernels.comm.hierarchical.residuals import ShardResiduals
 from bagua_kernels.comm.hierarchical.tiered import TieredReduction
 from bagua_kernels.comm.hierarchical.tiers import Tiers
 from bagua_kernels.comm.reduction import ReduceOp
-from bagua_kernels.comm.work import Steps, drive
+from bagua_kernels.comm.work import Steps, Together, drive
 from bagua_kernels.compression import Codec
 
 
@@ -40,6 +41,7 @@ class TieredAllReduce(AllReduce):
         codec: Codec,
         communicator: Communicator,
         tiers: Tiers,
+        line: Line,
         n: int,
         exact: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -50,14 +52,14 @@ class TieredAllReduce(AllReduce):
         plain_below: int = 0,
         own: Sequence[slice] | None = None,
     ) -> None:
-        """Prepares for vectors of a size; arguments as for `all_reduce_for`, and the tiers of the communicator.
+        """Prepares for vectors of a size; arguments as for `all_reduce_for`, and the tiers and the line of the communicator.
 
         Raises:
             TypeError: as for `all_reduce_for`.
             ValueError: as for `all_reduce_for`.
         """
         super().__init__(codec, communicator, n, exact, dtype, plain_below)
-        self._tiers = tiers
+        self._tiers, self._line = tiers, line
         if self.plain:
             return
         self._reduction = TieredReduction(
@@ -78,6 +80,9 @@ class TieredAllReduce(AllReduce):
     def _exchange(
         self, x: torch.Tensor, exact: torch.Tensor, seed: int, source: Source | None, deliver: Deliver | None
     ) -> Steps:
+        if before := self._line.under_way():
+            # Their later steps use the same communicators, and may have ended on other ranks.
+            yield Together(before)
         exact_mean = self.communicator.all_reduce(exact, ReduceOp.AVG)
         sums = x if self._sums is None else self._sums.copy_(x)
         yield from self._reduction.steps(sums, seed, deliver)

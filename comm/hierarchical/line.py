@@ -41,6 +41,10 @@ class Line:
         self._operations.append(operation)
         return operation
 
+    def under_way(self) -> list[Work]:
+        """Returns the operations that have not ended, as far as this is known without looking."""
+        return list(self._operations)
+
     def drive(self, until: Operation) -> None:
         """Waits for all operations up to one."""
         while not until.ended:
