@@ -87,15 +87,19 @@ class PublishedModel:
     def _beside_training(self, event: Event) -> Iterator[None]:
         """Holds the lock while no optimizer writes; streams wait for one another, and hosts do not."""
         with self._changed:
-            self._wait_until(
-                lambda: not self._writing,
-                "an optimizer's step has not ended within {:g} s, or has raised an exception: catch it outside of the "
-                "algorithm's `with` block, or raise timeout=",
-            )
+            self._await_step_end()
             self._take_turn(event)
             self._wait_for(self._written)
             yield
             self._copied = self._event()
+
+    def _await_step_end(self) -> None:
+        """Waits while an optimizer writes; the caller holds the lock, as for the other waits."""
+        self._wait_until(
+            lambda: not self._writing,
+            "an optimizer's step has not ended within {:g} s, or has raised an exception: catch it outside of the "
+            "algorithm's `with` block, or raise timeout=",
+        )
 
     def _take_turn(self, event: Event) -> None:
         """Waits until a record has this event next; the caller holds the lock."""
@@ -122,7 +126,8 @@ class PublishedModel:
     @torch.no_grad()
     def read(self, out: Sequence[torch.Tensor]) -> tuple[int, bool]:
         """See `Publisher.read`."""
-        self._wait_for_values()
+        with self._changed:
+            self._await_values()
         with self._beside_training(Event("read")):
             while not self._is_written():
                 self._copy_to(out)
@@ -132,7 +137,8 @@ class PublishedModel:
                     return self.version, self._resting
                 if any(copy is last for last, copy in zip(self._last, out, strict=False)):
                     self._last = []
-                self._await_values(between_steps=True)
+                self._await_values()
+                self._await_step_end()
                 self._wait_for(self._written)
             # An older model, which counts as such.
             for last, copy in zip(self._last, out, strict=True):
@@ -157,17 +163,10 @@ class PublishedModel:
     def _is_written(self) -> bool:
         return bool(self._last) and self._has_values_from_outside()
 
-    def _wait_for_values(self) -> None:
+    def _await_values(self) -> None:
         """Waits while parameters are written by others, where nothing was read before that could be published instead."""
-        with self._changed:
-            self._await_values()
-
-    def _await_values(self, between_steps: bool = False) -> None:
         self._wait_until(
-            lambda: (
-                not (self._writing and between_steps)
-                and (bool(self._last) or self._writing or not self._has_values_from_outside())
-            ),
+            lambda: bool(self._last) or self._writing or not self._has_values_from_outside(),
             "parameters have had values from outside for {:g} s, which no step has taken: train on, put them back, or raise "
             "timeout=",
         )

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from bagua_kernels.algorithms.models.local_model import LocalModel
-from bagua_kernels.algorithms.wrapping.tiers import even_nodes
 from bagua_kernels.comm import Communicator, Mailbox, ReduceOp, Work
+from bagua_kernels.comm.hierarchical import TieredCommunicator
 
 _UNIT = 16  # bytes, of which each part has a multiple
 
@@ -77,19 +77,16 @@ class NodeMembers(Members):
     all parts.
     """
 
-    def __init__(
-        self, mailbox: Mailbox, node: Communicator, before: Communicator, nodes: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, mailbox: Mailbox, communicator: TieredCommunicator, node: Communicator) -> None:
         """Makes members of nodes.
 
         Args:
             mailbox: of all ranks.
-            node: the communicator of this rank's node, for exchanges.
-            before: another one, for what precedes them on the training thread. Exchanges of other buckets may be under way by
-                then, on one rank and not on another.
-            nodes: the ranks of each, as many on all.
+            communicator: of all ranks, with as many on each node. By it goes what precedes exchanges on the training thread.
+            node: of this rank's node, for exchanges alone: some may be under way on one rank and not on another.
         """
-        self._mailbox, self._node, self._before = mailbox, node, before
+        self._mailbox, self._communicator, self._node = mailbox, communicator, node
+        nodes = communicator.nodes.members
         self.rank = next(number for number, ranks in enumerate(nodes) if mailbox.rank in ranks)
         self.size = len(nodes)
         self.peers = [ranks[node.rank] for ranks in nodes]
@@ -116,14 +113,14 @@ class NodeMembers(Members):
     def average(self, vector: torch.Tensor) -> None:
         """See `Members.average`: the mean of the node's ranks."""
         # waits: for ranks of this node, before what they have in common is encoded.
-        self._before.all_reduce(vector, ReduceOp.AVG).wait()
+        self._communicator.all_reduce_inside(vector).wait()
 
     def most(self, number: int) -> int:
         """See `Members.most`."""
         # waits: as `average`.
-        found = torch.tensor([number], device=self._before.device)
+        found = torch.tensor([number], device=self._node.device)
         # waits: as `average`.
-        self._before.all_reduce(found, ReduceOp.MAX).wait()
+        self._communicator.all_reduce_inside(found, ReduceOp.MAX).wait()
         # waits: as `average`.
         return int(found)
 
@@ -134,8 +131,8 @@ def members_of(local: LocalModel) -> Members:
     Args:
         local: this rank's model.
     """
-    nodes = even_nodes(local.communicator)
-    if nodes is None:
+    communicator = local.communicator
+    if not isinstance(communicator, TieredCommunicator) or not communicator.nodes.even:
         return RankMembers(local.mailbox)
-    own = next(ranks for ranks in nodes if local.communicator.rank in ranks)
-    return NodeMembers(local.mailbox, local.connect(own), local.connect(own), nodes)
+    own = communicator.nodes.members[communicator.nodes.node_of(communicator.rank)]
+    return NodeMembers(local.mailbox, communicator, local.connect(own))

@@ -183,7 +183,7 @@ class SparseRound(OuterRound):
             if sparse.nodes is not None:
                 flat = flat.clone()
                 # waits: for ranks of this node, which make one payload.
-                sparse.nodes.average_inside(flat).wait()
+                sparse.nodes.all_reduce_inside(flat).wait()
             sparse.sparse_codec.encode_outer(self.start, flat, residual, self._beta, out=sparse.payload)
         else:
             super().take_difference()

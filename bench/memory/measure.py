@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bagua_kernels.algorithms.models.model_algorithm import BUCKET_BYTES
 from bagua_kernels.comm.testing import run_processes
 from bench.memory import pages, rank
 
@@ -55,7 +56,7 @@ PAGES = {
 _STEPS = 6
 _SHARE, _BYTES, _OF = 0.05, 100e6, 124e6  # by how much a formula may be wrong, the bytes for so many parameters
 _FIXED = 16e6  # bytes that do not depend on the model: of messages under way, and of what threads keep
-_BUCKET = (10 << 20) // 4  # elements of a bucket, where no tensor has more
+_BUCKET = BUCKET_BYTES // 4  # elements of a bucket, where no tensor has more
 
 
 def expected(name: str, row: dict[str, Any]) -> tuple[float, float] | None:

@@ -137,13 +137,12 @@ def on_rank(specs: Sequence[str], exchanges: int) -> None:
         )
         optimizer = own or model.optimizer
 
-        def train(steps: int, spec: str = spec, model: Any = model, optimizer: Any = optimizer) -> None:
+        def train(steps: int, model: Any = model, optimizer: Any = optimizer) -> None:
             for _ in range(steps):
                 model(torch.randn(2, WIDTH)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            if spec != "ddp":
-                model.wait()
+            getattr(model, "wait", lambda: None)()
 
         train(3 * case.steps)
         rounds = settled(model) if spec.startswith("async") else 0
@@ -157,8 +156,7 @@ def on_rank(specs: Sequence[str], exchanges: int) -> None:
         world.barrier().wait()
         sent = int(_COUNTER.read_text()) - before
         print(json.dumps({"spec": spec, "sent": sent / done, "seconds": seconds}), flush=True)
-        if spec != "ddp":
-            model.close()
+        getattr(model, "close", lambda: None)()
     comm.shutdown()
 
 
@@ -208,17 +206,17 @@ def main() -> None:
         for spec, hosts in measure(layout, cases, given.exchanges, given.timeout, given.rate).items():
             case = next(one for one in cases if one.spec == spec)
             wanted, sent = case.formula(job, layout), [host["sent"] for host in hosts]
+            figures = {"sent": sent, "formula": wanted, "most": max(sent) / wanted}
             seconds = max(host["seconds"] for host in hosts)
-            rows.append({"layout": text, "spec": spec, "sent": sent, "formula": wanted, "most": max(sent) / wanted})
-            rows[-1]["seconds"] = seconds
+            rows.append({"layout": text, "spec": spec, **figures, "seconds": seconds})
             print(json.dumps(rows[-1]), flush=True)
     table = Table(title=f"{job.elements / 1e6:.3g} million parameters: MB that leave a host for an exchange")
     for column in ("ranks of hosts", "algorithm", "sent", "formula", "ratio", "s/step"):
         table.add_column(column, justify="right" if column in ("formula", "ratio", "s/step") else "left")
     for row in rows:
         bytes_ = " ".join(f"{each / 1e6:.3f}" for each in row["sent"])
-        figures = (f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}", f"{row['seconds']:.3f}")
-        table.add_row(row["layout"], row["spec"], bytes_, *figures)
+        cells = (f"{row['formula'] / 1e6:.3f}", f"{row['most']:.3f}", f"{row['seconds']:.3f}")
+        table.add_row(row["layout"], row["spec"], bytes_, *cells)
     speed.console().print(table)
     if given.output:
         facts = {"elements": job.elements, "exchanges": given.exchanges, "rate": given.rate}

@@ -84,9 +84,9 @@ class TieredCommunicator(Communicator):
         """See `comm.compressed.all_reduce_for`."""
         return TieredAllReduce(codec, self, self._tiers, self._line, n, exact, dtype, **options)
 
-    def average_inside(self, tensor: torch.Tensor) -> Work:
-        """Replaces a tensor by its mean over the ranks of this node."""
-        return self._tiers.local.all_reduce(tensor, ReduceOp.AVG)
+    def all_reduce_inside(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.AVG) -> Work:
+        """Replaces a tensor by its reduction over the ranks of this node."""
+        return self._tiers.local.all_reduce(tensor, op)
 
     def all_gather_of_nodes(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Gathers one input of each node, whose ranks all have the same; only where nodes are even.

@@ -37,7 +37,7 @@ LIMIT = limits.seconds(60)
 class Stranger:
     """Gives each rank the address of the stranger's listener instead of the other's, and passes on what comes there.
 
-    The values that ranks gather through the store itself he changes there.
+    He also changes values that ranks gather through the store.
 
     Gloo compares the two addresses to see which rank calls. Both ranks find the same one only if one of his addresses is above
     all real ones, and the other below.

@@ -20,7 +20,9 @@ OWN, FOREIGN = 1.0, 7.0
 
 @grid(same=[False, True], begun=[False, True])
 def test_swap_in_the_middle_of_a_copy(same: bool, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others get the model of before: from a copy that is left, or where there is none, once the weights are put back.
+    """The other ranks get the model from before the swap.
+
+    It comes from the copy before. If that is overwritten, or there is none, they get it when the weights are put back.
 
     Args:
         same: whether the copy goes into the memory of the one before.
