@@ -36,7 +36,7 @@ test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 # Workers keep all cores busy: threads of PyTorch's own took a tenth more of the processors' time.
 test test-all test-rest test-overlay: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-text tradeoff test test-all test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
+.PHONY: help train train-text finetune adoption tradeoff test test-all test-doors test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
@@ -47,8 +47,11 @@ help:
 	@echo "make reach        prints the last changes and the tests that they reach"
 	@echo "make mutations    puts 40 faults into copies of the code, each of which the tests have to notice; a quarter of an hour"
 	@echo "make test-overlay tests with packages of the machine that has a GPU, which make overlay installs into .overlay"
+	@echo "make test-doors   tests with Lightning, Accelerate, Transformers and Ray, in an environment of their own; ten minutes"
 	@echo "make test-oldest  make test for ten minutes with the oldest versions that are allowed; make test-newest with the newest ones"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
+	@echo "make finetune     LoRA on two emulated hosts, through Accelerate; eight minutes, as root"
+	@echo "make adoption     ten programs with DDP, and with an algorithm in its place; ten minutes"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
 	@echo "make bench        benchmarks             make gpu-check   checks this machine's GPU (STAGES=...)"
 	@echo "make release      wheel and sdist in dist/, tried in a fresh environment, and a tag on this machine (RELEASE_TAG=no for none)"
@@ -74,6 +77,29 @@ $(OVERLAY)/installed: constraints-gpu.txt | $(INSTALLED)
 	@$(OVERLAY_PIP) --target $(OVERLAY)/nccl cupy-cuda13x nvidia-nccl-cu13
 	@$(OVERLAY_PIP) --target $(OVERLAY)/triton triton "numpy; python_version >= '3.12'"
 	@touch $@
+
+# Libraries that doors lead into, which .venv does without.
+DOORS := .venv-doors
+
+$(DOORS)/installed: pyproject.toml constraints.txt constraints-doors.txt
+	@echo "installing into $(DOORS), which takes a minute or two"
+	@python3 -m venv $(DOORS)
+	@$(DOORS)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip)=' constraints.txt constraints-doors.txt)
+	@$(DOORS)/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-doors: export PYTHONDONTWRITEBYTECODE :=
+test-doors: export OMP_NUM_THREADS ?= 1
+test-doors: $(DOORS)/installed
+	$(DOORS)/bin/python -m pytest -q -n 2 tests/doors $(OPTIONS)
+
+# LoRA through PEFT and Accelerate on two emulated hosts; eight minutes, as root.
+finetune: $(DOORS)/installed
+	$(DOORS)/bin/python examples/finetune_lora.py $(OPTIONS)
+
+# Ten programs with DDP, and with an algorithm; ten minutes.
+adoption: $(DOORS)/installed
+	$(DOORS)/bin/python -m bench.adoption $(OPTIONS)
 
 train: $(INSTALLED)
 	$(PYTHON) examples/train_images.py --nproc $(NPROC) --algorithm $(ALGORITHM) --epochs $(EPOCHS) --dataset $(DATASET)
@@ -101,7 +127,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
+	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py examples/elastic_restart.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
 
 format: $(INSTALLED)
 	$(PYTHON) -m ruff check --fix .
@@ -130,5 +156,5 @@ release: $(INSTALLED)
 	$(PYTHON) -m tests.release --tag $(RELEASE_TAG)
 
 clean:
-	rm -rf $(VENV) $(OVERLAY) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
+	rm -rf $(VENV) $(OVERLAY) $(DOORS) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

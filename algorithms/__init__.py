@@ -63,6 +63,7 @@ from bagua_kernels.algorithms.sparse.randomk import RandomK as RandomK
 from bagua_kernels.algorithms.sparse.topk import TopK as TopK
 from bagua_kernels.algorithms.specs import from_spec as from_spec
 from bagua_kernels.algorithms.stats import Stats as Stats
+from bagua_kernels.algorithms.wrapping.draft import Draft as Draft
 
 __all__ = [
     "D2",

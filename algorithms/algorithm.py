@@ -5,8 +5,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 import torch
 
@@ -16,18 +18,26 @@ from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.buffers import Buffers, patterns_of
 from bagua_kernels.algorithms.wrapping.claims import Claim, taken
 from bagua_kernels.algorithms.wrapping.ddp import ArgumentError, exchanging, is_inside_ddp, refusal
-from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
-from bagua_kernels.algorithms.wrapping.recorded import Recorded, annotations_of, recorded
+from bagua_kernels.algorithms.wrapping.draft import Draft, drafted
+from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state, share_state_nearly
+from bagua_kernels.algorithms.wrapping.frozen import share_frozen
+from bagua_kernels.algorithms.wrapping.optimizer_state import tensors_of
+from bagua_kernels.algorithms.wrapping.recorded import Recorded, annotations_of, own_names, recorded
 from bagua_kernels.algorithms.wrapping.replicas import check_replicas
+from bagua_kernels.algorithms.wrapping.supply import Supply
 from bagua_kernels.algorithms.wrapping.tiers import TierOptions
 from bagua_kernels.algorithms.wrapping.weights import check_weights
-from bagua_kernels.comm import Communicator, Nodes
+from bagua_kernels.comm import Communicator, LocalCommunicator, Membership, Nodes, rendezvous
+from bagua_kernels.comm.communicator import gather_json
 from bagua_kernels.compression import codec
 from bagua_kernels.errors import CommunicationError
 from bagua_kernels.options import check_options
 from bagua_kernels.suggestions import did_you_mean
 
+T = TypeVar("T")
+
 TRAINING = "training"  # a communicator's `call`, but for methods with another name
+_AT_ONCE = 64 << 10  # bytes of a model that is sent while others wait, whatever a new member has
 _FAREWELL = 10.0  # seconds that a constructor which failed waits for the other ranks to fail too
 # What every module has; the rest of an algorithm's attributes are not its copies'.
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
@@ -41,6 +51,7 @@ class Options(TypedDict, total=False):
     nodes: Nodes | Iterable[Iterable[int]] | None
     broadcast_buffers: bool
     average_buffers: bool | str | Sequence[str]
+    on_failure: str
 
 
 class WrappedModule(torch.nn.Module):
@@ -189,8 +200,8 @@ class LocalCopy(WrappedModule):
 class Algorithm(WrappedModule, abc.ABC):
     """Base of all algorithms: replicas that are made equal, options that ranks agree on, buffers, state, statistics.
 
-    At construction, rank 0's parameters (frozen ones too) and buffers are given to all ranks. On one rank everything is left
-    to the module, bit for bit.
+    At construction, rank 0's parameters and buffers are given to all ranks. Frozen parameters are compared by digests of their
+    bytes, and only those that differ are sent. On one rank everything is left to the module, bit for bit.
 
     The class and the arguments of all its constructors, a subclass's own too, are compared between ranks.
 
@@ -199,20 +210,28 @@ class Algorithm(WrappedModule, abc.ABC):
         registered: all algorithms that `from_spec` knows, by name.
         may_differ: names of this class's own constructor arguments that need not be equal on all ranks. Those of its bases
             count too.
+        synonyms: names of other libraries for arguments, with this class's names of the same. Those of its bases count too.
         communicator: its own, of the ranks that train together.
         frozen: the parameters that were frozen when the module was wrapped, with their names.
         refuses_tiers: why the ranks of a node cannot average first; empty if they can.
         needs_even_nodes: True if ranks of a node average first only where all nodes have as many.
+        takes_drafts: True if a new member may begin with parameters that are near those of the others.
+        supplies: True if a new member gets the rest of a draft of the model while it trains along, see `Supply`.
         acts_alone: True if it changes the training of one rank alone, too.
+        heals_on_streams: True if it can heal where `Work.wait` blocks no caller, as over NCCL. It then learns of a failure before
+            it uses what it has received.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
         average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
+        members: of the job, among whom training heals when ranks are lost; None if it does not.
     """
 
     name: ClassVar[str]
     registered: ClassVar[dict[str, type[Algorithm]]] = {}
     may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
+    synonyms: ClassVar[Mapping[str, str]] = MappingProxyType({})
     refuses_tiers = ""
     needs_even_nodes = False
+    takes_drafts = supplies = heals_on_streams = False
     acts_alone = False
     _claim: Claim | None = None
     _closed = False
@@ -233,6 +252,7 @@ class Algorithm(WrappedModule, abc.ABC):
         nodes: Nodes | Iterable[Iterable[int]] | None = None,
         broadcast_buffers: bool = True,
         average_buffers: bool | str | Sequence[str] = False,
+        on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -248,6 +268,8 @@ class Algorithm(WrappedModule, abc.ABC):
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
             average_buffers: a pattern of names, as of `fnmatch`, or several. A forward pass begins with the means over all ranks
                 of buffers of floating point that match, and with rank 0's others. True: `*running_mean` and `*running_var`.
+            on_failure: "raise", or "heal": when ranks are lost, those that are left go on without an error. That needs
+                `comm.init(elastic=True)`.
 
         Raises:
             TypeError: a trainable parameter is complex, `optimizer` has no `load_state_dict`, or `average_buffers` is neither a
@@ -267,18 +289,28 @@ class Algorithm(WrappedModule, abc.ABC):
         self.broadcast_buffers = broadcast_buffers or bool(self._averaged_buffers)
         self.average_buffers = average_buffers
         self._steps_alone = 0
+        self._pair: Communicator | None = None
+        self._supply: Supply | None = None
+        self._lapsed: CommunicationError | None = None  # because of which members that are behind get nothing more
+        self._is_behind = self._gives_nearly = False
+        self._agreed_passes = self._calls = self._agreed_calls = 0
         self.frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
+        self.members = self._members_of(self._world, on_failure, hierarchical)
+        if self.members is not None:
+            hierarchical = False
         self.hierarchical = hierarchical
         tiers = self._averages_nodes(self._world.device) if hierarchical is None else hierarchical
         # Raises before a rank waits for another.
         self._tier_options = TierOptions(tiers, nodes, self.refuses_tiers, self.needs_even_nodes)
-        self.communicator = self._world.duplicate()
+        self.communicator = self._opened()
         self.communicator.call = f"the constructor of {type(self).__name__}"
         self._setup_bytes = 0
         options: Recorded = self.__dict__.pop("_options")
         try:
-            if self.communicator.size > 1 or self.acts_alone:
+            if self.members is not None and self.members.is_arriving:
+                self._arrive(module, optimizer)
+            elif self.communicator.size > 1 or self.acts_alone:
                 if self.communicator.rank == 0:
                     self._warn(optimizer)
                 self._agree(module, optimizer, options)
@@ -288,12 +320,289 @@ class Algorithm(WrappedModule, abc.ABC):
             else:
                 self._start_alone(module, optimizer)
             self.communicator.call = TRAINING
+            if self.members is not None:
+                self.members.add(self)
         except BaseException as error:
             try:
                 self._give_up(error)
             except Exception as second:
                 error.add_note(f"What it had opened could not be closed: {type(second).__name__}: {second}")
             raise
+
+    def _members_of(self, world: Communicator, on_failure: str, hierarchical: bool | None) -> Membership | None:
+        """Returns the members of a job among which training heals; None if it does not.
+
+        Raises:
+            ValueError: `on_failure` is another word, or this algorithm or job cannot heal.
+        """
+        if on_failure not in ("raise", "heal"):
+            raise ValueError(f"expected on_failure 'raise' or 'heal', got {on_failure!r}")
+        if on_failure == "raise":
+            return None
+        title = type(self).__name__
+        if refusal := self._refuses_healing():
+            raise ValueError(f"{title} cannot heal as it was made: {refusal}")
+        if hierarchical:
+            raise ValueError(f"{title} averages in one tier where ranks may be lost: leave out hierarchical=True")
+        if not isinstance(world.members, Membership):
+            raise ValueError(
+                "on_failure='heal' needs a job that knows its members: call comm.init(elastic=True) before, and leave out "
+                "communicator="
+            )
+        if not (world.blocks or self.heals_on_streams):
+            raise ValueError(
+                f"{title} heals over sockets alone, got a {type(world).__name__}: pass device='cpu' to comm.init, take an "
+                "algorithm on gradients, or leave out on_failure"
+            )
+        return world.members
+
+    def _opened(self) -> Communicator:
+        """Returns a duplicate of the communicator of all ranks; at a new member of those that are left, if some are lost."""
+        while True:
+            try:
+                return self._world.duplicate()
+            except CommunicationError as error:
+                if self.members is None or not self.members.is_arriving:
+                    raise
+                self.members.change(error)
+                self._world = self.members.communicator
+
+    def _refuses_healing(self) -> str:
+        """Returns why training cannot go on when a rank is lost; empty if it can."""
+        return f"{type(self).__name__} goes on with no other ranks; leave out on_failure"
+
+    def _mended(self, call: Callable[[], T]) -> T:
+        """Returns what a collective call returns; where a rank is lost, and training heals, of those that are left."""
+        while True:
+            try:
+                found = call()
+                if self.members is not None:
+                    self.communicator.drain()
+                return found
+            except CommunicationError as error:
+                if self.members is None:
+                    raise
+                self.members.change(error)
+
+    def _let_in(self) -> None:
+        """Lets a process join that wants to, between two rounds; or one be supplied by another that is left."""
+        if self.members is None:
+            return
+        if self._lapsed is not None:
+            self.members.change(self._lapsed)
+        elif self.members.is_wanted:
+            self.members.change(CommunicationError("a process joins"))
+
+    def _completed(self, call: Callable[[], T]) -> T:
+        """Returns what a collective call returns, which all ranks complete or all repeat where training heals.
+
+        It ends with a barrier: a rank that comes through it knows that the call has ended on all.
+        """
+        while True:
+            found = self._mended(call)
+            if self.members is None:
+                return found
+            try:
+                self.communicator.barrier_on_host()
+            except CommunicationError as error:
+                self.members.change(error)
+                if self._agreed_calls <= self._calls:
+                    continue
+            self._calls += 1
+            return found
+
+    def report(self) -> Any:
+        """See `Follower.report`: collective calls that have ended, and what the kind of algorithm reports."""
+        return [self._calls, self._report()]
+
+    def _report(self) -> Any:
+        """Returns what other ranks are to know of this one when an epoch ends, made of what JSON has."""
+        return self._counters().steps
+
+    @property
+    def passes(self) -> int:
+        """Backward passes, or steps, that have ended on this rank; in a change of members, on all of them."""
+        return max(self._counters().steps, self._agreed_passes)
+
+    def interrupt(self, reason: str) -> None:
+        """See `Follower.interrupt`."""
+        for each in self._communicators():
+            each.abort(reason)
+
+    def draft(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        """See `comm.membership.draft.Drafted`."""
+        return drafted(self.module, self.optimizer)
+
+    @property
+    def is_behind(self) -> bool:
+        """True at a new member that trains along, and has not yet exactly what the others have."""
+        return self._is_behind
+
+    def _boundary(self) -> int:
+        """Returns the number of passes that have ended on all members when an epoch begins; of rounds where these matter."""
+        return self.passes
+
+    def _begin_to_supply(self, communicator: Communicator, boundary: int) -> None:
+        """Lets one member give those that are behind what they lack, from the next boundary on; collective.
+
+        Args:
+            communicator: of all members.
+            boundary: the number of the present one.
+        """
+        assert self.members is not None
+        self._supply = self._lapsed = None
+        if (among := self.members.giving_on(communicator)) is None:
+            return
+        line, source = among
+        with line:
+            behind = [rank for rank, each in enumerate(gather_json(line, self._is_behind)) if each]
+            chosen = sorted({source, *behind})
+            if behind and line.rank in chosen and (found := line.split(chosen)) is not None:
+                self._supply = Supply(found, chosen.index(source), self._tensors_alike, boundary)
+
+    def _tensors_alike(self) -> list[list[torch.Tensor]]:
+        """What steps change alike on all ranks, in groups: each trainable parameter, and what the optimizer keeps for it."""
+        kept: dict[torch.Tensor, list[torch.Tensor]] = {}
+        for (parameter, _), tensor in ({} if self.optimizer is None else tensors_of(self.optimizer)).items():
+            kept.setdefault(parameter, []).append(tensor)
+        return [[p.data, *kept.get(p, [])] for p in self.module.parameters() if p.requires_grad]
+
+    def _supply_after(self, passes: int) -> None:
+        """Lets those that are behind come nearer, once a pass has ended; collective.
+
+        Args:
+            passes: that have ended on this rank.
+        """
+        try:
+            self._advance_supply(passes)
+        except CommunicationError as error:
+            # The step of this pass is still to be taken. A new member would get parameters without it.
+            assert self._supply is not None
+            self._supply.among.abort(f"a member is lost that gives or takes: {error}")
+            self._supply, self._lapsed = None, error
+
+    def _advance_supply(self, boundary: int) -> None:
+        """Lets those that are behind come nearer at a boundary; collective."""
+        if (supply := self._supply) is None:
+            return
+        supply.advance(boundary)
+        if supply.is_done:
+            # What it has sent counts.
+            self._setup_bytes -= supply.among.bytes_sent
+            self._supply, self._is_behind = None, False
+
+    def _arrive(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begins as a new member among others, of which one gives this one all that it needs; as the others' `enter`."""
+        assert self.members is not None
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if problem := exchanging(module, Algorithm) or taken(trained) or self._misfit(trained):
+            raise ValueError(problem)
+        self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._claim = Claim(self, trained)
+        self._buffers_of_ranks = Buffers(module)
+        while True:
+            try:
+                with self.members.interrupting(self):
+                    with self.members.giving(self._world) as self._pair:
+                        self._give_replica()
+                        self._start(module, optimizer)
+                    self._begin_to_supply(self._world, self._boundary())
+                return
+            except CommunicationError as error:
+                for each in self._communicators():
+                    each.abort(f"a rank was lost while this one arrived: {error}")
+                self._stop()
+                self.members.change(error)
+                self._world = self.members.communicator
+                self.communicator = self._opened()
+            finally:
+                self._pair = None
+
+    def _give_replica(self) -> None:
+        """Gives new members the parameters, the buffers and the optimizer's state of the first one, which has rank 0 here.
+
+        Raises:
+            ValueError: at a new member, its model or its options are others.
+        """
+        if (pair := self._pair) is None:
+            return
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        shapes = [[name, str(each.dtype), list(each.shape)] for name, each in [*trained, *self.module.named_buffers()]]
+        own = [type(self).__name__, shapes, self.optimizer is not None]
+        everyone = gather_json(pair, {"own": own, "begins_near": not self._is_new or self._begins_near()})
+        if own != everyone[0]["own"]:
+            raise ValueError(
+                f"the members that run have {everyone[0]['own']}, and this new one {own}: make the same model, optimizer and "
+                "algorithm"
+            )
+        calls = pair.broadcast_object(max(self._calls, self._agreed_calls))
+        if self._is_new:
+            self._calls = calls
+        share_frozen(self.frozen, pair)
+        self._gives_nearly = all(each["begins_near"] for each in everyone)
+        if self._gives_nearly:
+            make_equal(list(self.module.buffers()), pair)
+            if self.optimizer is not None:
+                share_state_nearly(self.optimizer, pair)
+            self._is_behind = self._is_new and self.supplies
+            return
+        make_equal([p for _, p in trained] + list(self.module.buffers()), pair)
+        if self.optimizer is not None:
+            share_state(self.optimizer, pair)
+
+    def _begins_near(self) -> bool:
+        """Returns True at a new member whose model is near that of the others, and too large to be sent while they wait."""
+        draft = None if self.members is None else self.members.draft
+        is_own = isinstance(draft, Draft) and draft.is_filled and draft.module is self.module
+        if not self.takes_drafts or not is_own:
+            return False
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad) > _AT_ONCE
+
+    def _give(self, value: Any) -> Any:
+        """Returns, at new members, what the first one gives; elsewhere the value itself."""
+        return value if self._pair is None else self._pair.broadcast_object(value)
+
+    @property
+    def _is_new(self) -> bool:
+        """True at a new member while it is given what it needs."""
+        return self._pair is not None and self._pair.rank > 0
+
+    def enter(self, communicator: Communicator, reports: Mapping[int, Any]) -> None:
+        """See `Follower.enter`."""
+        before = self._communicators()
+        for each in before:
+            each.abort("its epoch has ended")
+        # What they have sent counts.
+        self._setup_bytes -= sum(each.bytes_sent for each in before)
+        if communicator.size > 1:
+            self.communicator = communicator.duplicate()
+        else:
+            self.communicator = LocalCommunicator.alone(communicator.timeout, communicator.device)
+        self.communicator.call = TRAINING
+        self._world = communicator
+        self._agreed_calls = max(calls for calls, _ in reports.values())
+        newcomers = [rank for rank in range(communicator.size) if rank not in reports]
+        old = communicator.split(sorted(reports)) if newcomers else self.communicator
+        assert old is not None
+        assert self.members is not None
+        try:
+            with self.members.giving(communicator) as self._pair:
+                self._go_on({rank: each for rank, (_, each) in reports.items()}, old)
+            self._begin_to_supply(communicator, self._boundary())
+        finally:
+            self._pair = None
+            # Where this failed, the others must not wait for this rank.
+            if newcomers:
+                old.abort("its ranks have agreed, or one of them is lost")
+
+    def _go_on(self, reports: Mapping[int, Any], old: Communicator) -> None:
+        """Goes on among the members of an epoch, with `self.communicator`; collective.
+
+        Args:
+            reports: of those that were members before, by rank.
+            old: a communicator of these; `self.communicator` if nobody is new.
+        """
+        self._give_replica()
 
     def _warn(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns, on one rank, of what does not go together."""
@@ -321,7 +630,8 @@ class Algorithm(WrappedModule, abc.ABC):
         check_replicas(module, self.communicator, type(self), options, _may_differ(type(self)), problem)
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.communicator = self.tiered(self.communicator)
-        make_equal([*module.parameters(), *module.buffers()], self.communicator)
+        share_frozen(self.frozen, self.communicator)
+        make_equal([*trained.values(), *module.buffers()], self.communicator)
         if optimizer is not None:
             share_state(optimizer, self.communicator)
         self._setup_bytes = self._bytes_sent
@@ -345,8 +655,8 @@ class Algorithm(WrappedModule, abc.ABC):
         communicators = self._communicators()
         self._stop()
         for each in communicators:
-            if not isinstance(error, Exception):
-                # The user wants this to end, and the others wait.
+            if not isinstance(error, Exception) or (self.members and isinstance(error, CommunicationError)):
+                # The user wants this to end, or a rank is lost, and the others wait.
                 each.abort(f"{type(self).__name__} could not be made: {type(error).__name__}")
             try:
                 each.close(_FAREWELL)
@@ -355,7 +665,7 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _communicators(self) -> list[Communicator]:
         """All that are open, each once."""
-        return [self.communicator]
+        return [self.communicator, *([] if self._supply is None else [self._supply.among])]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module.
@@ -364,8 +674,27 @@ class Algorithm(WrappedModule, abc.ABC):
             RuntimeError: a `DistributedDataParallel` around it is active; or it was closed, and this is a pass of training.
         """
         self._check_call()
+        if self.training and torch.is_grad_enabled():
+            rendezvous.reach(lambda: self.passes)
+            if self.members is not None and self.members.notice.reason:
+                self._depart(self.members)
         self._before_forward()
         return self.module(*args, **kwargs)
+
+    def _depart(self, members: Membership) -> None:
+        """Leaves the job, as was asked for, if this rank is between two rounds or has no time left; then the process ends.
+
+        Raises:
+            SystemExit: with the status 0, so that no launcher takes this for a failure.
+        """
+        if self._is_between_rounds() or members.notice.is_urgent:
+            self.wait()
+            members.leave(members.notice.reason)
+            raise SystemExit(0)
+
+    def _is_between_rounds(self) -> bool:
+        """Returns True before a forward pass whose step follows a round, so that others have all that this rank has found."""
+        return True
 
     def _before_forward(self) -> None:
         """What has to happen on all ranks before a forward pass."""
@@ -445,13 +774,26 @@ class Algorithm(WrappedModule, abc.ABC):
         The module goes on as it is, by itself. This wrapper evaluates; a forward pass for training raises, since its gradients
         would be this rank's only.
         """
+        if self.members is not None and not self._closed:
+            self._completed(self._finish)
         self._closed = True
         if self._claim is not None:
             self._claim.release()
+        if self.members is not None:
+            self.members.remove(self)
         communicators = self._communicators()
         self._stop()
         for each in communicators:
-            each.close()
+            try:
+                each.close()
+            except CommunicationError as error:
+                if self.members is None:
+                    raise
+                # A rank is lost, or has ended, after all had come here.
+                each.abort(f"it was closed: {error}")
+
+    def _finish(self) -> None:
+        """Does what other ranks expect of this one until all have come to `close`; collective."""
 
     def _check_call(self) -> None:
         """Raises if a forward pass would be in vain, or do harm."""
@@ -485,7 +827,10 @@ class Algorithm(WrappedModule, abc.ABC):
         """What the algorithm has done so far on this rank."""
         counters = self._counters()
         waits = counters.wait_seconds, counters.exchange_seconds
-        return Stats(counters.steps, self._bytes_sent - self._setup_bytes, *waits, self.residual_norm(), {})
+        found = Stats(counters.steps, self._bytes_sent - self._setup_bytes, *waits, self.residual_norm(), {})
+        if (members := self.members) is None:
+            return found
+        return replace(found, epochs=members.epoch, losses=members.losses, healing_seconds=members.healing_seconds)
 
     @property
     def _bytes_sent(self) -> int:
@@ -542,7 +887,7 @@ class Algorithm(WrappedModule, abc.ABC):
         if not issubclass(kind, cls):
             raise ValueError(f"{spec!r} is a {kind.__name__}, expected a {cls.__name__}")
         with fitting(spec):
-            return kind(module, optimizer, **{**options, **arguments})
+            return kind(module, optimizer, **{**options, **own_names(kind, arguments)})
 
     @staticmethod
     def named(spec: str) -> tuple[type[Algorithm], dict[str, Any]]:
@@ -556,10 +901,11 @@ class Algorithm(WrappedModule, abc.ABC):
         known = Algorithm.registered
         if name in known:
             try:
+                options = own_names(known[name], options)
                 check_options(annotations_of(known[name]), known[name].__name__, options)
             except TypeError as error:
                 raise ValueError(f"the options of {spec!r} do not fit: {error}") from error
-            return known[name], dict(options)
+            return known[name], options
         if name in codec.names():
             return known["compressed"], {"codec": codec.from_spec(spec)}
         classes = {kind.__name__: each for each, kind in known.items()}

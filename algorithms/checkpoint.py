@@ -14,14 +14,16 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bagua_kernels import comm
 from bagua_kernels.algorithms.algorithm import Algorithm
+from bagua_kernels.algorithms.ddp.hook import Hook
 from bagua_kernels.algorithms.wrapping.replicas import bytes_of
 from bagua_kernels.comm import Communicator
 from bagua_kernels.own_storage import with_own_storage
@@ -31,7 +33,7 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"rank\d+-[0-9a-f]{16}\.pt")
 
 
-def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
+def save(algorithm: Algorithm | Hook, path: str | os.PathLike[str]) -> None:
     """Writes the algorithm's state of all ranks into a directory; collective.
 
     The module's and the optimizer's states are not in it if they are equal on all ranks, and saved as without an algorithm. For a
@@ -39,7 +41,7 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
     ranks have written their parts, so that a job that ends meanwhile leaves the earlier one.
 
     Args:
-        algorithm: what to save; its module on each of its ranks.
+        algorithm: what to save, or a hook of `DistributedDataParallel` between backward passes; on each of its ranks.
         path: directory that all ranks share, of which nothing else makes use.
 
     Raises:
@@ -47,8 +49,21 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         OSError: this rank cannot write its part.
         RuntimeError: another rank cannot.
     """
-    folder, communicator = Path(path), _ranks(algorithm)
-    state = algorithm._state_to_save()
+    save_states(_ranks(algorithm), state_of(algorithm), path)
+
+
+def save_states(communicator: Communicator, state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a state of each rank into a directory, as `save` does; collective.
+
+    Args:
+        communicator: the ranks.
+        state: this rank's: numbers, texts, tensors, lists and dictionaries.
+        path: as for `save`.
+
+    Raises:
+        TypeError: as `save`; and so for its other errors.
+    """
+    folder = Path(path)
     with communicator.within("checkpoint.save"):
         part: _Part | None = None
         error: Exception | None = None
@@ -74,7 +89,7 @@ def save(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         _agree(communicator, error, None, f"listed the checkpoint {folder}")
 
 
-def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
+def load(algorithm: Algorithm | Hook, path: str | os.PathLike[str]) -> None:
     """Restores what `save` wrote: bit for bit on the same number of ranks, else as `load_algorithm_state_dict` does it.
 
     Collective. Nothing in the directory is executed, also if other people have written it.
@@ -85,7 +100,24 @@ def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         OSError: this rank cannot read its part.
         RuntimeError: another rank cannot.
     """
-    folder, communicator = Path(path), _ranks(algorithm)
+    states, same = load_states(_ranks(algorithm), path)
+    put_state(algorithm, states[0] if same else states)
+
+
+def load_states(communicator: Communicator, path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], bool]:
+    """Reads what `save_states` wrote; collective.
+
+    Args:
+        communicator: the ranks.
+        path: as for `save_states`.
+
+    Returns:
+        This rank's state, and True, where there are as many ranks; else those of all ranks that wrote, and False.
+
+    Raises:
+        ValueError: as `load`; and so for its other errors.
+    """
+    folder = Path(path)
     states: list[dict[str, Any]] = []
     name, error, same = "", None, False
     try:
@@ -98,10 +130,26 @@ def load(algorithm: Algorithm, path: str | os.PathLike[str]) -> None:
         error = raised
     with communicator.within("checkpoint.load"):
         _agree(communicator, error, name, f"read its part of the checkpoint {folder}")
-    algorithm.load_algorithm_state_dict(states[0] if same else states)
+    return states, same
 
 
-def _ranks(algorithm: Algorithm) -> Communicator:
+def state_of(algorithm: Algorithm | Hook) -> dict[str, Any]:
+    """Returns what `save` writes of this rank, in memory that the next step may change; collective."""
+    return algorithm.state_dict() if isinstance(algorithm, Hook) else algorithm._state_to_save()
+
+
+def put_state(algorithm: Algorithm | Hook, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Restores what `state_of` returned: this rank's, or those of all earlier ranks; collective."""
+    if isinstance(algorithm, Hook):
+        algorithm.load_state_dict(state)
+    else:
+        algorithm.load_algorithm_state_dict(state)
+
+
+def _ranks(algorithm: Algorithm | Hook) -> Communicator:
+    if isinstance(algorithm, Hook):
+        # Its ranks connect in the first backward pass.
+        return algorithm.communicators[0] if algorithm.communicators else comm.world()
     # That of an algorithm which was closed is closed, too.
     own = algorithm.communicator
     return algorithm._world if own.is_ended() else own

@@ -15,13 +15,15 @@ from bagua_kernels.algorithms.algorithm import TRAINING, Algorithm, Options, che
 from bagua_kernels.algorithms.engine.alone import PassesAlone
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
+from bagua_kernels.algorithms.engine.healing import Healing
 from bagua_kernels.algorithms.engine.listener import Listener
 from bagua_kernels.algorithms.engine.member import EngineCounters, Member
 from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
-from bagua_kernels.algorithms.exchanges.vectors import mean_of
+from bagua_kernels.algorithms.exchanges.vectors import Named, check_trained, mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.policy.policy import Policy
+from bagua_kernels.algorithms.policy.schedule import Scheduled
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.clipping import is_clipping
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
@@ -33,6 +35,8 @@ from bagua_kernels.comm import Communicator, LocalCommunicator
 
 BUCKET_BYTES = 10 << 20
 _STATE = {"steps", "order", "vectors", "decisions"}
+# What exchanges remember that is the same on all ranks.
+_COMMON = ("owner", "right", "left", "compressed_steps")
 
 
 class FlightOptions(Options, total=False):
@@ -82,6 +86,7 @@ class GradientAlgorithm(Algorithm):
     small_first = True
     holds_back = ""
     has_hook = True
+    takes_drafts = supplies = heals_on_streams = True
     in_flight: int | None
 
     def __init__(
@@ -125,6 +130,8 @@ class GradientAlgorithm(Algorithm):
         self._all_communicators: list[Communicator] = []
         self._joining = False
         self._announced: int | None = None
+        # Forward passes that begin with buffers: that have begun, for which buffers are equal, and whose backward has ended.
+        self._forwards = self._synced = self._ended_synced = 0
         super().__init__(module, optimizer, **options)
 
     @classmethod
@@ -172,11 +179,16 @@ class GradientAlgorithm(Algorithm):
         if not members:
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
-        options = EngineOptions(buckets, self.in_flight, steps, self.scaler, self.name, type(self).__name__)
+        healing = None if self.members is None else Healing(self.members, self._pass_ended, self._supply_after)
+        options = EngineOptions(buckets, self.in_flight, steps, self.scaler, self.name, type(self).__name__, healing)
         self._all_communicators = [self.communicator]
         self._engine = Engine(
             members, self.exchange_for, self.communicator, self._duplicate, self.policy, options, self.listener
         )
+        self._give_engine({}, 0)
+
+    def _pass_ended(self) -> None:
+        self._ended_synced = self._synced
 
     def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start_alone`."""
@@ -199,7 +211,8 @@ class GradientAlgorithm(Algorithm):
 
     def _communicators(self) -> list[Communicator]:
         """See `Algorithm._communicators`."""
-        return self._all_communicators or [self.communicator]
+        first, *others = super()._communicators()
+        return [*(self._all_communicators or [first]), *others]
 
     def _before_forward(self) -> None:
         """See `Algorithm._before_forward`."""
@@ -208,11 +221,79 @@ class GradientAlgorithm(Algorithm):
         self._engine.check_idle()
         if self._engine.enabled and self.training:
             check_frozen(self.frozen)
+            self._let_in()
             source = 0
             if self._joining:
                 source = self._announced if self._announced is not None else self._announce(1.0)
             self._announced = None
+            self._forwards += 1
+            self._mended(lambda: self._begin_pass(source))
+
+    def _begin_pass(self, source: int) -> None:
+        """Synchronizes buffers for a forward pass, unless that was done in a change of epochs."""
+        if self._synced < self._forwards:
             self._synchronize_buffers(source, average=not self._joining)
+            self._synced = self._forwards
+
+    def _refuses_healing(self) -> str:
+        """See `Algorithm._refuses_healing`."""
+        if self._applies:
+            return "parameters that apply_in_backward=True has updated cannot be taken back; leave it out"
+        if type(self.policy) not in (Policy, Scheduled):
+            return "what its guard or trial finds depends on all ranks; leave out guard and only_if_faster"
+        return ""
+
+    def _report(self) -> Any:
+        """See `Algorithm._report`: passes to whose end this rank has come, and forward passes that have begun with buffers."""
+        return [self._counters().steps, self._synced]
+
+    def _go_on(self, reports: Mapping[int, Any], old: Communicator) -> None:
+        """See `Algorithm._go_on`.
+
+        1. Ranks that have come to another forward pass than others have its buffers.
+        2. Each pass is completed by all or repeated by all, see `Healing`.
+        3. New members get what all ranks have alike. They begin with the pass that the others are in.
+        """
+        steps = {rank: told[0] for rank, told in reports.items()}
+        syncs = {rank: told[1] for rank, told in reports.items()}
+        last = max(syncs.values())
+        if len({*syncs.values()}) > 1 and self.broadcast_buffers:
+            first = min(rank for rank, count in syncs.items() if count == last)
+            self._buffers_of_ranks.synchronize(old, sorted(reports).index(first))
+            old.drain()
+        self._synced, self._agreed_passes = last, max(steps.values())
+        super()._go_on(reports, old)
+        self._all_communicators = [self.communicator]
+        if self._engine is not None:
+            state = self._engine.go_on_with(self.communicator, self._duplicate, steps, old)
+            self._give_engine(state, max(steps.values()))
+
+    def _give_engine(self, state: Mapping[str, Named], steps: int) -> None:
+        """Gives new members what exchanges have alike, and where the others are.
+
+        Args:
+            state: of the exchanges of this rank.
+            steps: passes to whose end all ranks come.
+        """
+        if self._pair is None or self._engine is None:
+            return
+        # What was averaged without compression has the same momentum on all ranks.
+        exact = {member.name for member in self._engine.members if member.exact}
+        common = {
+            key: {
+                name: one if key in _COMMON or name in exact else torch.zeros_like(one) for name, one in named.items()
+            }
+            for key, named in state.items()
+        }
+        # A new member takes part in the backward pass whose forward pass the others have made.
+        within = self._synced > self._ended_synced
+        told = self._give([common, steps, self._synced, within])
+        if self._is_new:
+            common, steps, self._synced, within = told
+            self._ended_synced = self._forwards = self._synced - within
+            self._take_steps(steps)
+            if common:
+                self._engine.buckets.load(common)
 
     def _set_sync(self, value: bool) -> None:
         """See `WrappedModule._set_sync`."""
@@ -355,9 +436,8 @@ class GradientAlgorithm(Algorithm):
             return
         self._engine.check_idle()
         positions = {member.name: position for position, member in enumerate(self._engine.members)}
-        if states[0]["order"] and set(states[0]["order"]) != set(positions):
-            differ = sorted(set(states[0]["order"]) ^ set(positions))
-            raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+        if states[0]["order"]:
+            check_trained(states[0]["order"], positions)
         self._take_steps(int(states[0]["steps"]))
         self._decide(states[0]["decisions"])
         order = [positions[name] for name in states[0]["order"]] or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from types import MappingProxyType
 from typing import Unpack
 
 import torch
@@ -66,9 +67,19 @@ class PowerSGD(GradientAlgorithm):
         nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
+        on_failure='raise'       "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "powersgd"
+    # Of PyTorch's hook.
+    synonyms = MappingProxyType(
+        {
+            "matrix_approximation_rank": "rank",
+            "start_powerSGD_iter": "start_step",
+            "min_compression_rate": "min_compression",
+            "random_seed": "seed",
+        }
+    )
 
     def __init__(
         self,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from bagua_kernels.algorithms.policy.policy import Outcome
+
+# Of each dictionary whose name in loggers is not that of its field.
+_GROUPS = {"errors": "error", "guards": "guard"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Stats:
         guards: how often guards have acted here. Of a `Penalty`, in exchanges of a bucket: "left out", this rank; "void", all
             ranks; "restarted", norms that have risen are usual from then on. Of a `Guard`: "exceeded", looks that found more
             lost than its bound. Of gossip with differences: "grown", looks that found them larger than they should be.
+        epochs: of the members, see `comm.Membership`; None where training does not heal.
+        losses: ranks that were lost so far, without whom training went on; None likewise.
+        healing_seconds: time from the errors of lost ranks to the next epochs; None likewise.
     """
 
     steps: int
@@ -48,24 +56,39 @@ class Stats:
     fresh: float | None = None
     staleness: dict[int, int] = field(default_factory=dict)
     guards: dict[str, int] = field(default_factory=dict)
+    epochs: int | None = None
+    losses: int | None = None
+    healing_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all numbers by name, copies of this object's, as JSON and loggers of experiments take them."""
         return asdict(self)
 
+    def numbers(self, prefix: str = "") -> dict[str, float]:
+        """Returns all finite numbers in one flat dictionary, as loggers with `log(dict)` take them.
+
+        >>> wandb.log(model.stats().numbers("bagua_kernels"), step=step)
+
+        Names are those of `write`, such as "steps", "error/layer.weight", "guard/void" and "staleness/2". Numbers that this
+        algorithm does not have, infinities and NaN are left out.
+
+        Args:
+            prefix: begins each name, with "/" behind it; "" for names without one.
+        """
+        begin = f"{prefix}/" if prefix else ""
+        return {begin + name: float(value) for name, value in self._named() if math.isfinite(value)}
+
     def write(self, writer: Any, step: int, prefix: str = "bagua_kernels") -> None:
         """Adds all numbers to a `torch.utils.tensorboard.SummaryWriter`, or whatever else has its `add_scalar`."""
-        for name in (
-            "steps",
-            "rounds",
-            "bytes_sent",
-            "wait_seconds",
-            "exchange_seconds",
-            "residual_norm",
-            "disagreement",
-        ):
-            writer.add_scalar(f"{prefix}/{name}", getattr(self, name), step)
-        for name, error in self.errors.items():
-            writer.add_scalar(f"{prefix}/error/{name}", error, step)
-        for name, times in self.guards.items():
-            writer.add_scalar(f"{prefix}/guard/{name}", times, step)
+        for name, value in self._named():
+            writer.add_scalar(f"{prefix}/{name}", value, step)
+
+    def _named(self) -> Iterator[tuple[str, float]]:
+        """Yields each number with its name; texts and missing numbers are left out."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Mapping):
+                group = _GROUPS.get(each.name, each.name)
+                yield from ((f"{group}/{name}", one) for name, one in value.items())
+            elif isinstance(value, int | float):
+                yield each.name, value

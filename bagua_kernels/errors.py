@@ -56,6 +56,10 @@ class CollectiveTimeoutError(_WithRanks):
     """
 
 
+class MembershipError(CommunicationError):
+    """This rank may not go on with the members that are left, or they went on without it; see `comm.init(elastic=True)`."""
+
+
 class DeadlockError(AssertionError):
     """Threads under a `comm.Schedule` cannot go on; the message lists what each thread waits for.
 

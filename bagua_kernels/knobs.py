@@ -94,8 +94,9 @@ def _flag(text: str) -> bool:
 
 
 def _launcher(text: str) -> str:
-    if text not in ("auto", "alone"):
-        raise ValueError("expected auto or alone")
+    names = ("auto", "torchrun", "slurm", "mpi", "jsrun", "horovod", "submitit", "alone")
+    if text not in names:
+        raise ValueError(f"expected one of {', '.join(names)}")
     return text
 
 
@@ -157,11 +158,24 @@ HEARTBEAT: Knob[float] = Knob(
     _heartbeat,
     "Seconds between two heartbeats of a rank; a rank silent for six of them counts as lost once a collective fails.",
 )
+LISTEN: Knob[str] = Knob(
+    "BAGUA_KERNELS_LISTEN",
+    "",
+    str,
+    "Where each rank of an elastic job lets processes join: a port, or host:port; the ranks of a host take the next free ones.",
+)
+JOIN: Knob[str] = Knob(
+    "BAGUA_KERNELS_JOIN",
+    "",
+    str,
+    "Addresses of members of an elastic job, host:port with commas between them, which `init` joins instead of a launcher's job.",
+)
 LAUNCHER: Knob[str] = Knob(
     "BAGUA_KERNELS_LAUNCHER",
     "auto",
     _launcher,
-    "alone lets `init` make one rank of each process that srun or mpirun has started without torchrun's variables.",
+    "Whose variables `init` reads: torchrun (RANK and WORLD_SIZE), slurm, mpi, jsrun, horovod or submitit; auto finds out, "
+    "alone makes one rank.",
 )
 NCCL: Knob[str] = Knob(
     "BAGUA_KERNELS_NCCL",
@@ -200,6 +214,18 @@ SECRET: Knob[str] = Knob(
     "A secret of the job, the same on all ranks, for where torch's store is not trusted with one; see docs/security.md.",
     private=True,
 )
+FAULTS: Knob[str] = Knob(
+    "BAGUA_KERNELS_FAULTS",
+    "",
+    str,
+    "Faults that ranks are given on purpose, such as kill:rank=2,step=100;stop:rank=1,after=60; see docs/elastic.md.",
+)
+FAULTS_FOLDER: Knob[str] = Knob(
+    "BAGUA_KERNELS_FAULTS_FOLDER",
+    "",
+    str,
+    "A folder in which each process notes its steps, and the faults that it is given.",
+)
 
 TRITON_INTERPRET: Knob[bool] = Knob(
     "TRITON_INTERPRET",
@@ -222,6 +248,12 @@ NUMBA_DISABLE_JIT: Knob[bool] = Knob(
 
 XDG_CACHE_HOME: Knob[str] = Knob(
     "XDG_CACHE_HOME", "", str, "The folder of the user's caches, which keeps compiled kernels; ~/.cache by default."
+)
+RESTARTS: Knob[int] = Knob(
+    "TORCHELASTIC_RESTART_COUNT", 0, _count, "torchrun's own: how often it has started the ranks again."
+)
+SLURM_RESTARTS: Knob[int] = Knob(
+    "SLURM_RESTART_COUNT", 0, _count, "Slurm's own: how often it has started the job again."
 )
 MASTER_ADDR: Knob[str] = Knob(
     "MASTER_ADDR", "", str, "torchrun's variable: the host of rank 0, which is also where the heartbeat store is."

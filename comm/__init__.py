@@ -23,6 +23,8 @@ from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.hierarchical.all_reduce import HierarchicalAllReduce
 from bagua_kernels.comm.hierarchical.nodes import Nodes
 from bagua_kernels.comm.mailbox import Mailbox
+from bagua_kernels.comm.membership.agreement import Quota
+from bagua_kernels.comm.membership.membership import Membership
 from bagua_kernels.comm.reduction import ReduceOp
 from bagua_kernels.comm.rendezvous import device, init, is_initialized, rank, shutdown, size, world
 from bagua_kernels.comm.tuning.measure import tune
@@ -33,8 +35,10 @@ __all__ = [
     "HierarchicalAllReduce",
     "LocalCommunicator",
     "Mailbox",
+    "Membership",
     "NcclCommunicator",
     "Nodes",
+    "Quota",
     "ReduceOp",
     "Schedule",
     "StripedCommunicator",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -53,6 +55,9 @@ class Communicator(Collectives):
         device: where the tensors must be.
         timeout: seconds after which an operation of which nothing moves raises an error.
         call: the method of its user from which operations start, such as "synchronize()"; errors of all ranks name it.
+        blocks: True if `Work.wait` blocks the caller until an operation has ended. False if a stream of a GPU waits instead, so
+            that the caller learns of an error later.
+        members: the `Membership` of all living ranks, of which it is the communicator; None if the job is not elastic.
         bytes_sent: payload bytes that this rank has put on the wire by the algorithms that the backend uses; protocol
             headers are not counted.
     """
@@ -60,7 +65,10 @@ class Communicator(Collectives):
     timeout: float
     bytes_sent: int
     call = ""
+    blocks = True
+    members: Any = None
     _seal: Seal | None = None
+    _offspring: weakref.WeakSet[Communicator] | None = None
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Returns the object of rank `src` (pickled) on every rank; blocks."""
@@ -138,12 +146,32 @@ class Communicator(Collectives):
             self._check_rank("ranks", rank)
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"split expects every rank once, got ranks={list(ranks)}")
-        return self._split(tuple(sorted(ranks))) if self.rank in ranks else None
+        return self._made(self._split(tuple(sorted(ranks)))) if self.rank in ranks else None
 
     def duplicate(self) -> Communicator:
         """Makes a communicator of the same ranks whose operations do not mix with this one's; every rank calls it."""
         self._check_usable()
-        return self._split(tuple(range(self.size)))
+        return self._made(self._split(tuple(range(self.size))))
+
+    def barrier_on_host(self) -> None:
+        """Blocks the caller until all ranks have called it, also on a GPU, after what each of them has started before.
+
+        Where it raises on a rank, that rank's earlier operations may have failed. Where it returns on any rank, those of all
+        ranks have succeeded.
+
+        Raises:
+            CommunicationError: or one of its kinds, as of `Work.wait`; also if an earlier operation was given up.
+        """
+        self.drain()
+        self.barrier().wait()
+        self.drain()
+
+    def drain(self) -> None:
+        """Blocks the caller until all operations that were waited for have ended; where `Work.wait` blocks they have.
+
+        Raises:
+            CommunicationError: one of them has failed or was given up.
+        """
 
     @contextlib.contextmanager
     def within(self, call: str) -> Iterator[None]:
@@ -168,6 +196,21 @@ class Communicator(Collectives):
         Args:
             reason: text of the errors, here and on the other ranks.
         """
+
+    def abort_family(self, reason: str) -> None:
+        """Aborts this communicator, all that `split` and `duplicate` have made of it here, and all that were made of those.
+
+        Any thread may call it.
+
+        Args:
+            reason: as of `abort`.
+        """
+        # First itself, so that nothing is made of it any more.
+        self.abort(reason)
+        with _making:
+            offspring = list(self._offspring or ())
+        for each in offspring:
+            each.abort_family(reason)
 
     @abc.abstractmethod
     def close(self, limit: float | None = None) -> None:
@@ -225,6 +268,17 @@ class Communicator(Collectives):
         self._seal = Seal(secret)
         self._splits: dict[tuple[int, ...], int] = {}
 
+    def _made(self, child: Communicator) -> Communicator:
+        """Returns a communicator that was made of this one, for `abort_family`."""
+        with _making:
+            if self._offspring is None:
+                self._offspring = weakref.WeakSet()
+            self._offspring.add(child)
+        if reason := self._unusable():
+            # Aborted by another thread meanwhile.
+            child.abort_family(reason)
+        return child
+
     def _next_split(self, ranks: tuple[int, ...]) -> str:
         """Returns a name for a communicator of some of the ranks, the same on all of these; such as "0-2.1" or "all.3"."""
         count = self._splits[ranks] = self._splits.get(ranks, 0) + 1
@@ -256,6 +310,10 @@ class Communicator(Collectives):
 
     @abc.abstractmethod
     def _split(self, ranks: tuple[int, ...]) -> Communicator: ...
+
+
+# Of `_offspring`, which a thread may read while another one splits the same communicator.
+_making = threading.Lock()
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:

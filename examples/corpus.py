@@ -59,6 +59,19 @@ def load(path: Path | None = None) -> Corpus:
         name, text = "gcide", _read(GCIDE)
     else:
         name, text = f"source of Python {platform.python_version()}", _standard_library()
+    return _divided(name, text)
+
+
+def manual() -> Corpus:
+    """Returns the reference manual of Python, which `pydoc` prints: half a million characters, mostly of English."""
+    # Not before: it takes long to read, and few need it.
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return _divided(f"reference manual of Python {platform.python_version()}", text)
+
+
+def _divided(name: str, text: bytes) -> Corpus:
     text = text[:LIMIT].translate(_ASCII)
     blocks = len(text) // (BLOCK * EVERY) * EVERY
     if not blocks:

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
+LAB = "bench.netlab"  # the module that emulates hosts
 LONGEST = 1800  # seconds after which processes on emulated hosts are ended
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 INK, GREY = "#222222", "#8a8a8a"
@@ -63,6 +64,31 @@ def under_torchrun(processes: int) -> None:
     os.execv(sys.executable, [*torchrun, *sys.argv])
 
 
+def path_with_root() -> str:
+    """Returns PYTHONPATH with the root of the repository, where the lab is."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def look_for_hosts(rate: float) -> tuple[bool, str]:
+    """Returns whether hosts can be emulated here, and what they are like, or why they cannot.
+
+    Args:
+        rate: of each host's line, Mbit/s in each direction.
+    """
+    if not (ROOT / "bench").is_dir():
+        return False, f"no emulated hosts: they need the folder bench of the repository, which is not in {ROOT}"
+    environment = {**os.environ, "PYTHONPATH": path_with_root()}
+    command = [sys.executable, "-m", LAB, "check", "--rate", f"{rate}"]
+    try:
+        check = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return False, "no emulated hosts: a look for them took longer than 60 s"
+    lines = (check.stdout or check.stderr).splitlines()
+    if check.returncode:
+        return False, lines[-1] if lines else f"no emulated hosts: {LAB} check ended with {check.returncode}"
+    return True, lines[0]
+
+
 def on_emulated_hosts(hosts: int, rate: float) -> str:
     """Starts this program again with one process on each of several emulated hosts, if this machine allows that.
 
@@ -73,18 +99,13 @@ def on_emulated_hosts(hosts: int, rate: float) -> str:
     Returns:
         Why there are no such hosts on this machine. If there are, this process becomes them and never returns.
     """
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    lab = [sys.executable, "-m", "bench.netlab"]
-    try:
-        check = subprocess.run([*lab, "check", "--rate", f"{rate}"], capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "no emulated hosts: a look for them took longer than 60 s"
-    answer = (check.stdout or check.stderr).splitlines()
-    if check.returncode:
-        return answer[-1] if answer else f"no emulated hosts: `{' '.join(lab)} check` ended with {check.returncode}"
-    print(f"{hosts} emulated hosts, {answer[0]}", flush=True)
+    found, answer = look_for_hosts(rate)
+    os.environ["PYTHONPATH"] = path_with_root()
+    if not found:
+        return answer
+    print(f"{hosts} emulated hosts, {answer}", flush=True)
     options = ["--hosts", f"{hosts}", "--rate", f"{rate}", "--timeout", f"{LONGEST}"]
-    os.execv(sys.executable, [*lab, "run", *options, "--", sys.executable, *sys.argv])
+    os.execv(sys.executable, [sys.executable, "-m", LAB, "run", *options, "--", sys.executable, *sys.argv])
 
 
 class Run:

@@ -4,14 +4,14 @@
     torchrun --nproc-per-node 2 examples/train_images.py        the same under a launcher of one's own
 
 What concerns this project is marked with an arrow; the rest is an ordinary training loop. The data sets are in
-datasets.py; the progress bar, the table and the picture are in report.py.
+image_data.py; the progress bar, the table and the picture are in report.py.
 """
 
 import argparse
 import contextlib
 from pathlib import Path
 
-import datasets
+import image_data
 import report
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ def accuracy(model: nn.Module, test: TensorDataset, communicator: comm.Communica
 
 def train(algorithm: str, options: argparse.Namespace, communicator: comm.Communicator) -> report.Run:
     """Trains one network from the same start as any other, and returns what was measured on the way."""
-    train_set, test_set = datasets.load(options.dataset, options.data)
+    train_set, test_set = image_data.load(options.dataset, options.data)
     torch.manual_seed(0)
     net = Net().to(comm.device())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters())
@@ -87,13 +87,13 @@ def main() -> None:
     parser.add_argument("--algorithm", nargs="+", default=["allreduce", "bytegrad"], help="one or several, in turn")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--nproc", type=int, default=torch.cuda.device_count() or 2, help="ignored under torchrun")
-    parser.add_argument("--dataset", choices=datasets.NAMES, default="mnist")
+    parser.add_argument("--dataset", choices=image_data.NAMES, default="mnist")
     parser.add_argument("--data", type=Path, help="folder or file to read instead of the installed data set")
     parser.add_argument("--output", type=Path, default=Path("results"))
     options = parser.parse_args()
     try:
-        datasets.locate(options.dataset, options.data)
-    except datasets.DatasetError as error:
+        image_data.locate(options.dataset, options.data)
+    except image_data.DatasetError as error:
         parser.error(str(error))
     report.under_torchrun(options.nproc)
     communicator = comm.init()  # <- reads torchrun's environment: NCCL for GPUs, Gloo for CPUs

@@ -182,6 +182,15 @@ def runs_compiled(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny tensors, whose threads mostly wait for each other, and for ranks that are threads already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """Runs the test with one backend forced."""
     with knobs.override(knobs.BACKEND, request.param.backend):

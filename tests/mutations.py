@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class Fault:
     """A change of one line after which a user loses something.
 
     Attributes:
-        room: the part of the project; each has two faults.
+        room: the part of the project; each has two faults in `FAULTS`.
         file: the changed file, below the root.
         old: a text that occurs once in the file, within a line.
         new: what replaces it.
@@ -549,9 +549,8 @@ def fill(kernels: Path) -> None:
             shutil.copy2(entry, kernels / "bagua_kernels")
 
 
-def run(numbers: Sequence[int], jobs: int) -> int:
-    """Tries faults, given by their numbers, in as many copies at a time; returns the exit status."""
-    faults = [FAULTS[number] for number in numbers]
+def run(faults: Mapping[int, Fault], jobs: int) -> int:
+    """Tries faults, given with their numbers, in as many copies at a time; returns the exit status."""
     begin = time.monotonic()
     limits.factor()  # which the processes inherit
     with tempfile.TemporaryDirectory(prefix="mutations") as name:
@@ -560,7 +559,7 @@ def run(numbers: Sequence[int], jobs: int) -> int:
         copies = [Copy(folder / f"{job}", folder / "kernels") for job in range(min(jobs, len(faults)))]
         for copy in copies:
             copy.check()
-        if failed := failing(faults, copies):
+        if failed := failing([*faults.values()], copies):
             print(f"{failed}\nan unchanged test fails, so that no fault was tried")
             return 2
         print(f"all unchanged tests pass: {time.monotonic() - begin:.0f} s", flush=True)
@@ -571,52 +570,55 @@ def run(numbers: Sequence[int], jobs: int) -> int:
         def trial(number: int) -> Result:
             copy = idle.get()
             try:
-                result = tried(FAULTS[number], copy)
+                result = tried(faults[number], copy)
             finally:
                 idle.put(copy)
             what = f"{'noticed' if result.noticed else MISSED} {result.seconds:4.0f} s"
-            print(line(number, what, result.text), flush=True)
+            print(line(number, faults[number], what, result.text), flush=True)
             return result
 
         with ThreadPoolExecutor(len(copies)) as pool:
             try:
-                results = list(pool.map(trial, numbers))
+                results = list(pool.map(trial, faults))
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # else the faults that wait would be tried first
                 raise
-    missed = [number for number, result in zip(numbers, results, strict=True) if not result.noticed]
+    missed = [number for number, result in zip(faults, results, strict=True) if not result.noticed]
     print(f"{len(results) - len(missed)} of {len(results)} faults noticed, {time.monotonic() - begin:.0f} s")
     for number in missed:
-        print(line(number, MISSED, FAULTS[number].why))
+        print(line(number, faults[number], MISSED, faults[number].why))
     return 1 if missed else 0
 
 
-def line(number: int, what: str, more: str) -> str:
+def line(number: int, fault: Fault, what: str, more: str) -> str:
     """Returns a line about a fault."""
-    return f"{number:2} {FAULTS[number].room:23} {what}: {more}"
+    return f"{number:2} {fault.room:23} {what}: {more}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line; returns the exit status."""
+def main(arguments: Sequence[str] | None = None, every: Sequence[Fault] = FAULTS) -> int:
+    """Reads the command line, and tries faults of a list; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tier", choices=TIERS, help="only faults of one tier")
-    parser.add_argument(
-        "--only", nargs="+", type=int, metavar="N", choices=range(len(FAULTS)), help="only these faults"
-    )
+    parser.add_argument("--only", nargs="+", type=int, metavar="N", choices=range(len(every)), help="only these faults")
     parser.add_argument("--jobs", type=int, default=2, help="copies in which tests run at the same time; 2 by default")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     options = parser.parse_args(arguments)
-    chosen = range(len(FAULTS)) if options.only is None else options.only
-    numbers = [number for number in chosen if options.tier in (None, FAULTS[number].tier)]
-    if not numbers or options.jobs < 1:
+    faults = {
+        number: fault
+        for number, fault in enumerate(every)
+        if options.only is None or number in options.only
+        if options.tier in (None, fault.tier)
+    }
+    if not faults or options.jobs < 1:
         parser.error(
-            f"expected faults of the tier and at least 1 job, got {len(numbers)} faults and {options.jobs} jobs"
+            f"expected faults of the tier and at least 1 job, got {len(faults)} faults and {options.jobs} jobs"
         )
     if not options.list:
-        return run(numbers, options.jobs)
-    for number in numbers:
-        fault = FAULTS[number]
-        print(line(number, f"{fault.file}, tier {fault.tier}", f"{fault.why}\n   - {fault.old}\n   + {fault.new}"))
+        return run(faults, options.jobs)
+    for number, fault in faults.items():
+        print(
+            line(number, fault, f"{fault.file}, tier {fault.tier}", f"{fault.why}\n   - {fault.old}\n   + {fault.new}")
+        )
     return 0
 
 

@@ -44,6 +44,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "optim/step",
         "optim/fuse",
         "optim",
+        "command",
+        "checkpoint",
+        "integrations",
     ),
     "comm": (
         "reduction",
@@ -60,6 +63,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "backends/sockets",
         "backends/mailboxes",
         "backends/selection",
+        "membership",
+        "faults",
         "compressed",
         "hierarchical",
         "rendezvous",
@@ -68,6 +73,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "testing",
         "doctor",
         "tune",
+        "chaos",
     ),
     "algorithms": (
         "choosing/turns",
@@ -98,6 +104,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "tuner",
     ),
     "bench": (
+        "adoption",
+        "waiting",
         "workloads",
         "suite_table",
         "speed",
@@ -113,11 +121,22 @@ ORDER: dict[str, tuple[str, ...]] = {
         "large",
         "many",
         "heartbeats",
+        "healing",
+        "goodput",
+        "cuts",
+        "returns",
+        "restarts",
     ),
 }
 
 # The fourth floor: modules and packages, by name, that may import all floors, and that nothing else imports.
-DOORS = ("bagua_kernels.data", "bagua_kernels.warmup")
+DOORS = (
+    "bagua_kernels.checkpoint",
+    "bagua_kernels.command",
+    "bagua_kernels.data",
+    "bagua_kernels.integrations",
+    "bagua_kernels.warmup",
+)
 # It imports its parts, doors among them, when they are first used.
 PACKAGE = "bagua_kernels"
 
@@ -137,7 +156,8 @@ MAY_READ_THE_ENVIRONMENT = (
     "comm/joining/launch.py",  # what launchers say
     "comm/testing/fork_server.py",
     "comm/testing/processes.py",
-    "comm/tune.py",  # passes the environment on to the command that it starts
+    "comm/chaos.py",  # passes the environment on to the command that it starts
+    "comm/tune.py",  # likewise
     "comm/programs/tuning/launcher.py",
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import mutations
+from tests.doors.faults import FAULTS as OF_DOORS
 from tests.grids import folded
 from tests.mutations import FAULTS, ROOT, Copy, Fault, judged
 
@@ -24,7 +25,7 @@ def test_most_faults_are_for_the_default_tier() -> None:
     assert sum(fault.tier == "all" for fault in FAULTS) <= 4
 
 
-every_fault = folded(fault=[pytest.param(fault, id=f"{fault.room}: {fault.new}") for fault in FAULTS])
+every_fault = folded(fault=[pytest.param(fault, id=f"{fault.room}: {fault.new}") for fault in (*FAULTS, *OF_DOORS)])
 
 
 @every_fault

@@ -163,6 +163,10 @@ class MomentumAllReduce(CompressedAllReduce):
         # Sums of the same numbers may differ in their last bits between machines.
         self.optimizer.agree = lambda stable: bool(communicator.broadcast_object(stable))
 
+    def _refuses_healing(self) -> str:
+        """See `Algorithm._refuses_healing`."""
+        return "momentum that a pass has changed cannot be taken back; leave out on_failure, or use bytegrad with Adam"
+
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""
         return MomentumExchange(bucket, communicator, self.policy, self.feedback, self._momenta)

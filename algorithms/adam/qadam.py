@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal, Unpack
 
 import torch
@@ -65,9 +66,12 @@ class QAdam(MomentumAllReduce):
         nodes=None                which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True    True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False     a pattern of names, as of `fnmatch`, or several
+        on_failure='raise'        "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "qadam"
+    # BAGUA's.
+    synonyms = MappingProxyType({"warmup_steps": "freeze_step"})
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -54,9 +55,12 @@ class AsyncModelAverage(CourierAlgorithm):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "async_model_average"
+    # BAGUA's.
+    synonyms = MappingProxyType({"sync_interval_ms": "interval_ms"})
     needs_even_nodes = True
 
     def __init__(

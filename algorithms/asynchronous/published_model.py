@@ -129,10 +129,14 @@ class PublishedModel:
         with self._changed:
             self._await_values()
         with self._beside_training(Event("read")):
-            while not self._is_written():
+            while True:
+                count = self._count_writes()
+                if self._is_written():
+                    break
                 self._copy_to(out)
-                # A write from outside may have begun meanwhile. Then the copy may be of both models.
-                if not self._has_values_from_outside():
+                # A write from outside may have begun meanwhile, and may have been put back, too. Then the copy may be of both
+                # models.
+                if not self._has_values_from_outside() and self._count_writes() == count:
                     self._last, self._last_version = list(out), self.version
                     return self.version, self._resting
                 if any(copy is last for last, copy in zip(self._last, out, strict=False)):
@@ -159,6 +163,9 @@ class PublishedModel:
 
     def _has_values_from_outside(self) -> bool:
         return self.writes is not None and not self._resting and self.writes.found(beside_training=True)
+
+    def _count_writes(self) -> int:
+        return 0 if self.writes is None else self.writes.count()
 
     def _is_written(self) -> bool:
         return bool(self._last) and self._has_values_from_outside()

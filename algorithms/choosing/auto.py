@@ -68,6 +68,7 @@ class AutoTune(GradientAlgorithm):
         nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
+        on_failure='raise'       "raise", or "heal": when ranks are lost, those that are left go on without an error
 
     Attributes:
         chooser: what measures, predicts, tries and chooses.
@@ -151,6 +152,10 @@ class AutoTune(GradientAlgorithm):
     def place(self, name: str, parameter: torch.nn.Parameter) -> tuple[Hashable, bool]:
         """See `GradientAlgorithm.place`."""
         return self.chooser.place(name, parameter)
+
+    def _refuses_healing(self) -> str:
+        """See `Algorithm._refuses_healing`."""
+        return "what it has measured is of all ranks; use what it has chosen, which table() names"
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +27,9 @@ from bagua_kernels.algorithms.engine.runtime import Runtime, Task, covered
 from bagua_kernels.algorithms.exchanges.vectors import mean_of
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.algorithms.stats import Stats
+from bagua_kernels.algorithms.wrapping.recorded import own_names
 from bagua_kernels.comm import Communicator, Work
-from bagua_kernels.errors import follow_up
+from bagua_kernels.errors import CommunicationError, follow_up
 from bagua_kernels.jit import compiling
 
 _STATE = {"steps", "vectors", "decisions"}
@@ -59,7 +61,8 @@ def hook(
         ValueError: the spec names neither, or an algorithm that does not average gradients, or an option is one of the engine.
     """
     kind, parsed = Algorithm.named(spec)
-    arguments: dict[str, Any] = {**parsed, **options}
+    with fitting(spec):
+        arguments = {**parsed, **own_names(kind, options)}
     if not isinstance(module, torch.nn.Module | None):
         raise TypeError(
             f"the second argument of a hook is the DistributedDataParallel, or None, got {module!r} of {type(module).__name__}"
@@ -404,6 +407,21 @@ class Hook:
         assert self._layout is not None
         self._algorithm.policy.load(states[0]["decisions"])
         self._layout.load(mean_of([one["vectors"] for one in states]))
+
+    def abort(self, reason: str) -> None:
+        """Ends it at once, for other ranks may not come to `close`; they get an error.
+
+        Args:
+            reason: text of that error.
+        """
+        # First, for threads may be waiting for other ranks.
+        opened = list(self.communicators)
+        if self._algorithm is not None:
+            opened += self._algorithm._communicators()
+        for each in opened:
+            each.abort(reason)
+        with contextlib.suppress(CommunicationError):  # of what waited
+            self.close()
 
     def close(self) -> None:
         """Ends its threads and frees its connections; collective. DDP must not be trained with it any more."""

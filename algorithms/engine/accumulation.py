@@ -191,7 +191,10 @@ class Watched:
         for name, parameter in parameters:
             if parameter in self._nodes:
                 continue
-            node = self._nodes[parameter] = get_gradient_edge(parameter).node
+            # A frozen one has no node; the one that it gets here stays, for when it is trained.
+            trained = parameter.requires_grad
+            node = self._nodes[parameter] = get_gradient_edge(parameter.requires_grad_()).node
+            parameter.requires_grad_(trained)
             self._handles.append(node.register_prehook(_coming(self._taker, weakref.ref(parameter), name)))
 
     def remove(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from bagua_kernels.algorithms.engine.backward_steps import BucketSteps
+from bagua_kernels.algorithms.engine.healing import Healing
 from bagua_kernels.algorithms.engine.interruption import Interruption
 from bagua_kernels.algorithms.engine.loss_scale import LossScale
 from bagua_kernels.algorithms.engine.member import Member
@@ -163,9 +164,12 @@ def exchanged(
     load: Callable[[], None],
     loss_scale: LossScale | None,
     updates: tuple[BucketSteps, list[bool]] | None,
+    healing: Healing | None,
 ) -> Iterator[Work]:
     """What a communication thread does with a bucket; refers to nothing of the engine, which may be deleted meanwhile."""
     load()
+    if healing is not None:
+        healing.remember(exchange)
     if loss_scale is not None:
         exchange.scale_to(loss_scale.get())  # here, since on a GPU it waits
     if updates is not None:

@@ -28,6 +28,7 @@ from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.errors import CommunicationError
 from bagua_kernels.jit import compiling
 from bagua_kernels.streams import keep_memory
 from bagua_kernels.upload import Numbers
@@ -96,6 +97,7 @@ class Engine:
         self._rows = [Rows(member.name, member.parameter, -1 - i) for i, member in enumerate(sparse)]
         self._make_exchange, self._policy, self._options = make_exchange, policy, options
         self._listener = listener
+        self._healing = options.healing
         self._in_backward = True
         self._device = members[0].parameter.device
         self._on_gpu = self._device.type == "cuda"
@@ -110,16 +112,18 @@ class Engine:
         self._bucket_options = options.buckets
         self._accumulation = Accumulation(options.title, strict=False)
         self._watched = Watched(self)
-        self.lay_out(None, {})
+        # After a loss ranks must not differ in what they have laid out.
+        given = None if self._healing is None else list(range(len(self.members)))
+        self.lay_out(given, {})
         # The attributes of exchanges decide how they are connected.
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
         most = min(options.in_flight or (2 if on_cpu else 1), len(self.buckets.all) + len(self._rows))
         # Two streams of bytes on one link hinder each other. Sparse gradients take several collectives, one after the other.
         shared = on_cpu and not self._rows and all(each.one_collective for each in exchanges)
-        self.in_flight = most
+        self.in_flight = self._most = most
         if most > 1 and not shared:
             self.communicators += [duplicate() for _ in range(most - 1)]
-            self.lay_out(None, {}, self.buckets)
+            self.lay_out(given, {}, self.buckets)
         self._runtime = Runtime(self._device, most, len(self.communicators))
         self._running = False
         self._step = 0
@@ -131,6 +135,7 @@ class Engine:
         self._streams: list[dict[torch.cuda.Stream, None]] = []
         self._loss_scale: LossScale | None = None
         self._tasks: list[Task] = []
+        self._sparse_given: Sequence[torch.Tensor | None] = []
         engine = weakref.ref(self)
         self._hooks = [
             member.parameter.register_post_accumulate_grad_hook(gradient_hook(engine, position))
@@ -241,7 +246,7 @@ class Engine:
                 self._leave(index)
                 bucket.fill_together(dict.fromkeys(range(len(bucket.views))))
             self._start_rest([None] * len(self._rows))
-            self._wait()
+            self._finish()
             self._read_flags()
             self._conclude()
         except BaseException as error:
@@ -288,6 +293,8 @@ class Engine:
         if self._options.steps is not None:
             self._options.steps.start()
         self._arrived = {}
+        if self._healing is not None:
+            self._healing.begin()
         self._missing = [len(group) for group in self.buckets.groups]
         self._taken = [[] for _ in self.buckets.groups]
         self._streams = [{} for _ in self.buckets.groups]
@@ -325,6 +332,8 @@ class Engine:
         now, on_gpu = len(member.parameter._post_accumulate_grad_hooks or ()) > 1, self._on_gpu
         shows = gradient is not None and not (now or on_gpu or (steps is not None and steps.updates(member.name)))
         taken = (slot, gradient, member.parameter if shows else None)
+        if self._healing is not None:
+            self._healing.keep(position, gradient, copies=now)
         if on_gpu:
             self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
         if now:
@@ -367,7 +376,7 @@ class Engine:
             exchange = self.buckets.exchanges[index]
             load = partial(fill, bucket, self._taken[index], self.weight, exchange, self.interruption)
             updates = (self._bucket_steps[index], [p in present for p in positions]) if self._bucket_steps else None
-            run = partial(exchanged, exchange, self._step, load, self._loss_scale, updates)
+            run = partial(exchanged, exchange, self._step, load, self._loss_scale, updates, self._healing)
             self._start(bucket, run, several=not exchange.one_collective)
 
     def _start(self, bucket: Bucket | Rows, run: Run, several: bool) -> None:
@@ -392,7 +401,7 @@ class Engine:
                 if not parameter.requires_grad:
                     parameter.grad = None
             self._start_rest([parameter.grad for parameter in self._sparse])
-            self._wait()
+            self._finish()
             # States that are made here are for training, whatever mode backward was called in.
             with torch.inference_mode(False), torch.no_grad():
                 self._publish()
@@ -402,6 +411,7 @@ class Engine:
             raise
 
     def _start_rest(self, sparse: Sequence[torch.Tensor | None]) -> None:
+        self._sparse_given = sparse
         self._missing = [0] * len(self.buckets.all)
         self._start_complete()
         for rows, gradient in zip(self._rows, sparse, strict=True):
@@ -412,6 +422,74 @@ class Engine:
                 )
             rows.gradient = gradient if gradient is None or self.weight == 1.0 else gradient * self.weight
             self._start(rows, partial(rows.run, self.communicator_of(rows)), several=True)
+
+    def _finish(self) -> None:
+        """Waits for all exchanges. With `healing` all ranks have all means afterwards, or those that are left have repeated them.
+
+        Raises:
+            CommunicationError: an exchange failed, and training cannot go on.
+        """
+        healing = self._healing
+        if healing is None:
+            self._wait()
+            return
+        while True:
+            try:
+                self._wait()
+                # Over NCCL only streams have waited, and an exchange that was given up shows here first.
+                for each in self.communicators[1:]:
+                    each.drain()
+                self.communicators[0].barrier_on_host()
+                break
+            except CommunicationError as error:
+                healing.members.change(error)
+                if healing.is_complete:
+                    break
+                self._repeat()
+        healing.end()
+
+    def _repeat(self) -> None:
+        """Starts the exchanges of this pass again, of the gradients that it has kept."""
+        assert self._healing is not None
+        self._tasks = []
+        self._taken = [[] for _ in self.buckets.groups]
+        for index, group in enumerate(self.buckets.groups):
+            self.buckets.all[index].lent.clear()
+            self._taken[index] = [(slot, self._healing.gradient(p), None) for slot, p in enumerate(group)]
+        self._start_rest(self._sparse_given)
+
+    def go_on_with(
+        self,
+        communicator: Communicator,
+        duplicate: Callable[[], Communicator],
+        reports: Mapping[int, int],
+        old: Communicator,
+    ) -> Mapping[str, Named]:
+        """Goes on among other ranks, after a loss; collective.
+
+        Args:
+            communicator: of all ranks.
+            duplicate: as for the constructor.
+            reports: the number of passes to whose end each of them has come, new ones left out.
+            old: a communicator of the ranks that are not new.
+
+        Returns:
+            What the exchanges remember.
+        """
+        healing = self._healing
+        assert healing is not None
+        # A rank that is not within this pass has come to its end, or has not begun it.
+        healing.is_complete = self._running and max(reports.values()) > self.counters.steps
+        undo = self._running and not healing.is_complete
+        with torch.inference_mode(False), torch.no_grad():
+            state = healing.states(self.buckets.exchanges, old, undo=undo)
+            self.communicators = [communicator, *(duplicate() for _ in self.communicators[1:])]
+            self._runtime.close()
+            self._runtime = Runtime(self._device, self._most, len(self.communicators))
+            self.in_flight = self._runtime.limit(self.in_flight)
+            self.participation.ranks = communicator.size
+            self.lay_out(self.buckets.order, state, self.buckets)
+        return state
 
     def _wait(self) -> None:
         begin = compiling.clock()
@@ -481,6 +559,8 @@ class Engine:
         self.weight = 1.0
         if self._listener is not None:
             self._listener.pass_ended(self._step, seconds, self.communicators[0])
+        if self._healing is not None:
+            self._healing.concluded(self.counters.steps)
 
     def _follow_order(self) -> None:
         """Lays buckets out again if gradients came in another order than theirs on any rank."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
+from bagua_kernels.algorithms.engine.healing import Healing
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class EngineOptions:
         scaler: that by which losses are scaled, if any: what is remembered changes its unit with it.
         name: of the algorithm, for profilers.
         title: of its class, likewise.
+        healing: what lets passes go on when a rank is lost; None to raise.
     """
 
     buckets: BucketOptions
@@ -59,3 +61,4 @@ class EngineOptions:
     scaler: torch.amp.GradScaler | None = None
     name: str = ""
     title: str = ""
+    healing: Healing | None = None

@@ -16,6 +16,7 @@ class Participation:
     have frozen the parameter, and large if any rank has a gradient.
 
     Attributes:
+        ranks: how many take part.
         present: positions of the parameters with a gradient on this rank.
         frozen: of those that are frozen in the pass that is, or was last, under way.
         unused: of those for which no rank had a gradient, once `read` has found out.
@@ -24,8 +25,7 @@ class Participation:
     def __init__(self, members: Sequence[Member], ranks: int) -> None:
         """Begins with nothing."""
         self._members = members
-        # The mean of flags of parameters without a gradient is below a half of 1 / ranks.
-        self._absent, self._least = 0.25 / ranks, 0.5 / ranks
+        self.ranks = ranks
         self.present: set[int] = set()
         self.frozen: set[int] = set()
         self.unused: set[int] = set()
@@ -41,7 +41,8 @@ class Participation:
         Args:
             takes_part: False if this rank has no pass of its own, and only takes part in those of others.
         """
-        absent = self._absent if takes_part else 0.0
+        # The mean of flags of parameters without a gradient is below a half of 1 / ranks.
+        absent = 0.25 / self.ranks if takes_part else 0.0
         flags = [1.0 if position in self.present else absent for position in range(len(self._members))]
         for position in self.frozen:
             flags[position] = 0.0
@@ -62,7 +63,7 @@ class Participation:
         # Reading flags waits for the device, so it is done only where one can be below 1.
         # waits: only in a step in which a parameter has no gradient on this rank.
         flags = means.tolist()
-        self.unused = {position for position, flag in enumerate(flags) if flag < self._least}
+        self.unused = {position for position, flag in enumerate(flags) if flag < 0.5 / self.ranks}
         for position in sorted(self.frozen) if takes_part else ():
             if flags[position]:
                 raise RuntimeError(frozen_elsewhere(self._members[position].name))

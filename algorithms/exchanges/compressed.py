@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
-from bagua_kernels.algorithms.exchanges.vectors import Named, gather, scatter
+from bagua_kernels.algorithms.exchanges.vectors import Named, copied, gather, scatter
 from bagua_kernels.algorithms.policy.guard import Decision, Guarded, Sample
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
@@ -64,6 +64,7 @@ class CompressedExchange(Exchange):
         # Residuals are either those of the all-reduce, or vectors that wait for one.
         self._all_reduce: AllReduce | None = None
         self._recalled: dict[str, torch.Tensor] = {}
+        self._gathers = True  # the parts of vectors that other ranks have
 
     def codec(self, step: int) -> Codec | None:
         """What encodes the bucket in a step; None if nothing does."""
@@ -146,7 +147,7 @@ class CompressedExchange(Exchange):
     def _vectors(self) -> dict[str, torch.Tensor]:
         """The residuals as vectors like the bucket; collective."""
         if self._all_reduce is not None:
-            return self._all_reduce.vectors()
+            return self._all_reduce.vectors() if self._gathers else self._all_reduce.own_vectors()
         # They may have been made on the training stream, and the communication stream drops them.
         keep_memory(self._recalled.values())
         return self._recalled
@@ -181,6 +182,31 @@ class CompressedExchange(Exchange):
         """The residuals; see `Exchange.state`."""
         return {key: scatter(self.bucket, divided(vector, self.loss_scale)) for key, vector in self._vectors().items()}
 
+    def own_state(self) -> dict[str, Named]:
+        """See `Exchange.own_state`."""
+        self._gathers = False
+        try:
+            return super().own_state()
+        finally:
+            self._gathers = True
+
+    def mark(self, spare: list[torch.Tensor]) -> Callable[[], dict[str, Named]]:
+        """See `Exchange.mark`: one copy of the residuals, in memory that was touched before."""
+        made, scale = self._all_reduce, self.loss_scale
+        if made is None or type(self).state is not CompressedExchange.state:
+            return super().mark(spare)
+        parts = _parts(made)
+        spare[:] = [copied(part, old) for part, old in zip(parts, [*spare, *[None] * len(parts)], strict=False)]
+        kept = [*spare]
+
+        def back() -> dict[str, Named]:
+            for part, before in zip(_parts(made), kept, strict=True):
+                part.copy_(before)
+            self._all_reduce, self._recalled, self.loss_scale = made, {}, scale
+            return self.own_state()
+
+        return back
+
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""
         self._all_reduce = None
@@ -194,3 +220,8 @@ class CompressedExchange(Exchange):
         # waits: for statistics.
         norms += [float(vector.norm()) for vector in self._recalled.values()]
         return math.sqrt(math.fsum((norm / self.loss_scale) ** 2 for norm in norms))
+
+
+def _parts(all_reduce: AllReduce) -> list[torch.Tensor]:
+    """All residuals themselves, in pieces."""
+    return [part for kept in all_reduce.residuals().values() if kept is not None for part in kept.parts()]

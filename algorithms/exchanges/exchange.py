@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import torch
 
 from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.bucket import Bucket
@@ -94,6 +96,25 @@ class Exchange(abc.ABC):
     def state(self) -> dict[str, Named]:
         """Returns the state without loss scale, for each key one tensor per parameter's name; collective."""
         return {}
+
+    def own_state(self) -> dict[str, Named]:
+        """Returns what this rank has of `state`, in memory of its own. Not collective, for ranks may be lost.
+
+        Of what ranks have in parts ("owner"), the others' parts are zero.
+        """
+        return {key: {name: each.clone() for name, each in named.items()} for key, named in self.state().items()}
+
+    def mark(self, spare: list[torch.Tensor]) -> Callable[[], dict[str, Named]]:
+        """Keeps what this rank has of `state` as it is now, before a pass that may be lost.
+
+        Args:
+            spare: memory of the last call, which is used again where it fits. It is replaced by what was used.
+
+        Returns:
+            What goes back to that, and returns what `own_state` had then. After it the exchange is used no more.
+        """
+        state = self.own_state()
+        return lambda: state
 
     def load(self, state: Mapping[str, Named]) -> None:  # noqa: B027
         """Restores what `state` returned, maybe for more parameters than this bucket's; what is lacking starts anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,14 @@ def scatter(bucket: Bucket, vector: torch.Tensor, *, copies: bool = True) -> dic
         for name, span, view in _shares(bucket)
         if span.start < span.stop <= vector.numel()
     }
+
+
+def copied(x: torch.Tensor, spare: torch.Tensor | None) -> torch.Tensor:
+    """Returns a copy, in the memory of `spare` if that is like it: the system clears new memory, which takes as long."""
+    like = spare is not None and (spare.shape, spare.dtype, spare.device) == (x.shape, x.dtype, x.device)
+    if spare is not None and like and spare.stride() == x.stride():
+        return spare.copy_(x)
+    return x.clone()
 
 
 def _flat(share: torch.Tensor, copies: bool) -> torch.Tensor:
@@ -86,6 +94,23 @@ def euclidean_norm(x: torch.Tensor) -> torch.Tensor:
     scaled = x.float() * unit.reciprocal().float()
     norm = torch.linalg.vector_norm(scaled, dtype=torch.float32)
     return torch.Tensor.double(norm) * unit
+
+
+def check_trained(names: Collection[str], trained: Collection[str]) -> None:
+    """Refuses the state of a module that trained other parameters.
+
+    Args:
+        names: of the parameters in the state.
+        trained: of those that the module trains.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if differ := sorted(set(names) ^ set(trained)):
+        raise ValueError(
+            f"the state is that of a module with other trainable parameters; {differ} are not in both: before it is "
+            "loaded, freeze the parameters that were frozen when it was saved"
+        )
 
 
 def mean_of(several: Sequence[Mapping[str, Named]]) -> dict[str, Named]:

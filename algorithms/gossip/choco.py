@@ -54,6 +54,7 @@ class Choco(Differences):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "choco"
@@ -88,14 +89,15 @@ class Choco(Differences):
         """
         if eta is not None and not 0 < eta <= 1:
             raise ValueError(f"eta must be above 0 and at most 1, or None, got {eta=}")
-        self.eta = eta
+        self.eta, self._chosen = eta, eta is None
         super().__init__(module, optimizer, codec=codec, peers=peers, seed=seed, **options)
 
     def round_for(self, local: LocalModel, bucket: Bucket) -> Round:
         """See `RoundAlgorithm.round_for`."""
-        if self.eta is None:
+        if self._chosen and bucket.index == 0:
             mine = tuned(self.codec, self._neighbourhood.topology) if local.communicator.rank == 0 else 0.0
             self.eta = float(local.communicator.broadcast_object(mine))
+        assert self.eta is not None
         return PublicRound(local, bucket, self._neighbourhood, self.remedy, self.eta)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Unpack
 
 import torch
@@ -46,9 +47,12 @@ class Decentralized(RoundAlgorithm):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "decentralized"
+    # BAGUA's.
+    synonyms = MappingProxyType({"peer_selection_mode": "peers", "communication_interval": "interval"})
     needs_even_nodes = True
 
     def __init__(
@@ -74,6 +78,10 @@ class Decentralized(RoundAlgorithm):
         """
         self.peers = checked_peers(peers)
         super().__init__(module, optimizer, **options)
+
+    # Nothing is kept beside the parameters.
+    heals_by_mean = False
+    takes_drafts = True
 
     def loop_for(self, local: LocalModel) -> Rounds:
         """See `RoundAlgorithm.loop_for`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
@@ -53,9 +54,12 @@ class LowPrecisionDecentralized(Differences):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "lowprec"
+    # BAGUA's.
+    synonyms = MappingProxyType({"communication_interval": "interval"})
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Unpack, cast
 
 import torch
@@ -66,9 +67,14 @@ class DiLoCo(OuterLoop):
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "diloco"
+    # Of torchft.
+    synonyms = MappingProxyType(
+        {"sync_every": "interval", "fragment_sync_delay": "delay", "fragment_update_alpha": "blend"}
+    )
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Unpack
 
 import torch
@@ -49,9 +50,12 @@ class LocalSGD(OuterLoop):
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "local_sgd"
+    # Of Accelerate and torchft.
+    synonyms = MappingProxyType({"local_sgd_steps": "interval", "sync_every": "interval"})
     plain_means = True
 
     def __init__(

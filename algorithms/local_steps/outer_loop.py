@@ -6,10 +6,11 @@ import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
+from bagua_kernels.algorithms.engine.healing import states_of_ranks
 from bagua_kernels.algorithms.exchanges.compressed import Feedback
 from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.kind import OuterKind
@@ -22,13 +23,19 @@ from bagua_kernels.algorithms.local_steps.penalty import Penalty
 from bagua_kernels.algorithms.local_steps.quorum import Quorum
 from bagua_kernels.algorithms.local_steps.quorum_merges import check_quorum
 from bagua_kernels.algorithms.models.local_model import LocalModel
+from bagua_kernels.algorithms.models.loop import Loop
 from bagua_kernels.algorithms.models.model_algorithm import RoundAlgorithm
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
+from bagua_kernels.algorithms.models.writes import digest
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes
 from bagua_kernels.comm.hierarchical import TieredCommunicator
+from bagua_kernels.comm.mailbox.courier import weakly
+
+# What is kept of each bucket and is the same on all ranks.
+COMMON = ("start", "outer_momentum", "slow_momentum")
 
 
 class LoopOptions(TypedDict, total=False):
@@ -46,6 +53,7 @@ class LoopOptions(TypedDict, total=False):
     nodes: Nodes | Iterable[Iterable[int]] | None
     bucket_bytes: int
     average_states: bool
+    on_failure: str
 
 
 class DenseOptions(LoopOptions, total=False):
@@ -105,6 +113,7 @@ class OuterLoop(RoundAlgorithm):
         setup: what rounds are made with, on several ranks.
     """
 
+    takes_drafts = supplies = True
     begins_in_node = False
     fragments = 1
     weighs = True
@@ -138,6 +147,7 @@ class OuterLoop(RoundAlgorithm):
         nodes: Nodes | Iterable[Iterable[int]] | None = None,
         bucket_bytes: int = 10 << 20,
         average_states: bool = False,
+        on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
 
@@ -165,6 +175,7 @@ class OuterLoop(RoundAlgorithm):
             nodes: as for `Algorithm`.
             bucket_bytes: as for `ModelAlgorithm`.
             average_states: as for `ModelAlgorithm`.
+            on_failure: as for `Algorithm`.
 
         Raises:
             TypeError: as for `ModelAlgorithm`, or a value that should be a codec is not one.
@@ -197,7 +208,129 @@ class OuterLoop(RoundAlgorithm):
             nodes=nodes,
             bucket_bytes=bucket_bytes,
             average_states=average_states,
+            on_failure=on_failure,
         )
+
+    def _refuses_healing(self) -> str:
+        """See `Algorithm._refuses_healing`."""
+        if self.quorum is not None:
+            return "a quorum goes on without ranks that are lost by itself; leave out on_failure"
+        if self.by_speed:
+            return "what it has measured for by_speed=True is of all ranks; leave that out"
+        return ""
+
+    def _report(self) -> Any:
+        """See `Algorithm._report`; with the rounds that are in place, and a digest of what all ranks have alike."""
+        steps, unfinished, _ = super()._report()
+        rounds = self.rounds
+        told = None if rounds is None else [rounds.finished, digest(self._common()), self.is_behind]
+        return [steps, unfinished, told]
+
+    def _boundary(self) -> int:
+        """See `Algorithm._boundary`: rounds whose results are in place."""
+        return 0 if self.rounds is None else self.rounds.finished
+
+    @torch.no_grad()
+    def _supply_after_round(self, rounds: int) -> None:
+        """Lets members that are behind come nearer between two rounds; collective.
+
+        What a rank has learned since its outer parameters stays: its own parameters follow these.
+
+        Args:
+            rounds: whose results are in place.
+        """
+        if not self.is_behind:
+            self._advance_supply(rounds)
+            return
+        flat, keeps = self.local.flat, self.local.has_to_keep()
+        before = [flat.kept(bucket, "start").clone() for bucket in flat.buckets]
+        self._advance_supply(rounds)
+        for bucket, earlier in zip(flat.buckets, before, strict=True):
+            bucket.flat.add_(flat.kept(bucket, "start") - earlier)
+        if not keeps:
+            self.local.mark()
+
+    def _tensors_alike(self) -> list[list[torch.Tensor]]:
+        """See `Algorithm._tensors_alike`: outer parameters and momentum of each bucket."""
+        flat, found = self.local.flat, dict[int, list[torch.Tensor]]()
+        for index, key in self._names_of_common():
+            found.setdefault(index, []).append(flat.kept(flat.buckets[index], key))
+        return list(found.values())
+
+    def _is_between_rounds(self) -> bool:
+        """See `Algorithm._is_between_rounds`."""
+        rounds, steps = self.rounds, self.local.steps
+        return rounds is None or steps == 0 or rounds.plan.round_at(steps - 1) is not None
+
+    def _common(self) -> list[torch.Tensor]:
+        """The vectors that are the same on all ranks: outer parameters and momentum."""
+        flat = self.local.flat
+        return [flat.kept(flat.buckets[index], key) for index, key in self._names_of_common()]
+
+    def _names_of_common(self) -> list[tuple[int, str]]:
+        """For each of these vectors the index of its bucket, and its key."""
+        flat = self.local.flat
+        return [(bucket.index, key) for bucket in flat.buckets for key in COMMON if flat.keeps(bucket, key)]
+
+    def _reconcile(self, loop: Loop, reports: Mapping[int, Any], old: Communicator) -> Any:
+        """See `ModelAlgorithm._reconcile`: ranks keep their own parameters, outer parameters, momentum and residuals.
+
+        1. Where the last round is in place on some ranks only, the others take it over from one of these.
+        2. Where it is in place nowhere, residuals are again what they were before it.
+        """
+        assert isinstance(loop, OuterRounds)
+        assert self.members is not None
+        # What those that are behind have is near that of the others, and will be given to them.
+        whole = {rank: tuple(told) for rank, (_, _, told) in reports.items() if not told[2]}
+        last, numbers = max(told[0] for told in whole.values()), loop.numbers()
+        behind = loop.finished < last
+        exchanges = [each.exchange for each in loop.outer]
+        before = {}
+        for each in [] if behind or loop.unfinished is None else loop.outer:
+            if (restored := each.restored(loop.number)) is not None:
+                before[each.exchange] = restored
+        state = states_of_ranks(exchanges, old, before, self.members)
+        if len({*whole.values()}) > 1:
+            source = min(rank for rank, told in whole.items() if told[0] == last)
+            root, flat = sorted(reports).index(source), self.local.flat
+            # Before the first round is in place on a rank, it has no momentum yet.
+            for index, key in old.broadcast_object(self._names_of_common(), root):
+                old.broadcast(flat.kept(flat.buckets[index], key), root).wait()
+            for bucket in self.local.flat.buckets if behind else []:
+                bucket.flat.copy_(self.local.flat.kept(bucket, "start"))
+        return state, numbers
+
+    def _take_up(self, loop: Loop, state: Any) -> None:
+        """See `ModelAlgorithm._take_up`."""
+        assert isinstance(loop, OuterRounds)
+        exchanges, numbers = state
+        for each in loop.outer:
+            each.load(exchanges)
+        loop.load_numbers(numbers)
+
+    def _common_state(self, loop: Loop) -> Any:
+        """See `ModelAlgorithm._common_state`: outer parameters, momentum, and residuals of chunks' owners."""
+        assert isinstance(loop, OuterRounds)
+        names, vectors = self._names_of_common(), None if self._gives_nearly else self._common()
+        own = [each.exchange.state().get("owner", {}) for each in loop.outer]
+        return [names, vectors, {name: vector for named in own for name, vector in named.items()}, loop.numbers()]
+
+    def _take_common(self, loop: Loop, state: Any) -> None:
+        """See `ModelAlgorithm._take_common`; its own parameters are the outer ones.
+
+        Those of a draft stay. Momentum is zero then, until it is given.
+        """
+        assert isinstance(loop, OuterRounds)
+        names, vectors, owners, numbers = state
+        flat = self.local.flat
+        kept = [flat.kept(flat.buckets[index], key) for index, key in names]
+        for own, vector in [] if vectors is None else zip(kept, vectors, strict=True):
+            own.copy_(vector)
+        for bucket in [] if vectors is None else flat.buckets:
+            bucket.flat.copy_(flat.kept(bucket, "start"))
+        for each in loop.outer:
+            each.load({"owner": owners} if owners else {})
+        loop.load_numbers(numbers)
 
     @abc.abstractmethod
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
@@ -253,6 +386,7 @@ class OuterLoop(RoundAlgorithm):
         )
         moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)
+        made.placed = weakly(self._supply_after_round) if self.members is not None else None
         return made
 
     @property

@@ -111,6 +111,7 @@ class OuterRound(Round):
         self.difference, self.weighing = parts.difference, parts.weighing
         self.exchange, self.gathered = parts.exchange, parts.gathered
         self._settings, self._rule = parts.settings, rule
+        self._before: tuple[int, dict[str, Named]] = (-1, {})
         # Weakly: a quorum has these rounds, and memory is to be free when the wrapper is deleted.
         self._collection: Collection = weakref.proxy(parts.collection)
 
@@ -145,10 +146,24 @@ class OuterRound(Round):
 
     def run(self, number: int) -> Iterator[Work]:
         """Steps 1 and 2 of `OuterLoop`; see `Round.run`."""
+        if self.local.mend is not None:
+            self.remember(number)
         self.take_difference()
         if self._settings.rebases:
             self._sent.copy_(self.bucket.flat)
         return self._collection.exchange(self, number)
+
+    def remember(self, number: int) -> None:
+        """Keeps what a round changes that may be made again."""
+        self._before = number, self.exchange.own_state() if self.exchange.has_memory else {}
+
+    def restored(self, number: int) -> dict[str, Named] | None:
+        """Returns what the exchange remembered before a round, and brings residuals elsewhere back to that.
+
+        Returns:
+            None if the bucket has not come to that round.
+        """
+        return self._before[1] if self._before[0] == number else None
 
     def take_difference(self) -> None:
         """Takes the pseudo-gradient, on the training thread."""

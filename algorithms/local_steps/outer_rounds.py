@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ class OuterRounds(Rounds):
 
     Attributes:
         collection: in step, or a quorum.
+        outer: the rounds of all buckets.
+        placed: called with the number of rounds whose results are in place, after each of them.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class OuterRounds(Rounds):
             collection: of the pseudo-gradients.
             moments: how often they are averaged; None for never.
         """
-        self.collection, self._outer, self._moments = collection, list(rounds), moments
+        self.collection, self.outer, self._moments = collection, list(rounds), moments
         self._quorum = collection if isinstance(collection, Quorum) else None
+        self.placed: Callable[[int], object] | None = None
         super().__init__(local, rounds, plan, options)
 
     def make_catch_up(self) -> CatchUp:
@@ -77,7 +80,7 @@ class OuterRounds(Rounds):
 
     def under_way_parts(self) -> Iterable[OuterRound]:
         """Returns the rounds of the buckets whose exchanges are under way."""
-        return [each for each in self._outer if each.takes_part(self.number)]
+        return [each for each in self.outer if each.takes_part(self.number)]
 
     def at_step_end(self) -> None:
         """See `Loop.at_step_end`; a step that a `GradScaler` has left out of an optimizer of this package does not count."""
@@ -93,8 +96,10 @@ class OuterRounds(Rounds):
 
     def wait(self) -> None:
         """See `Loop.wait`; averages moments when that is due."""
-        due = self._moments_due() if self.under_way else []
+        ends, due = self.under_way, self._moments_due() if self.under_way else []
         super().wait()
+        if ends and self.placed is not None:
+            self.placed(self.finished)
         for names in due:
             assert self._moments is not None
             average_moments(self.local.optimizer, names, self._moments.communicator)
@@ -143,7 +148,7 @@ class OuterRounds(Rounds):
     def stats(self, stats: Stats) -> Stats:
         """See `Loop.stats`."""
         guards: Counter[str] = Counter()
-        for each in self._outer:
+        for each in self.outer:
             if each.weighing is not None:
                 guards.update(each.weighing.counts())
         return replace(super().stats(stats), guards=dict(guards))
@@ -158,7 +163,7 @@ class OuterRounds(Rounds):
         mean.setdefault("start", self.local.flat.state().get("start", {}))
         self.local.flat.load(mean)
         numbers = nested(states[0]["numbers"])
-        for each in self._outer:
+        for each in self.outer:
             each.load(residuals)
             each.load_common(numbers)
         if self._quorum is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Unpack
 
 import torch
@@ -45,9 +46,14 @@ class PostLocalSGD(LocalSGD):
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
+        on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
     name = "post_local_sgd"
+    # Of PyTorch's averager and hook.
+    synonyms = MappingProxyType(
+        {"period": "interval", "warmup_steps": "first_phase", "start_localSGD_iter": "first_phase"}
+    )
 
     def __init__(
         self,

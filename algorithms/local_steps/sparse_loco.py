@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 import torch
 
 from bagua_kernels.algorithms.exchanges.gathered import SparseMean
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.local_steps.kind import OuterKind
 from bagua_kernels.algorithms.local_steps.outer_loop import LoopOptions, OuterLoop
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound, OuterRule
@@ -72,6 +73,7 @@ class SparseLoCo(OuterLoop):
         nodes=None              which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=268435456  parameters are exchanged in buckets of about this size
         average_states=False    True if `synchronize` averages the optimizer's states, too
+        on_failure='raise'      "raise", or "heal": when ranks are lost, those that are left go on without an error
 
     Attributes:
         codec: of step 3 for sparse parameters.
@@ -175,6 +177,19 @@ class SparseRound(OuterRound):
         """
         super().__init__(local, bucket, parts, rule)
         self._sparse, self._beta, self._meets = sparse, beta, meets
+        self._residual_before: torch.Tensor | None = None
+
+    def remember(self, number: int) -> None:
+        """See `OuterRound.remember`."""
+        super().remember(number)
+        self._residual_before = self._residual.clone()
+
+    def restored(self, number: int) -> dict[str, Named] | None:
+        """See `OuterRound.restored`."""
+        found = super().restored(number)
+        if found is not None and self._residual_before is not None:
+            self._residual.copy_(self._residual_before)
+        return found
 
     def take_difference(self) -> None:
         """See `OuterRound.take_difference`."""

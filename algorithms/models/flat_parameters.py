@@ -159,6 +159,16 @@ class FlatParameters:
                 self._saved[key] = None
         return found
 
+    def keeps(self, bucket: Bucket, key: str) -> bool:
+        """Returns True if a vector of this name is kept beside a bucket."""
+        return (bucket.index, key) in self._vectors
+
+    def forget(self) -> None:
+        """Frees all vectors that are kept: what is kept next begins with zeros."""
+        self._vectors.clear()
+        self._matrices.clear()
+        self._saved.clear()
+
     def rows(self, bucket: Bucket, key: str, numbers: Sequence[int]) -> torch.Tensor:
         """Returns several saved vectors as the rows of a matrix of shape (len(numbers), n), float32; zeros at first.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,9 @@ from bagua_kernels.algorithms.models.points import Points
 from bagua_kernels.algorithms.models.writes import Writes
 from bagua_kernels.algorithms.wrapping.frozen import check_frozen
 from bagua_kernels.comm import Communicator, Mailbox
-from bagua_kernels.errors import culprits_of, follow_up
+from bagua_kernels.errors import CommunicationError, culprits_of, follow_up
+
+_PUT_OFF = 8  # forward passes for which a process waits that wants to join
 
 
 class Actor(Protocol):
@@ -28,6 +30,9 @@ class Actor(Protocol):
     def take_written(self, values: list[torch.Tensor]) -> None: ...  # noqa: D102
     def is_part_of_step(self) -> bool: ...  # noqa: D102
     def leaves_own(self) -> bool: ...  # noqa: D102
+
+    @property
+    def unfinished(self) -> int | None: ...  # noqa: D102
 
 
 class LocalModel:
@@ -53,6 +58,10 @@ class LocalModel:
         writes: finds what others write; None before training begins.
         failure: the error that has ended all exchanges; None while none has.
         opened: communicators that were opened for exchanges, which are closed with the algorithm.
+        mend: called with an error of the communication at a point of training. It returns when there is a loop among the ranks
+            that are left, and raises where training cannot go on. None to raise in any case.
+        ending: True if that was at the end of a step.
+        is_wanted: returns True if a process wants to join: `mend` is called then where no exchange is under way.
     """
 
     def __init__(
@@ -67,6 +76,11 @@ class LocalModel:
         self.writes: Writes | None = None
         self.failure: BaseException | None = None
         self.opened: list[Communicator] = []
+        self.mend: Callable[[BaseException], None] | None = None
+        self.ending = False
+        self.is_wanted: Callable[[], bool] = bool
+        self._put_off = 0  # forward passes at which a process had to wait
+        self._sent_before = 0  # by mailboxes that were replaced
         self._strays = 0  # passes since the last step before which parameters had changed
         self._warned_of_own = False
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
@@ -92,6 +106,28 @@ class LocalModel:
             frozen: parameters that are not in `flat`, with their names.
         """
         self.flat, self._communicator, self._mailbox, self._frozen = flat, communicator, mailbox, frozen
+
+    def reopen(self, communicator: Communicator, mailbox: Mailbox) -> None:
+        """Goes on among other ranks; what was under way among those before has ended.
+
+        Args:
+            communicator: of all ranks.
+            mailbox: of the same ranks.
+        """
+        self.leave("its ranks are others now")
+        self._sent_before = self.bytes_sent
+        self._communicator, self._mailbox = communicator, mailbox
+        self.failure = None
+        self.opened = []
+
+    def leave(self, reason: str) -> None:
+        """Leaves the mailbox, from any thread."""
+        if self._mailbox is not None:
+            self._mailbox.leave(reason)
+
+    def follow(self, loop: Actor | None) -> None:
+        """Lets another loop, or none, act at the points of training."""
+        self._found_loop = None if loop is None else weakref.ref(loop)
 
     def connect(self, ranks: Sequence[int] | None = None) -> Communicator:
         """Opens a communicator beside that of all ranks, which is closed with the algorithm; collective over all ranks.
@@ -141,7 +177,7 @@ class LocalModel:
     @property
     def bytes_sent(self) -> int:
         """Bytes that the mailbox has put on the wire."""
-        return 0 if self._mailbox is None else self._mailbox.bytes_sent
+        return self._sent_before + (0 if self._mailbox is None else self._mailbox.bytes_sent)
 
     def on_forward(self, training: bool) -> None:
         """See `Listener.on_forward`; calls `Loop.at_forward` where parameters may be exchanged."""
@@ -149,7 +185,7 @@ class LocalModel:
         assert self.writes is not None
         if not training:
             if not self._is_for_evaluation():
-                self._loop.at_forward(training)
+                self._at("at_forward", training)
             return
         if not self.in_step:
             written = self.has_written()
@@ -164,7 +200,7 @@ class LocalModel:
         # Parameters that were written may be put back before the step. Nothing changes them until then.
         if not self.written:
             with self._called():
-                self._loop.at_forward(training)
+                self._at("at_forward", training)
 
     def on_step_begin(self) -> None:
         """See `Listener.on_step_begin`; calls `Loop.at_step_begin`."""
@@ -177,7 +213,7 @@ class LocalModel:
                 self._loop.at_uncalled_step()
             if self.written:
                 self.accept_written()
-            self._loop.at_step_begin()
+            self._at("at_step_begin")
         self.writes.begin_step()
 
     def on_step_end(self) -> None:
@@ -187,7 +223,7 @@ class LocalModel:
         # Where a parameter has new memory, the step has changed that.
         self.flat.check(quickly=True)
         with self._called():
-            self._loop.at_step_end()
+            self._at("at_step_end")
         self.in_step = self.written = False
         self.own = True
         self.writes.mark()
@@ -204,6 +240,41 @@ class LocalModel:
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+    def _at(self, point: str, *arguments: bool) -> None:
+        """Calls the loop at a point of training; where ranks are lost, that of those which are left."""
+        while True:
+            if (loop := self._loop) is None:  # one rank is left
+                return
+            try:
+                if point == "at_forward":
+                    self._let_in(loop)
+                getattr(loop, point)(*arguments)
+                return
+            except CommunicationError as error:
+                if self.mend is None:
+                    raise
+                self.ending = point == "at_step_end"
+                try:
+                    self.mend(error)
+                finally:
+                    self.ending = False
+            if point == "at_step_end":
+                # The steps of all ranks are counted alike by now.
+                return
+
+    def _let_in(self, loop: Actor) -> None:
+        """Lets a process join that wants to, once no exchange is under way, or after some forward passes.
+
+        Raises:
+            CommunicationError: so that it may.
+        """
+        if not self.is_wanted():
+            return
+        if loop.unfinished is None or self._put_off >= _PUT_OFF:
+            self._put_off = 0
+            raise CommunicationError("a process joins")
+        self._put_off += 1
 
     def _is_for_evaluation(self) -> bool:
         """Returns True if parameters were written, or moved, and may be put back after an evaluation: nothing may change them."""
@@ -306,5 +377,4 @@ class LocalModel:
     def close(self) -> None:
         """Calls the loop no more, and leaves the mailbox."""
         self.stop_listening()
-        if self._mailbox is not None:
-            self._mailbox.leave(f"{self.title} was closed")
+        self.leave(f"{self.title} was closed")

@@ -123,6 +123,11 @@ class Loop(abc.ABC):
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:  # noqa: B027
         """Restores what `numbers` returned."""
 
+    @property
+    def unfinished(self) -> int | None:
+        """The number of the step whose exchange has begun and was not finished; None if there is none, or it belongs to none."""
+        return None
+
     def finish(self) -> None:  # noqa: B027
         """Takes part in what others do until all ranks have come to `close`."""
 

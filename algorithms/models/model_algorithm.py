@@ -28,7 +28,7 @@ from bagua_kernels.algorithms.wrapping.equal import share_state
 from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
 from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.bucket import Bucket
-from bagua_kernels.comm import Communicator, Nodes, open_mailbox
+from bagua_kernels.comm import Communicator, Nodes, ReduceOp, open_mailbox
 from bagua_kernels.comm.mailbox.courier import weakly
 
 BUCKET_BYTES = 10 << 20
@@ -44,6 +44,7 @@ class ModelOptions(TypedDict, total=False):
     bucket_bytes: int
     average_states: bool
     scaler: torch.amp.GradScaler | None
+    on_failure: str
 
 
 class ModelAlgorithm(Algorithm):
@@ -58,8 +59,11 @@ class ModelAlgorithm(Algorithm):
     Attributes:
         local: this rank's model in training.
         average_states: True if `synchronize` averages the optimizer's states, too.
+        heals_by_mean: True if all ranks begin with the mean of their parameters where some are lost, and False if each keeps its
+            own.
     """
 
+    heals_by_mean = True
     # Ranks that mix with neighbours have no common mean of gradients that weights could change.
     weighable = False
     # An overflow of one rank changes the scale there alone.
@@ -76,6 +80,7 @@ class ModelAlgorithm(Algorithm):
         bucket_bytes: int = BUCKET_BYTES,
         average_states: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks.
 
@@ -89,6 +94,7 @@ class ModelAlgorithm(Algorithm):
             average_states: True if `synchronize` averages the optimizer's states, too.
             scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. Its `step` then counts that step.
                 Its states may differ between ranks. Optimizers of this package need no scaler here.
+            on_failure: as for `Algorithm`.
 
         Raises:
             TypeError: there is no optimizer, or as for `Algorithm`.
@@ -113,7 +119,104 @@ class ModelAlgorithm(Algorithm):
             hierarchical=hierarchical,
             nodes=nodes,
             broadcast_buffers=False,
+            on_failure=on_failure,
         )
+
+    def _refuses_healing(self) -> str:
+        """See `Algorithm._refuses_healing`."""
+        return ""
+
+    def _report(self) -> Any:
+        """See `Algorithm._report`: the steps, and the step whose exchange is lost."""
+        loop, steps = self._loop, self.local.steps + self.local.ending
+        return [steps, None if loop is None else loop.unfinished, 0]
+
+    def interrupt(self, reason: str) -> None:
+        """See `Follower.interrupt`."""
+        super().interrupt(reason)
+        self.local.leave(reason)
+
+    @torch.no_grad()
+    def _go_on(self, reports: Mapping[int, Any], old: Communicator) -> None:
+        """See `Algorithm._go_on`.
+
+        1. What ranks have alike becomes the same again, see `_reconcile`.
+        2. New members get parameters, and what ranks have alike.
+        3. There is a loop among all ranks. An exchange that was lost is made again, at the next step.
+        """
+        loop = self._loop
+        if loop is None:
+            # This rank was left alone, and others join it.
+            super()._go_on(reports, old)
+            if self.communicator.size > 1:
+                self._alone.remove()
+                self._start(self.module, self.optimizer)
+            return
+        loop.stop()
+        self.local.flat.check()
+        lost = [step for _, step, _ in reports.values() if step is not None]
+        if self.communicator.size == 1 and not self.acts_alone:
+            self.local.close()
+            self.local.follow(None)
+            self._loop = None
+            self._start_alone(self.module, self.optimizer)
+            return
+        state = self._reconcile(loop, reports, old)
+        super()._go_on(reports, old)
+        self.local.reopen(self.communicator, open_mailbox(self.communicator, lasting=False))
+        made = self._loop = self.loop_for(self.local)
+        self.local.follow(made)
+        self._take_up(made, state)
+        self._give_loop(made, max(lost) if lost else max(steps for steps, _, _ in reports.values()))
+        made.prepare()
+        made.begin()
+        self.local.mark()
+
+    def _reconcile(self, loop: Loop, reports: Mapping[int, Any], old: Communicator) -> Any:
+        """Makes equal what ranks have alike, where some of them are further than others; collective over those of before.
+
+        Args:
+            loop: that among the ranks before.
+            reports: of `report`.
+            old: of these ranks.
+
+        Returns:
+            What `_take_up` gets.
+        """
+        assert self.members is not None
+        # What one that leaves has found stays in the mean.
+        by_mean = self.heals_by_mean or bool(self.members.leaving)
+        for bucket in self.local.flat.buckets if by_mean else []:
+            old.all_reduce(bucket.flat, ReduceOp.AVG).wait()
+        self.local.flat.forget()
+        return None
+
+    def _take_up(self, loop: Loop, state: Any) -> None:
+        """Begins with a loop that was made for other ranks.
+
+        Args:
+            loop: this rank's.
+            state: what `_reconcile` returned.
+        """
+        loop.restart()
+
+    def _give_loop(self, loop: Loop, steps: int) -> None:
+        """Counts steps as all ranks do, and gives new members that number, and what ranks have alike."""
+        told = self._give([steps, self._common_state(loop)])
+        if self._is_new:
+            self._take_common(loop, told[1])
+        self._align(told[0])
+
+    def _common_state(self, loop: Loop) -> Any:
+        """Returns what all ranks have alike beside parameters."""
+        return None
+
+    def _take_common(self, loop: Loop, state: Any) -> None:
+        """Takes what `_common_state` returned elsewhere, as a new member."""
+
+    def _align(self, steps: int) -> None:
+        """Counts steps as all other ranks do."""
+        self._take_steps(steps)
 
     def _misfit(self, trained: Mapping[str, torch.nn.Parameter]) -> str:
         """See `Algorithm._misfit`."""
@@ -126,9 +229,15 @@ class ModelAlgorithm(Algorithm):
         flat = FlatParameters(trained, bucket_bytes=self._bucket_bytes, align=_alignment, kinds=kinds)
         mailbox = open_mailbox(self.communicator, lasting=False)
         self.local.open(flat, self.communicator, mailbox, self.frozen)
+        if (members := self.members) is not None:
+            self.local.mend, self.local.is_wanted = members.change, lambda: members.is_wanted
         self._loop = loop = self.loop_for(self.local)
         loop.restart()
         self._listen(loop)
+        if self._pair is not None:
+            with torch.no_grad():
+                self._give_loop(loop, self.local.steps)
+            self.local.mark()
         loop.prepare()
         self._setup_bytes = self._bytes_sent
         loop.begin()
@@ -165,8 +274,7 @@ class ModelAlgorithm(Algorithm):
 
     def wait(self) -> None:
         """Waits for the exchanges under way, and puts their results in place."""
-        if self._loop is not None:
-            self._loop.wait()
+        self._mended(lambda: None if self._loop is None else self._loop.wait())
 
     def stats(self) -> Stats:
         """See `Algorithm.stats`."""
@@ -184,6 +292,9 @@ class ModelAlgorithm(Algorithm):
         Running statistics are buffers of floating point named `running_mean` or `running_var`, as in batch norm. Optimizer
         states stay local, unless `average_states` is True.
         """
+        self._completed(self._synchronize)
+
+    def _synchronize(self) -> None:
         loop = self._in_place("synchronize()")
         if loop is not None:
             self._put_means(loop, "synchronize()")
@@ -203,15 +314,21 @@ class ModelAlgorithm(Algorithm):
 
         Its buffers are those that `synchronize` would leave. In the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
-        loop, own = self._in_place("averaged()"), self.local.own
-        with restored(self.module, self.local.flat):
-            if loop is not None:
-                self._put_means(loop, "averaged()")
-            self.local.own = False
+        with self._mended(self._averaged):
+            own, self.local.own = self.local.own, False
             try:
                 yield
             finally:
                 self.local.own = own
+
+    def _averaged(self) -> contextlib.ExitStack:
+        """Puts the mean parameters in place; returns what puts this rank's own back."""
+        loop = self._in_place("averaged()")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restored(self.module, self.local.flat))
+            if loop is not None:
+                self._put_means(loop, "averaged()")
+            return stack.pop_all()
 
     @torch.no_grad()
     def consensus(self) -> float:
@@ -219,6 +336,9 @@ class ModelAlgorithm(Algorithm):
 
         That is sqrt(sum_i |x_i - xbar|^2 / P) over the P ranks, in float64.
         """
+        return self._completed(self._consensus)
+
+    def _consensus(self) -> float:
         loop = self._in_place("consensus()")
         with self.communicator.within("consensus()"):
             return 0.0 if loop is None else distance_from_mean(self.local.flat, self.communicator)
@@ -230,6 +350,11 @@ class ModelAlgorithm(Algorithm):
         nbytes = times * sum(4 * each.flat.numel() for each in self.local.flat.buckets)
         with self.communicator.within(call), Sending("the mean model", nbytes, self.communicator):
             put_means(self.module, self.local.flat, loop.mean_sources(), loop.mean_of_ranks, loop.give_first)
+
+    def _before_forward(self) -> None:
+        """See `Algorithm._before_forward`; a rank that is left alone has no loop that lets others in."""
+        if self._loop is None and self.training and torch.is_grad_enabled():
+            self._let_in()
 
     def _in_place(self, call: str) -> Loop | None:
         """Puts what is under way in place; returns None for one rank alone.
@@ -278,10 +403,15 @@ class ModelAlgorithm(Algorithm):
 
     def close(self) -> None:
         """See `Algorithm.close`; takes part in what other ranks do until all have come here."""
-        if not self._closed and self._loop is not None and self.local.failure is None:
-            self._loop.finish()
+        if self.members is None and not self._closed and self.local.failure is None:
+            self._finish()
         super().close()
         self.local.flat.move_out(for_ever=True)
+
+    def _finish(self) -> None:
+        """See `Algorithm._finish`."""
+        if self._loop is not None:
+            self._loop.finish()
 
     def unflatten(self) -> None:
         """See `Algorithm.unflatten`."""
@@ -330,7 +460,8 @@ class ModelAlgorithm(Algorithm):
         return self._found_state(copies=False)
 
     def _found_state(self, *, copies: bool) -> dict[str, Any]:
-        loop, local = self._in_place("algorithm_state_dict()"), self.local
+        self._completed(lambda: self._in_place("algorithm_state_dict()"))
+        loop, local = self._loop, self.local
         if loop is not None and not local.in_step and local.has_written():
             local.written = not loop.is_part_of_step()
         if local.written and not local.in_step:

@@ -66,6 +66,7 @@ class Rounds(Loop):
         options: how rounds take place.
         begun: the number of rounds that have begun since the module was wrapped.
         known: the number of the last round that began, plus 1.
+        finished: the number of the last round whose results are in place, plus 1.
         under_way: True from the beginning of exchanges until their results are in place.
         number: of the round that began last.
         tells: True if each round is announced to all other ranks when it begins.
@@ -88,7 +89,7 @@ class Rounds(Loop):
         """
         super().__init__(local)
         self.all, self.plan, self.options = list(rounds), plan, options
-        self.begun = self.known = self.number = 0
+        self.begun = self.known = self.number = self.finished = 0
         self.under_way = self.tells = False
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Round, Task]] = []
@@ -241,6 +242,7 @@ class Rounds(Loop):
             local.mark()
         local.exchange_seconds += covered(self._spans)
         self._spans = []
+        self.finished = number + 1
         with torch.no_grad():
             for part in self.all:
                 part.placed(number)
@@ -263,6 +265,11 @@ class Rounds(Loop):
                 self.catch_up.tell()
             task.done.wait()
         self.local.wait_seconds += time.perf_counter() - begin
+
+    @property
+    def unfinished(self) -> int | None:
+        """The number of the step whose round has begun and was not put in place; None if there is none."""
+        return self._begun_at if self.known > self.finished else None
 
     def arrive(self, call: str) -> None:
         """See `Loop.arrive`; takes part in the rounds of ranks that have taken more steps."""
@@ -324,7 +331,7 @@ class Rounds(Loop):
     def take_steps(self, steps: int) -> None:
         """See `Loop.take_steps`."""
         self._begun_at = -1
-        self.known = self.plan.before(steps)
+        self.known = self.finished = self.plan.before(steps)
         self.plan.restart(steps)
 
     def stats(self, stats: Stats) -> Stats:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.vectors import Named, mean_in_order, mean_of
+from bagua_kernels.algorithms.exchanges.vectors import Named, check_trained, mean_in_order, mean_of
 from bagua_kernels.algorithms.wrapping.buffers import RUNNING, averaged_names
 from bagua_kernels.algorithms.wrapping.equal import in_common
 from bagua_kernels.algorithms.wrapping.replicas import average
@@ -45,8 +45,7 @@ def put_module_state(module: torch.nn.Module, states: Sequence[Mapping[str, Any]
     named = mean_of([{"parameters": one["parameters"]} for one in states])
     named["buffers"] = _mean_buffers([one["buffers"] for one in states], averaged_names(module, RUNNING))
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if differ := sorted(set(named.get("parameters", {})) ^ set(trained)):
-        raise ValueError(f"the state is that of a module with other trainable parameters; {differ} are not in both")
+    check_trained(named.get("parameters", {}), trained)
     buffers = dict(module.named_buffers())
     for key, tensors in (("parameters", trained), ("buffers", buffers)):
         for name, values in named.get(key, {}).items():

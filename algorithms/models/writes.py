@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,8 +147,12 @@ class Writes:
         kept, counted = map(sum, zip(*(sample.kept() for sample in self._samples), strict=True))
         return 0 < counted <= 4 * kept
 
+    def count(self) -> int:
+        """Returns how many writes autograd has counted, to which those to `.data` do not belong."""
+        return sum(parameter._version for parameter in self._parameters)
+
     def _count(self) -> int:
-        return sum(parameter._version for parameter in self._parameters) if self._on_gpu else 0
+        return self.count() if self._on_gpu else 0
 
 
 def checksums(flat: FlatParameters) -> list[int]:
@@ -156,6 +160,15 @@ def checksums(flat: FlatParameters) -> list[int]:
     # waits: where parameters were written.
     found = [view.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for b in flat.buckets for view in b.views]
     return [zlib.crc32(each.numpy().tobytes()) for each in found]
+
+
+def digest(vectors: Iterable[torch.Tensor]) -> int:
+    """Returns a checksum of the bytes of all vectors together."""
+    found = 0
+    for each in vectors:
+        # waits: after a loss.
+        found = zlib.crc32(each.view(torch.uint8).cpu().numpy().data, found)
+    return found
 
 
 def first_difference(flat: FlatParameters, own: Sequence[int], other: Sequence[int]) -> str:

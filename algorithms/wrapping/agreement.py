@@ -18,7 +18,11 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> Communicator | None:
     A sampler whose ranks are given may be one of several in one process, which nobody else makes.
     """
     if num_replicas is None and rank is None and comm.is_initialized():
-        return comm.world()
+        world = comm.world()
+        # The others of a job that this process has joined made theirs long ago.
+        members = getattr(world, "members", None)
+        joined = members is not None and members.has_joined
+        return None if joined else world
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_kernels.algorithms.wrapping.optimizer_state import put_state
+from bagua_kernels.algorithms.wrapping.optimizer_state import put_state, tensors_of
 from bagua_kernels.algorithms.wrapping.replicas import bytes_of, synchronize
 from bagua_kernels.algorithms.wrapping.sending import Sending
 from bagua_kernels.algorithms.wrapping.structure import Structure
@@ -20,6 +20,7 @@ from bagua_kernels.comm import Communicator, ReduceOp
 from bagua_kernels.comm.communicator import gather_json
 
 _BRIEF = 64 << 10  # bytes that are sent at once: to compare them would take as long
+_SHORT = 1 << 10  # bytes of a tensor that is sent anyway, such as a count of steps
 _PIECE = 1 << 20  # words of 32 bits that a GPU takes at a time
 _FACTOR = 6364136223846793005  # odd, so that no word's share of the digest is lost
 
@@ -42,14 +43,28 @@ def make_equal(
         own = digests(tensors, communicator.device)
         if _same(own, communicator):
             return
-        theirs = own.clone()
-        communicator.broadcast(theirs, src).wait()
-        differs = (theirs != own).any(1).to(torch.uint8)
-        communicator.all_reduce(differs, ReduceOp.MAX).wait()
-        # waits: at start.
-        tensors = [tensor for tensor, wrong in zip(tensors, differs.tolist(), strict=True) if wrong]
+        tensors = differing(tensors, own, communicator, src)
     with Sending(what, sum(tensor.nbytes for tensor in tensors), communicator):
         synchronize(tensors, communicator, src)
+
+
+def differing(
+    tensors: Sequence[torch.Tensor], own: torch.Tensor, communicator: Communicator, src: int = 0
+) -> list[torch.Tensor]:
+    """Returns the tensors whose digests differ from rank `src`'s on some rank, the same places on all; collective.
+
+    Args:
+        tensors: as many on all ranks.
+        own: what `digests` returned for them.
+        communicator: of all ranks.
+        src: the rank to compare with.
+    """
+    theirs = own.clone()
+    communicator.broadcast(theirs, src).wait()
+    differs = (theirs != own).any(1).to(torch.uint8)
+    communicator.all_reduce(differs, ReduceOp.MAX).wait()
+    # waits: at start.
+    return [tensor for tensor, wrong in zip(tensors, differs.tolist(), strict=True) if wrong]
 
 
 def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, src: int = 0) -> None:
@@ -67,7 +82,7 @@ def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, sr
             tensors.append(part)
         else:
             texts.append(part)
-    text = _of_bytes("\n".join(texts).encode(), communicator.device)
+    text = digest_of("\n".join(texts).encode(), communicator.device)
     if _same(torch.cat([text, digests(tensors, communicator.device)]), communicator):
         return
     own = Structure.of(state, communicator.device) if communicator.rank == src else None
@@ -77,6 +92,28 @@ def share_state(optimizer: torch.optim.Optimizer, communicator: Communicator, sr
         synchronize(tensors, communicator, src)
     if own is None:
         put_state(optimizer, theirs.filled(tensors))
+
+
+def share_state_nearly(optimizer: torch.optim.Optimizer, communicator: Communicator, src: int = 0) -> None:
+    """As `share_state`, but for long tensors, which keep what they have; collective.
+
+    Where an optimizer has none of the same form for a parameter, it gets zeros.
+    """
+    own = Structure.of(optimizer.state_dict(), communicator.device) if communicator.rank == src else None
+    theirs = communicator.broadcast_object(own, src)
+    tensors = theirs.room(communicator.device) if own is None else own.tensors
+    synchronize([each for each in tensors if each.nbytes <= _SHORT], communicator, src)
+    if own is not None:
+        return
+    held = tensors_of(optimizer)
+    for each in tensors:
+        if each.nbytes > _SHORT:
+            each.zero_()
+    put_state(optimizer, theirs.filled(tensors))
+    for key, tensor in tensors_of(optimizer).items():
+        before = held.get(key)
+        if tensor.nbytes > _SHORT and before is not None and before.shape == tensor.shape:
+            tensor.copy_(before)
 
 
 def in_common(described: Mapping[Hashable, str], communicator: Communicator) -> list[Any]:
@@ -90,7 +127,7 @@ def in_common(described: Mapping[Hashable, str], communicator: Communicator) -> 
     """
     by_text = {f"{key!r} {text}": key for key, text in described.items()}
     texts = sorted(by_text)
-    if communicator.size > 1 and not _same(_of_bytes("\n".join(texts).encode(), communicator.device), communicator):
+    if communicator.size > 1 and not _same(digest_of("\n".join(texts).encode(), communicator.device), communicator):
         texts = sorted(set(texts).intersection(*gather_json(communicator, texts)))
     return [by_text[text] for text in texts]
 
@@ -108,7 +145,7 @@ def digests(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     for tensor in tensors:
         data = bytes_of(tensor)
         if tensor.device.type == "cpu":
-            found.append(_of_bytes(data.numpy().data, device))
+            found.append(digest_of(data.numpy().data, device))
         else:
             # waits: at start.
             found.append(sum_of_words(data, weights[tensor.device]).to(device).view(1, 2))
@@ -117,16 +154,32 @@ def digests(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 def _same(own: torch.Tensor, communicator: Communicator) -> bool:
     """Returns True if all ranks pass the same digests; collective."""
-    # waits: at start.
-    mine = _of_bytes(own.cpu().numpy().tobytes(), communicator.device).view(-1)
-    everyone = mine.new_empty(2 * communicator.size)
-    communicator.all_gather(everyone, mine).wait()
-    rows = everyone.view(-1, 2)
-    # waits: at start.
-    return bool((rows == rows[0]).all())
+    return agreements([own], communicator)[0]
 
 
-def _of_bytes(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
+def agreements(own: Sequence[torch.Tensor], communicator: Communicator) -> list[bool]:
+    """Returns, for each group of digests, True if all ranks pass the same ones; one collective.
+
+    Args:
+        own: groups of digests, as many on all ranks.
+        communicator: of all ranks.
+    """
+    # waits: at start.
+    mine = torch.cat([digest_of(each.cpu().numpy().tobytes(), communicator.device) for each in own])
+    everyone = mine.new_empty(communicator.size * mine.numel())
+    communicator.all_gather(everyone, mine.view(-1)).wait()
+    rows = everyone.view(communicator.size, len(own), 2)
+    # waits: at start.
+    return [bool(same) for same in (rows == rows[0]).all(2).all(0).tolist()]
+
+
+def digest_of(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
+    """Returns 128 bits of the SHA-256 of some bytes, shape (1, 2), int64.
+
+    Args:
+        data: the bytes, which are not copied.
+        device: of the result.
+    """
     found = np.frombuffer(hashlib.sha256(data).digest()[:16], dtype=np.int64)
     # waits: at start.
     return torch.from_numpy(found.copy()).to(device).view(1, 2)

@@ -56,3 +56,15 @@ def _written(held: Any, value: Any) -> Any:
     if type(held) is type(value) and type(held) in (list, tuple) and len(held) == len(value):
         return type(held)(map(_written, held, value))
     return value
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.nn.Parameter, str], torch.Tensor]:
+    """Returns the tensors that an optimizer keeps for its parameters, by parameter and key, in the same order on all ranks."""
+    return {
+        (parameter, key): value
+        for each in _all_of(optimizer)
+        for group in each.param_groups
+        for parameter in group["params"]
+        for key, value in sorted(each.state.get(parameter, {}).items(), key=lambda pair: str(pair[0]))
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    }

@@ -59,7 +59,7 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
 
     Raises:
         ArgumentError: by the constructor, if it has no such argument. The message has one that is spelled alike; of those of
-            `DistributedDataParallel` it has the counterpart.
+            `DistributedDataParallel` it has the counterpart. Or as for `own_names`.
         TypeError: something else was given for a number.
         ValueError: by a constructor of this package, if a number is not what its annotation asks for.
     """
@@ -68,6 +68,7 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs = own_names(type(self), kwargs)
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
@@ -86,6 +87,40 @@ def recorded(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return record
+
+
+def own_names(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments of a class by its own names, in place of the names that its `synonyms` has.
+
+    Raises:
+        ArgumentError: an argument is given by two names.
+    """
+    synonyms = synonyms_of(kind)
+    found: dict[str, Any] = {}
+    used: dict[str, str] = {}
+    for name, value in given.items():
+        own = synonyms.get(name, name)
+        if own in used:
+            raise ArgumentError(
+                f"{kind.__name__} got both {used[own]} and {name}, two names of one argument: leave out one of them"
+            )
+        found[own], used[own] = value, name
+    return found
+
+
+def synonyms_of(kind: type[Any]) -> dict[str, str]:
+    """Returns the names that a class accepts for arguments of its constructors, with its own names of these.
+
+    What a constructor declares is an argument of its own, whatever the bases of its class accept under that name.
+    """
+    found: dict[str, str] = {}
+    declared: set[str] = set()
+    for each in kind.__mro__:
+        if (init := vars(each).get("__init__")) is not None:
+            declared |= inspect.signature(init).parameters.keys()
+        others = vars(each).get("synonyms", {})
+        found.update({other: own for other, own in others.items() if other not in declared | found.keys()})
+    return found
 
 
 def _check_kinds(owner: str, arguments: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from examples import corpus, datasets
+from examples import corpus, image_data
 from examples.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ def digits() -> Data:
     """The 1,797 digits of 8x8 pixels that come with scikit-learn; a fifth of each class is set aside for testing."""
     with gzip.open(digits_file(), "rt") as file:
         table = np.loadtxt(file, delimiter=",").astype(np.uint8)
-    train, test = datasets.split(table[:, :-1], table[:, -1])
+    train, test = image_data.split(table[:, :-1], table[:, -1])
     x, test_x = (torch.from_numpy(part[0].astype(np.float32)) / 16 for part in (train, test))
     y, test_y = (torch.from_numpy(part[1].astype(np.int64)) for part in (train, test))
     return Data(x, y, test_x, test_y)
@@ -97,7 +97,7 @@ def digits_file() -> Path:
     for folder in (*installed, DIGITS_FOLDER):
         if (folder / DIGITS_FILE).exists():
             return folder / DIGITS_FILE
-    raise datasets.DatasetError(
+    raise image_data.DatasetError(
         "the digits are in the Python package scikit-learn, which is not installed: "
         f"pip install --no-deps --target {DIGITS_FOLDER} scikit-learn"
     )
@@ -105,7 +105,7 @@ def digits_file() -> Path:
 
 def fashion() -> Data:
     """Fashion-MNIST, as the example reads it."""
-    train, test = datasets.load("fashion-mnist")
+    train, test = image_data.load("fashion-mnist")
     return Data(*train.tensors, *test.tensors)
 
 

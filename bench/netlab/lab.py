@@ -96,6 +96,7 @@ class Lab:
         self._processes: list[subprocess.Popen[str]] = []
         self._relay: subprocess.Popen[str] | None = None
         self._runs = 0
+        self._parts = False  # True once there is a second switch
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Lab:
@@ -245,6 +246,14 @@ class Lab:
         a network; after a pulled cable they would.
         """
         system.ip(self._switch, f"link set p{host} nomaster")
+
+    def part(self, hosts: Sequence[int]) -> None:
+        """Plugs hosts into another switch, which leads nowhere else: they reach one another, and no others."""
+        if not self._parts:
+            system.ip(self._switch, "link add br1 type bridge mcast_snooping 0", "link set br1 up")
+            self._parts = True
+        for host in hosts:
+            system.ip(self._switch, f"link set p{host} nomaster", f"link set p{host} master br1")
 
     def join(self, host: int) -> None:
         """Plugs a host in again."""

@@ -31,7 +31,7 @@ from bench.netlab import lab as netlab
 from bench.tradeoff import quality, report
 from bench.tradeoff.ways import FEW, FULL, PAIRED, TASK, Cell, Way, chosen
 from bench.training.measure import run
-from examples import datasets
+from examples import image_data
 
 HOSTS = 4
 STEPS, SEEDS = {False: 200, True: TASK.steps}, {False: 1, True: 3}
@@ -42,7 +42,7 @@ Task = tuple[str, Callable[[], None]]
 
 def images(full: bool) -> Data:
     """What is trained on."""
-    train, test = datasets.load("fashion-mnist" if full else "mnist")
+    train, test = image_data.load("fashion-mnist" if full else "mnist")
     return Data(*train.tensors, *test.tensors)
 
 

@@ -22,7 +22,7 @@ from bagua_kernels.algorithms.choosing.cost.facts import FRAME
 from bagua_kernels.comm import Tuning
 from bench.network.rank import together
 from bench.training import activation, asynchronous, choice, local_steps
-from bench.training.rivals import Rival, Silent
+from bench.training.rivals import HEALS, Rival, Silent
 from bench.training.turns import Times, measure, tuned
 
 _SMALL_BUCKETS = 1 << 20
@@ -57,10 +57,12 @@ Part = Callable[[comm.Communicator, Links, dict[str, Any]], dict[str, Any]]
 def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[str, Any]:
     """All rates for all groups of rivals. Not all rivals at once: four ranks' copies would not fit into the memory."""
     order, rows, tunings = random.Random(7), [], dict(settings["tunings"])
+    heals = any(name.endswith(HEALS) for group, _ in settings["groups"] for name in group)
+    members = comm.Membership(c.duplicate()) if heals else None
     for group, rates in settings["groups"]:
         # Unlimited, for parameters are broadcast when a rival is made.
         links.set(None)
-        rivals = {name: Rival(name, settings["model"]) for name in group}
+        rivals = {name: Rival(name, settings["model"], members=members) for name in group}
         for rival in rivals.values():
             rival.warm_up()
         for rate, rounds, counted in rates:
@@ -77,6 +79,10 @@ def steps(c: comm.Communicator, links: Links, settings: dict[str, Any]) -> dict[
             rival.close()
         rivals.clear()
         gc.collect()
+    if members is not None:
+        members.prepare_close()
+        c.barrier().wait()
+        members.close()
     return {"rows": rows, "tunings": tunings}
 
 

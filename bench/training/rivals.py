@@ -16,6 +16,7 @@ from bagua_kernels.comm import Tuning
 from bench.training.models import batch, model
 
 HOOK = "hook "  # of DDP, with the spec of ours behind it
+HEALS = " healing"  # of one of ours, behind its name
 _WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "allreduce": (algorithms.GradientAllReduce, {}),
@@ -135,17 +136,22 @@ class Rival:
         of: str,
         keep: bool = False,
         wrapper: type[algorithms.Algorithm] | None = None,
+        members: comm.Membership | None = None,
         **options: Any,
     ) -> None:
         """Builds it; collective.
 
         Args:
-            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`.
+            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`, also with `HEALS`.
             of: the model's name.
             keep: True if gradients are zeroed instead of dropped before a step.
             wrapper: the algorithm, instead of the one of that name.
+            members: among whom it heals, if it does.
             **options: more arguments of ours.
         """
+        if name.endswith(HEALS):
+            assert members is not None
+            options |= {"communicator": members.communicator, "on_failure": "heal"}
         self.name, self.keep = name, keep
         module = model(of)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
@@ -154,8 +160,8 @@ class Rival:
         self.module = module
         if wrapper is not None:
             self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
-        elif name in OURS:
-            kind, arguments = OURS[name]
+        elif name.removesuffix(HEALS) in OURS:
+            kind, arguments = OURS[name.removesuffix(HEALS)]
             if arguments.get("apply_in_backward"):
                 self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
             self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)

@@ -7,7 +7,9 @@ from typing import Any
 
 from bagua_kernels.comm.backends.local.communicator import LocalCommunicator
 from bagua_kernels.comm.backends.local.mailbox import LocalMailbox
+from bagua_kernels.comm.backends.nccl.communicator import NcclCommunicator
 from bagua_kernels.comm.backends.nccl.mailbox import DeviceMailbox
+from bagua_kernels.comm.backends.nccl.unique_ids import LetterIds
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.backends.sockets.mailbox import SocketMailbox
 from bagua_kernels.comm.backends.torch_distributed.communicator import TorchCommunicator
@@ -72,4 +74,6 @@ def _host(communicator: Communicator) -> str:
     """Returns the address at which a communicator's ranks listen; empty for the default."""
     if isinstance(communicator, StripedCommunicator):
         return communicator._host or _host(communicator.base)
+    if isinstance(communicator, NcclCommunicator) and isinstance(communicator._ids, LetterIds):
+        return _host(communicator._ids.letters)
     return communicator._group.host if isinstance(communicator, TorchCommunicator) else ""

@@ -26,6 +26,7 @@ def over_torch(
     host: str,
     look: Callable[[], object] | None = None,
     tell: Callable[[BaseException], object] | None = None,
+    watch: bool = True,
 ) -> Communicator:
     """Makes the communicator that suits the default group; all ranks have to agree on what the environment asks for.
 
@@ -35,10 +36,17 @@ def over_torch(
         host: the address at which the ranks listen; empty for the default.
         look: called again and again while it waits for other ranks; what it raises ends the wait.
         tell: called with what failed, before this rank leaves, which may take seconds.
+        watch: False for ranks that send no heartbeats, because they have other means to find those that are lost.
     """
     deadline = time.monotonic() + timeout
     base = TorchCommunicator(
-        timeout=timeout, device=place, host=host, look=look, connected=False, first=asdict(Settings.here())
+        timeout=timeout,
+        watch=watch,
+        device=place,
+        host=host,
+        look=look,
+        connected=False,
+        first=asdict(Settings.here()),
     )
     if base.size == 1:
         return base

@@ -119,6 +119,15 @@ class CompressedAllReduce(AllReduce):
             state["owner"] = whole[: self.n].clone()
         return state
 
+    def own_vectors(self) -> dict[str, torch.Tensor]:
+        """See `AllReduce.own_vectors`."""
+        state = self.state_dict()
+        if "owner" in state:
+            whole = state["owner"].new_zeros(self.n)
+            whole[self.layout.shard(self.communicator.rank)] = state["owner"]
+            state["owner"] = whole
+        return state
+
     def load_vectors(self, vectors: Mapping[str, torch.Tensor]) -> None:
         """See `AllReduce.load_vectors`."""
         shard = self.layout.shard(self.communicator.rank)

@@ -194,6 +194,10 @@ class AllReduce(abc.ABC):
         """
         return self.state_dict()
 
+    def own_vectors(self) -> dict[str, torch.Tensor]:
+        """What this rank has of `vectors`; of "owner", whose parts other ranks have, zeros elsewhere. Not collective."""
+        return self.state_dict()
+
     def load_vectors(self, vectors: Mapping[str, torch.Tensor]) -> None:
         """Takes what `vectors` gave; as `load_state_dict`."""
         self.load_state_dict(vectors)

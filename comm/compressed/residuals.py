@@ -21,6 +21,7 @@ class Kept(Protocol):
     def scale(self, factor: float) -> None: ...  # noqa: D102
     def add(self, start: int, x: torch.Tensor) -> None: ...  # noqa: D102
     def withheld(self, spans: Sequence[tuple[int, int]]) -> AbstractContextManager[None]: ...  # noqa: D102
+    def parts(self) -> list[torch.Tensor]: ...  # noqa: D102
     def norm(self) -> torch.Tensor: ...  # noqa: D102
     def state(self) -> torch.Tensor: ...  # noqa: D102
     def check(self, state: torch.Tensor) -> None: ...  # noqa: D102
@@ -94,6 +95,10 @@ class Residuals:
             if low < high:
                 like = torch.empty(length, dtype=torch.float32, device=self._device)
                 yield self._feedback.residual(name, like)[low - begin : high - begin]
+
+    def parts(self) -> list[torch.Tensor]:
+        """The elements themselves, in pieces: what is written there is the residual."""
+        return list(self._views(0, self.numel))
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm, a scalar tensor."""

@@ -11,7 +11,7 @@ from bagua_kernels.comm.failures.failure import is_timeout
 from bagua_kernels.comm.failures.heartbeat import OPENING
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining.bounded import bounded
-from bagua_kernels.errors import CommunicationError
+from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ def connect(
         RankLostError: if a rank is lost or has given up; it is named.
         CollectiveTimeoutError: if ranks are late; they are named.
         CommunicationError: if it failed otherwise.
+        BackendUnavailableError: if a rank lacks a library.
     """
     liveness = session.liveness
     if liveness is not None:
@@ -58,7 +59,7 @@ def connect(
         if session.ended and session.failed is None:
             raise CommunicationError(f"{_OPERATION} was given up: {session.ended}") from None
         raise session.failure(_OPERATION, OPENING, None, None, timed_out=False) from None
-    except CommunicationError as error:
+    except (CommunicationError, BackendUnavailableError) as error:
         _tell(session, error)
         raise
     except TimeoutError:

@@ -50,7 +50,7 @@ class TieredCommunicator(Communicator):
         if nodes.size != flat.size:
             raise ValueError(f"expected nodes of {flat.size} ranks, got {nodes.members}: name each rank once")
         self._flat, self.nodes = flat, nodes
-        self.rank, self.size, self.device = flat.rank, flat.size, flat.device
+        self.rank, self.size, self.device, self.blocks = flat.rank, flat.size, flat.device, flat.blocks
         self._tiers = Tiers(flat, nodes)
         self._line = Line(self.device)
         self._places = {rank: place for node in nodes.members for place, rank in enumerate(node)}
@@ -122,6 +122,11 @@ class TieredCommunicator(Communicator):
         """See `Communicator.abort`."""
         self.flat.abort(reason)
         self._tiers.abort(reason)
+
+    def drain(self) -> None:
+        """See `Communicator.drain`."""
+        for each in (self.flat, *self._tiers):
+            each.drain()
 
     def close(self, limit: float | None = None) -> None:
         """See `Communicator.close`."""

@@ -55,6 +55,10 @@ class ShardResiduals:
                 stack.enter_context(kept.withheld([(max(0, first - begin), last - begin) for first, last in spans]))
             yield
 
+    def parts(self) -> list[torch.Tensor]:
+        """The elements themselves, in pieces: what is written there is the residual."""
+        return [part for _, kept in self._shards for part in kept.parts()]
+
     def norm(self) -> torch.Tensor:
         """The Euclidean norm, a scalar tensor."""
         norms = [kept.norm() for _, kept in self._shards]

@@ -7,10 +7,13 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 from bagua_kernels import knobs
 
 _SIOCGIFADDR = 0x8915
+_VPN = ipaddress.ip_network("100.64.0.0/10")
+_BRIDGE = ipaddress.ip_network("172.17.0.0/16")
 
 
 def own_address() -> str:
@@ -65,3 +68,65 @@ def address_of(interface: str) -> str:
                 if name == interface and scope in ("00", "10"):
                     return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     raise ValueError(f"the network interface {interface!r} has no address: choose another by GLOO_SOCKET_IFNAME")
+
+
+def check_interfaces() -> None:
+    """Looks at each network interface of `GLOO_SOCKET_IFNAME`: Gloo's own error reaches all ranks, and names none.
+
+    Raises:
+        ValueError: if there is no such interface, or it has no address.
+    """
+    for interface in filter(None, knobs.GLOO_SOCKET_IFNAME.get().split(",")):
+        address_of(interface)
+
+
+def strays(addresses: Sequence[str]) -> dict[int, str]:
+    """Returns the ranks that listen in another kind of network than most, and why; none where all have the same kind.
+
+    A VPN or a bridge of containers on one host alone looks like a way to the others, and does not lead there.
+
+    Args:
+        addresses: those at which the ranks listen, in rank order.
+    """
+    kinds = [_kind(address) for address in addresses]
+    if len(set(kinds)) < 2:
+        return {}
+    return {rank: f"{addresses[rank]} {kind}" for rank, kind in enumerate(kinds) if kind}
+
+
+def _kind(address: str) -> str:
+    """Returns what is particular about an address; empty for those of networks between hosts."""
+    found = ipaddress.ip_address(address.split("%")[0])
+    if found.is_loopback:
+        return "leads to its own host only"
+    if found.version == 4 and found in _VPN:
+        return "is mostly one of a VPN"
+    if found.version == 4 and found in _BRIDGE:
+        return "is mostly one of a bridge for containers"
+    return ""
+
+
+def place_of(text: str) -> tuple[str, int] | None:
+    """Returns the host and the port of "port" or "host:port"; an empty host where there is none, None for an empty text.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(f"expected a port from 0 to 65535, or host:port, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def doors_of(text: str) -> list[tuple[str, int]]:
+    """Returns the addresses of a list with commas.
+
+    Raises:
+        ValueError: one has no host, or no port.
+    """
+    found = [place_of(each.strip()) for each in text.split(",") if each.strip()]
+    if any(each is None or not each[0] or not each[1] for each in found):
+        raise ValueError(f"expected host:port, or several with commas between them, got {text!r}")
+    return [each for each in found if each is not None]

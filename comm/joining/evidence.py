@@ -115,9 +115,15 @@ def _table() -> str:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """Returns the letter of a process's state and when it started, or None if there is no such process."""
+    found = stat_of(pid)
+    return None if found is None else (found[1][0], int(found[1][19]))
+
+
+def stat_of(pid: int) -> tuple[str, list[str]] | None:
+    """Returns a process's command and the fields after it: its state, its parent, ...; None if there is no such process."""
     try:
         # The name of the command stands in brackets and may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        head, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     except OSError:
         return None
-    return fields[0], int(fields[19])
+    return head.partition("(")[2], fields.split()

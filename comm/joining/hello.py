@@ -65,6 +65,7 @@ class Call:
         peer: the listener's rank.
 
     Attributes:
+        refusals: how often in a row nobody listened.
         sock: the connection, once both sides are recognised.
         trouble: why the last connection was not made.
     """
@@ -74,7 +75,7 @@ class Call:
     ) -> None:
         self.sock: socket.socket | None = None
         self.trouble = "no answer"
-        self.peer = peer
+        self.peer, self.refusals = peer, 0
         self._selector = selector
         self._address = address
         self._key = key
@@ -155,14 +156,32 @@ class Call:
     def _broke(self, error: OSError) -> None:
         self.close()
         self.trouble = str(error)
+        self.refusals = self.refusals + 1 if error.errno == errno.ECONNREFUSED else 0
         # A full queue refuses, and a listener beset by strangers hangs up; what else happens does not pass by itself.
         if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ECONNRESET, errno.ECONNABORTED, None):
             raise error
         self._again_at = time.monotonic() + _AGAIN
 
 
-def call(address: tuple[str, int], key: Secret, rank: int, number: int, peer: int, seconds: float) -> socket.socket:
+def call(
+    address: tuple[str, int],
+    key: Secret,
+    rank: int,
+    number: int,
+    peer: int,
+    seconds: float,
+    refusals: int | None = None,
+) -> socket.socket:
     """Returns a connection to a listener of the job, both sides recognised; blocks.
+
+    Args:
+        address: as for `Call`.
+        key: likewise.
+        rank: likewise.
+        number: likewise.
+        peer: likewise.
+        seconds: after which it gives up.
+        refusals: in a row, after which it gives up; None for any number.
 
     Raises:
         OSError: if there is none within the time; `HelloError` if the other side does not know the secret.
@@ -175,6 +194,8 @@ def call(address: tuple[str, int], key: Secret, rank: int, number: int, peer: in
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no connection within {seconds:g} s: {making.trouble}")
+                if refusals is not None and making.refusals >= refusals:
+                    raise ConnectionRefusedError(f"nobody listens there: {making.trouble}")
                 for ready, _ in selector.select(min(left, making.tick())):
                     ready.data(ready.fileobj)
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bagua_kernels.errors import MismatchError
 
-WIRE_FORMAT = 3  # one more whenever the bytes of a message change, in payloads, letters, frames or heartbeats
+WIRE_FORMAT = 4  # one more whenever the bytes of a message change, in payloads, letters, frames or heartbeats
 UNKNOWN = "of before 0.1.0"
 
 

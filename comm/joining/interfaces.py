@@ -192,6 +192,11 @@ def interfaces() -> tuple[Interface, ...]:
     )
 
 
+def interface_of(address: str) -> str:
+    """Returns the name of the interface of this host that has an address; empty if none has."""
+    return _owner(address, interfaces())
+
+
 def listening() -> tuple[str, ...]:
     """Returns the IPv4 addresses on which this process listens, save the wildcard: those that Gloo really took."""
     own = set()

@@ -12,20 +12,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
-from bagua_kernels.comm.joining.bounded import bounded
+from bagua_kernels.comm.joining.bounded import BoundedStore, bounded
 from bagua_kernels.comm.joining.gathering import Gathering
+from bagua_kernels.comm.joining.incarnation import agree
 from bagua_kernels.comm.joining.installed import Installed, check_installed
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
 
 _KEY = "bagua_kernels/secret"  # in torch's store
 _LONGEST = 1 << 20  # bytes of a value as JSON
-# Introductions begun, of each group.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_FAREWELL = 10.0  # seconds
+# Of each group: a name that its start has alone, and introductions begun.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, int]] = weakref.WeakKeyDictionary()
+
+
+def starts_anew(group: dist.ProcessGroup) -> None:
+    """Has the introductions of a group trust its store to hold nothing of an earlier start."""
+    _made[group] = "", 0
 
 
 def job_secret(store: Store, seconds: float | None = None, look: Callable[[], object] | None = None) -> Secret:
@@ -85,8 +92,9 @@ class Introduction:
         self._rank = dist.get_rank(group)
         deadline = time.monotonic() + knobs.TIMEOUT.get() if deadline is None else deadline
         store, size = _get_default_store(), dist.get_world_size(group)
+        name = _name(group, store, deadline, look)
         # Room for a signature.
-        self._gather = Gathering(store, _name(group), self._rank, size, deadline, look, _LONGEST + Secret.NBYTES)
+        self._gather = Gathering(store, name, self._rank, size, deadline, look, _LONGEST + Secret.NBYTES)
         self._numbers = itertools.count()
         # A nonce of every rank goes in, so that nothing that was recorded of an earlier introduction is valid in this one.
         nonces = self._gather(secrets.token_bytes(Secret.NBYTES))
@@ -135,10 +143,25 @@ class Introduction:
         return [json.loads(text) for text in texts]
 
 
-def _name(group: dist.ProcessGroup) -> str:
-    """Returns a name for the next introduction of a group, which its ranks make in one order."""
+def _name(group: dist.ProcessGroup, store: Store, deadline: float, look: Callable[[], object] | None) -> str:
+    """Returns a name for the next introduction of a group, which its ranks make in one order.
+
+    The store may be older than the group: that of torchrun's agent is the same after a restart, and holds what ranks wrote that
+    are dead. So the ranks of a group agree on a fresh name first.
+    """
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     # Torch does not promise that no two groups have one name.
     whose = f"{group.group_name}/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
-    count = _made[group] = _made.get(group, 0) + 1
-    return f"{whose}/{count}"
+    if group not in _made:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        seconds = max(0.001, deadline - time.monotonic())
+
+        def fresh(_: object) -> str:
+            with BoundedStore(PrefixStore(f"bagua_kernels/group/{whose}", store), deadline) as asked:
+                return agree(asked, rank, size, seconds).name
+
+        # `agree` ends in time by itself, and names the ranks that are missing. Rank 0 stays a little, for it may hold the store.
+        _made[group] = (bounded(fresh, seconds + _FAREWELL, look) if size > 1 else ""), 0
+    start, count = _made[group]
+    _made[group] = start, count + 1
+    return f"{whose}/{start}/{count + 1}"

@@ -6,64 +6,103 @@ import contextlib
 import ipaddress
 import os
 import socket
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bagua_kernels import knobs
+from bagua_kernels.comm.joining.launchers import Step, several
+from bagua_kernels.comm.joining.mpi_address import address_by_mpi
 
-# How many processes a launcher has started together, by the variable that it sets.
-_STEPS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-    "PMI_SIZE": "an MPI's launcher",
-    "JSM_NAMESPACE_SIZE": "jsrun",
-}
-_ALLOCATIONS = ("SLURM_NTASKS", "SLURM_NPROCS")  # a batch script has them too, which runs once
-_NAMES = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-_OTHER_NAMES = {
-    "srun": " (RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID)",
-    "Open MPI's mpirun": " (RANK=$OMPI_COMM_WORLD_RANK, WORLD_SIZE=$OMPI_COMM_WORLD_SIZE, "
-    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK)",
-}
 _LARGEST_PORT = 65535
 _MOST_RANKS = 1_000_000  # more could not be awaited, nor listed where they are missing
+_TORCHRUN = "torchrun"
+_BY_HAND = "RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Values that a launcher such as torchrun passes to a process in its environment.
+    """What a launcher such as torchrun, srun or mpirun passes to a process in its environment.
 
     Attributes:
-        rank: RANK, the number of this process.
-        world_size: WORLD_SIZE, the number of processes.
-        local_rank: LOCAL_RANK, the number of this process on its host; RANK where it is not set.
-        master_addr: MASTER_ADDR, the host of the key-value store.
-        master_port: MASTER_PORT, its port.
+        rank: the number of this process (RANK).
+        world_size: the number of processes (WORLD_SIZE).
+        local_rank: the number of this process on its host (LOCAL_RANK); None where no variable has it.
+        master_addr: the host of the key-value store (MASTER_ADDR); empty where no variable has it, see `located`.
+        master_port: its port (MASTER_PORT).
         agent_store: True if the launcher holds that store, and not rank 0 (TORCHELASTIC_USE_AGENT_STORE).
+        launcher: what started it, for people.
+        job: a text that all ranks of one start have, and no other start; empty where MASTER_PORT is given.
     """
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None
     master_addr: str
     master_port: int
     agent_store: bool = False
+    launcher: str = _BY_HAND
+    job: str = ""
+
+    @property
+    def number_on_host(self) -> int:
+        """Returns `local_rank`, or where no variable has it the rank, which is right on one host."""
+        return self.rank if self.local_rank is None else self.local_rank
+
+    @property
+    def by_step(self) -> bool:
+        """Returns True if a launcher without torchrun's variables started it."""
+        return self.launcher not in (_TORCHRUN, _BY_HAND)
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """Returns the values of the environment, or None if no launcher has set any.
+        """Returns the values of the environment, or None for a process that is alone.
 
-        Where only the variables of a Slurm allocation speak of several processes, it warns that this one is alone.
+        1. RANK and WORLD_SIZE, as torchrun sets them, or a person.
+        2. The variables of MPI's launchers, then of Slurm's `srun`, then of `jsrun`, `horovodrun` and submitit,
+           where they speak of several processes.
+        3. Alone. Where a batch allocation has several processes, it warns.
+
+        `BAGUA_KERNELS_LAUNCHER` chooses one of them. A variable that is set and empty counts as unset.
 
         Raises:
-            ValueError: if some of the variables are missing, or hold no sensible value. Also if another launcher has
-                started several processes, unless `BAGUA_KERNELS_LAUNCHER` is "alone".
+            ValueError: if some variables are missing, hold no sensible value or contradict one another. Also if the job looks
+                like several processes, and this one has no number.
         """
-        if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
-            _expect_alone(environment)
+        kind = knobs.LAUNCHER.get()
+        if kind == "alone":
             return None
+        if kind in ("auto", "torchrun") and (
+            environment.get("RANK") or environment.get("WORLD_SIZE") or kind == "torchrun"
+        ):
+            return cls._plain(environment, kind)
+        step = Step.find(environment, kind)
+        if step is None:
+            return None
+        if step.address and not _can_be_a_host(step.address):
+            raise ValueError(_no_host(step.address))
+        return cls(
+            step.rank, step.size, step.local_rank, step.address, step.port, launcher=step.launcher.name, job=step.job
+        )
+
+    def located(self) -> Launch:
+        """Returns this with the host of rank 0, for which all ranks ask MPI together where the environment lacks it.
+
+        Raises:
+            ValueError: if MPI does not know it.
+        """
+        if self.master_addr:
+            return self
+        address = address_by_mpi(self.rank, self.world_size)
+        if not address:
+            raise ValueError(
+                f"{self.launcher} started {self.world_size} processes on several hosts, and no variable has the host of rank 0: "
+                "pass it, as by `mpirun -x MASTER_ADDR=host` (Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH), or "
+                "install mpi4py"
+            )
+        return replace(self, master_addr=address)
+
+    @classmethod
+    def _plain(cls, environment: Mapping[str, str], kind: str) -> Launch:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
             raise ValueError(
@@ -89,8 +128,8 @@ class Launch:
             raise ValueError(
                 f"expected WORLD_SIZE of at most {_MOST_RANKS}, got WORLD_SIZE={world_size}: set it to the number of processes"
             )
-        local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
-        if local_rank < 0:
+        local_rank = number("LOCAL_RANK") if environment.get("LOCAL_RANK") else None
+        if local_rank is not None and local_rank < 0:
             raise ValueError(
                 f"expected LOCAL_RANK of 0 or more, got LOCAL_RANK={local_rank}: number the processes of a host from 0"
             )
@@ -104,12 +143,17 @@ class Launch:
             )
         address = environment["MASTER_ADDR"]
         if not _can_be_a_host(address):
+            raise ValueError(_no_host(address))
+        found = several(environment) if kind == "auto" else None
+        # More is possible: a launcher may start one torchrun on each host.
+        if found is not None and world_size < found[1]:
             raise ValueError(
-                f"expected a hostname or an IP address in MASTER_ADDR, got MASTER_ADDR={address[:60]!r}: give rank 0's "
-                "host alone, and the port in MASTER_PORT"
+                f"WORLD_SIZE={world_size}, but {found[0].size}={found[1]} means that {found[0].name} started more processes: "
+                f"unset RANK and WORLD_SIZE, or set {knobs.LAUNCHER.variable}=torchrun if they are right"
             )
         agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, world_size, local_rank, address, port, agent_store)
+        launcher = _TORCHRUN if environment.get("TORCHELASTIC_RUN_ID") else _BY_HAND
+        return cls(rank, world_size, local_rank, address, port, agent_store, launcher)
 
 
 @dataclass(frozen=True)
@@ -131,6 +175,13 @@ class Refusal:
     agent_store: bool
 
     @classmethod
+    def of(cls, launch: Launch) -> Refusal | None:
+        """Returns the values of a process whose environment could be read; None if it is the only one."""
+        if launch.world_size == 1 or not launch.master_addr:
+            return None
+        return cls(str(launch.rank), launch.world_size - 1, launch.master_addr, launch.master_port, launch.agent_store)
+
+    @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Refusal | None:
         """Returns the values of the environment; None if it does not lead to a store that others may use."""
         address, rank = environment.get("MASTER_ADDR", ""), environment.get("RANK", "").strip()
@@ -145,34 +196,11 @@ class Refusal:
         )
 
 
-def _expect_alone(environment: Mapping[str, str]) -> None:
-    """Refuses to be alone where another launcher has started several processes.
-
-    Each of them would train a model of its own, on all samples, and report success.
-    """
-    if knobs.LAUNCHER.get() == "alone":
-        return
-    alone = f"or set {knobs.LAUNCHER.variable}=alone if each process shall stay by itself"
-    for name, launcher in _STEPS.items():
-        if _is_several(environment.get(name, "")):
-            raise ValueError(
-                f"{name}={environment[name]} means that {launcher} started several processes, but RANK and WORLD_SIZE are "
-                f"not set: start one torchrun on each host, or set {_NAMES} for each process"
-                f"{_OTHER_NAMES.get(launcher, '')}, {alone}"
-            )
-    for name in _ALLOCATIONS:
-        if _is_several(environment.get(name, "")):
-            warnings.warn(
-                f"this process is alone, though {name}={environment[name]} speaks of several: RANK and WORLD_SIZE are not "
-                f"set. Start it by srun with torchrun on each host, {alone}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return
-
-
-def _is_several(text: str) -> bool:
-    return text.isdecimal() and int(text) > 1
+def _no_host(address: str) -> str:
+    return (
+        f"expected a hostname or an IP address in MASTER_ADDR, got MASTER_ADDR={address[:60]!r}: give rank 0's host alone, and "
+        "the port in MASTER_PORT"
+    )
 
 
 def _can_be_a_host(text: str) -> bool:

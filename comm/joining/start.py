@@ -22,6 +22,7 @@ from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError
 
 HOST = 0  # the rank whose process holds the store, unless a launcher does
 _LONGEST_GRACE = 2.0  # seconds that ranks whose start has failed wait for one another's word
+_JOB = "bagua_kernels/job"  # whose store it is
 _POLL = 0.05  # seconds
 _REFUSAL = 4.0  # seconds in which a rank that does not come reports that to the others
 _RETRY = 0.1  # seconds between two attempts to connect
@@ -104,6 +105,35 @@ def tell_refusal(refusal: Refusal, error: Exception) -> None:
         _log.debug("rank %s could not report to the others why it does not come: %s", rank, trouble)
 
 
+def _check_job(store: Store, launch: Launch, deadline: float) -> None:
+    """Sees that the store at a port which was derived, and not chosen, is one of this job.
+
+    Raises:
+        CommunicationError: if it is another's.
+        CollectiveTimeoutError: if it does not answer.
+    """
+    where = f"{launch.master_addr}:{launch.master_port}"
+    with BoundedStore(store, deadline) as bounded:
+        try:
+            if launch.rank == HOST:
+                bounded.set(_JOB, launch.job)
+            elif not bounded.wait([_JOB], max(_RETRY, deadline - time.monotonic())):
+                raise TimeoutError(f"the store does not name its job ({_JOB})")
+            elif bounded.get(_JOB) != launch.job:
+                raise CommunicationError(
+                    f"the store at {where} is one of another job ({bounded.get(_JOB)}): set MASTER_PORT to a free port of rank "
+                    f"{HOST}'s host, the same on all ranks"
+                )
+        except (TimeoutError, RuntimeError) as error:
+            if isinstance(error, CommunicationError):
+                raise
+            raise CollectiveTimeoutError(
+                f"rank {HOST} did not come to the store at {where}: see that it started, and that nothing else uses the port, "
+                f"which was derived from the job, or set MASTER_PORT [cause: {_line(error)}]",
+                [HOST],
+            ) from error
+
+
 class _ClosedError(RuntimeError):
     """The store of rank 0 was closed before all ranks had come."""
 
@@ -127,6 +157,8 @@ def begin(launch: Launch, timeout: float) -> tuple[Store, Start]:
         left = max(_RETRY, since + timeout - time.monotonic())
         store = open_store(launch.master_addr, launch.master_port, launch.rank, left, launch.agent_store)
         store.set_timeout(timedelta(seconds=left))
+        if launch.job:
+            _check_job(store, launch, since + timeout)
         try:
             # A launcher that restarts dead ranks hands out the same store again, with the dead ranks' addresses still in it.
             return store, Start(store, launch.rank, launch.world_size, timeout, since, launch.agent_store)
@@ -148,6 +180,8 @@ class Start:
 
     Attributes:
         name: a name that no other start had, the same on all ranks.
+        hosts: the number of hosts; containers count as hosts.
+        local_rank: the number of this rank on its host.
 
     Raises:
         CollectiveTimeoutError: if ranks are missing; it names them.
@@ -171,6 +205,8 @@ class Start:
                 raise _ClosedError(str(error)) from error
             raise self._without_store(error) from error
         self.name = agreed.name
+        tables = [process.table for process in agreed.processes]
+        self.hosts, self.local_rank = len(set(tables)), tables[:rank].count(tables[rank])
         for peer, process in enumerate(agreed.processes):
             self._evidence.add(peer, process)
         # From here on all ranks have the same time left, so that those that fail, fail together.

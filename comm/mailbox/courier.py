@@ -45,12 +45,14 @@ class Courier:
     Attributes:
         mailbox: whose letters it takes. No other thread takes any.
         changed: a lock, and what other threads wait for.
+        label: the name of the ranges in which profilers show its exchanges.
     """
 
     def __init__(self, mailbox: Mailbox, name: str = "courier") -> None:
         """Makes the thread; `start` starts it."""
         self.mailbox = mailbox
         self.changed = mailbox.clock.condition()
+        self.label = f"bagua_kernels {name}"
         self._handlers: dict[int, Handler] = {_PING: lambda sender, _: self.post(sender, _PONG, b""), _PONG: _ignore}
         self._heard: dict[int, float] = {}
         self._owing: dict[int, float] = {}

@@ -49,6 +49,10 @@ class Plain:
         """Returns what is sent for a model."""
         return list(read)
 
+    def room(self, sent: Sequence[torch.Tensor], model: Debtor) -> list[torch.Tensor]:
+        """Returns memory for what the other sends, which is like what is sent here; the model may have some to spare."""
+        return model.buffers()
+
     def decode(
         self, peer: int, asks: bool, own: Sequence[torch.Tensor], other: list[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -99,6 +103,10 @@ class Encoded:
                 self._codec.encode(own.to(torch.float32) - reference, seed=(self._count << 16) + self._rank)
             )
         return payloads
+
+    def room(self, sent: Sequence[torch.Tensor], model: Debtor) -> list[torch.Tensor]:
+        """See `Plain.room`."""
+        return [torch.empty_like(each) for each in sent]
 
     def decode(
         self, peer: int, asks: bool, own: Sequence[torch.Tensor], other: list[torch.Tensor]
@@ -226,7 +234,7 @@ class PairwiseAverage:
         read = self._asking = self._asking or self._model.buffers()
         self._model.read(read)
         sent = self._wire.encode(peer, True, read)
-        theirs = [torch.empty_like(each) for each in sent]
+        theirs = self._wire.room(sent, self._model)
         # Of all questions of all ranks, each has numbers of its own.
         number = self._count * self._mailbox.size + self._mailbox.rank
         self._count += 1
@@ -246,20 +254,22 @@ class PairwiseAverage:
             return False
         self._later.remove(found)
         sender, number, _ = found
-        self._read = self._read or self._model.buffers()
-        self._model.read(self._read)
-        sent = self._wire.encode(sender, False, self._read)
-        theirs = [torch.empty_like(each) for each in sent]
-        for index, (own, other) in enumerate(zip(sent, theirs, strict=True)):
-            self._mailbox.exchange({sender: other}, {sender: own}, number * len(sent) + index).wait()
-        self._model.owe(self._wire.decode(sender, False, sent, theirs))
+        with torch.profiler.record_function(self._courier.label):
+            self._read = self._read or self._model.buffers()
+            self._model.read(self._read)
+            sent = self._wire.encode(sender, False, self._read)
+            theirs = self._wire.room(sent, self._model)
+            for index, (own, other) in enumerate(zip(sent, theirs, strict=True)):
+                self._mailbox.exchange({sender: other}, {sender: own}, number * len(sent) + index).wait()
+            self._model.owe(self._wire.decode(sender, False, sent, theirs))
         self._courier.post(sender, _DONE, _NUMBER.pack(number))
         return True
 
     def _hear_done(self, sender: int, body: bytes) -> None:
         assert self._question is not None
-        for work in self._question.works:
-            work.wait()
-        self._model.owe(self._wire.decode(sender, True, self._question.sent, self._question.theirs))
+        with torch.profiler.record_function(self._courier.label):
+            for work in self._question.works:
+                work.wait()
+            self._model.owe(self._wire.decode(sender, True, self._question.sent, self._question.theirs))
         self._question = None
         self.exchanges += 1

@@ -246,7 +246,8 @@ class TriggeredAverage:
         members = self.members(version)
         # Before this rank waits for others, for some may hear of the version from no other rank.
         self._pass_on(version)
-        execution = self._contribute(version, members)
+        with torch.profiler.record_function(self._courier.label):
+            execution = self._contribute(version, members)
         self._passed_on = {each for each in self._passed_on if each > version}
         if self._on_execution is not None:
             self._on_execution(execution)

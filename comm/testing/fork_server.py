@@ -21,6 +21,7 @@ from typing import Any
 READ_AT_IMPORT = ("CUDA", "KMP_", "LD_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TRITON_")
 # Copies of one server share the order of its sets. Ranks of two servers do not, as processes of their own would not.
 SERVERS = 2
+_SLOW = ("torch._dynamo",)  # imported by the first optimizer of a process
 _ROOM = 1 << 20  # bytes of a request
 _COMMAND = (
     f"import sys; from {__name__} import serve; from {__package__}.processes import run_file; "
@@ -161,9 +162,11 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parts() -> list[str]:
-    """Returns the parts of this package that have been imported, without those of parts."""
+    """Returns what has been imported: parts of this package, doors into other libraries, and what takes PyTorch seconds."""
     package = __name__.partition(".")[0]
-    return [name for name in list(sys.modules) if name.startswith(f"{package}.") and name.count(".") == 1]
+    parts = [name for name in list(sys.modules) if name.startswith(f"{package}.")]
+    found = [name for name in parts if name.count(".") == 1 or name.startswith(f"{package}.integrations.")]
+    return found + [name for name in _SLOW if name in sys.modules]
 
 
 def serve(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import pickle
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,6 +307,77 @@ def test_ranks_with_different_folders(tmp_path: Path) -> None:
         algorithm.close()
 
     run_ranks(2, rank)
+
+
+class Moments:
+    """Copies a folder at each moment of a save at which a kill could leave it: around what changes it, and within a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, copies: Path) -> None:
+        self._folder, self._copies, self._lock, self._save = folder, copies, threading.RLock(), torch.save
+        self.found: list[tuple[str, Path]] = []
+        monkeypatch.setattr(torch, "save", self._writes_in_halves)
+        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
+            monkeypatch.setattr(owner, name, self._copied_around(name, getattr(owner, name)))
+
+    def _copy(self, moment: str) -> None:
+        copy = self._copies / f"{len(self.found)}"
+        shutil.copytree(self._folder, copy)
+        self.found.append((moment, copy))
+
+    def _copied_around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def copied(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                self._copy(f"before {name}")
+                result = call(*arguments, **options)
+                self._copy(f"after {name}")
+                return result
+
+        return copied
+
+    def _writes_in_halves(self, content: Any, opened: Any) -> None:
+        self._save(content, file := io.BytesIO())
+        whole = file.getvalue()
+        with self._lock:
+            opened.write(whole[: len(whole) // 2])
+            opened.flush()
+            self._copy("half of a part")
+            opened.write(whole[len(whole) // 2 :])
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former one until the new one is listed. What a killed save has left is removed by the next one."""
+    folder = tmp_path / "saved"
+    states: dict[tuple[int, int], Any] = {}
+
+    def saves(communicator: Communicator, steps: int) -> None:
+        algorithm = stepped(on_threads(communicator), steps)
+        states[communicator.rank, steps] = algorithm.algorithm_state_dict()
+        save(algorithm, folder)
+        algorithm.close()
+
+    run_ranks(2, saves, 1)
+    with monkeypatch.context() as patched:
+        moments = Moments(patched, folder, tmp_path).found
+        run_ranks(2, saves, 2)
+    names = [name for name, _ in moments]
+    assert names.count("half of a part") == names.count("before unlink") == 2
+    listed = names.index("after replace")
+
+    def loads(communicator: Communicator, copy: Path, counts: int) -> None:
+        algorithm = on_threads(communicator)
+        load(algorithm, copy)
+        pairs = zip(
+            tree_leaves(algorithm.algorithm_state_dict()), tree_leaves(states[communicator.rank, counts]), strict=True
+        )
+        assert all(torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two for one, two in pairs)
+        save(algorithm, copy)
+        algorithm.close()
+
+    for place, (_, copy) in enumerate(moments):
+        run_ranks(2, loads, copy, 2 if place >= listed else 1)
+        assert len(list(copy.iterdir())) == 3
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from bagua_kernels.algorithms import (
     Guard,
     PowerSGD,
     SignSGD,
+    Stats,
     TopK,
 )
 from bagua_kernels.comm import Communicator, run_ranks
@@ -321,6 +326,49 @@ def test_stats_for_a_board() -> None:
         assert writer.seen["run/error/second.weight"][0] == stats.errors["second.weight"]
 
     run_ranks(2, rank)
+
+
+FULL = Stats(
+    steps=3, bytes_sent=7, wait_seconds=0.5, exchange_seconds=float("inf"), residual_norm=float("nan"),
+    errors={"a.weight": 0.25, "a.bias": float("nan")}, trial="plain", disagreement=1e-3, decay=None, fresh=0.75,
+    staleness={0: 5, 2: 1}, guards={"left out": 2},
+)  # fmt: skip
+
+
+def test_numbers_for_loggers() -> None:
+    """One flat dictionary of finite floats, which `log(dict)` of wandb and the like takes; texts are left out."""
+    logged: dict[str, float] = {}
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        assert all(type(name) is str and type(value) is float for name, value in numbers.items())
+        logged.update(json.loads(json.dumps(numbers, allow_nan=False)))
+
+    log(FULL.numbers("run"), step=17)
+    assert logged == {
+        "run/steps": 3, "run/bytes_sent": 7, "run/wait_seconds": 0.5, "run/disagreement": 1e-3, "run/rounds": 0,
+        "run/fresh": 0.75, "run/error/a.weight": 0.25, "run/staleness/0": 5, "run/staleness/2": 1, "run/guard/left out": 2,
+    }  # fmt: skip
+    assert FULL.numbers().keys() == {name.removeprefix("run/") for name in logged}
+
+
+def test_boards_have_all_numbers(tmp_path: Path) -> None:
+    """`write` uses the names of `numbers`, and does not hide what is not finite; TensorBoard's own writer takes them."""
+    seen: dict[str, float] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            assert step == 17
+            seen[name] = value
+
+    FULL.write(Writer(), 17, "run")
+    assert {name: value for name, value in seen.items() if math.isfinite(value)} == FULL.numbers("run")
+    assert seen.keys() - FULL.numbers("run").keys() == {"run/exchange_seconds", "run/residual_norm", "run/error/a.bias"}
+    if importlib.util.find_spec("tensorboard") is not None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(tmp_path)) as writer:
+            FULL.write(writer, 17)
+        assert any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("weighed", ["before", "within"])

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests import grids
 from tests.algorithms.fuzz import by_threads, by_turns, compared, draw, main
 from tests.grids import only
 
-pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny, and ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
 
 
 def test_draws_cover_what_matters() -> None:

@@ -50,7 +50,7 @@ def test_launch_reads_the_environment() -> None:
     """All of it, or nothing."""
     assert Launch.read({}) is None
     assert Launch.read({"MASTER_ADDR": "elsewhere"}) is None
-    assert Launch.read(ENVIRONMENT) == Launch(1, 2, 1, "127.0.0.1", 29500)
+    assert Launch.read(ENVIRONMENT) == Launch(1, 2, None, "127.0.0.1", 29500)
     assert Launch.read({**ENVIRONMENT, "LOCAL_RANK": "0"}) == Launch(1, 2, 0, "127.0.0.1", 29500)
 
 
@@ -103,7 +103,7 @@ def test_launch_takes_what_can_be() -> None:
 def test_another_launcher_leaves_no_process_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would train a model of its own, and say nothing."""
     monkeypatch.setenv(name, "2")
-    with pytest.raises(ValueError, match=rf"{name}=2 .* RANK and WORLD_SIZE are not set: .*LAUNCHER=alone"):
+    with pytest.raises(ValueError, match=rf"{name}=2 .* is not one of their numbers: .*LAUNCHER=alone"):
         comm.init()
     assert not comm.is_initialized()
     monkeypatch.setenv("BAGUA_KERNELS_LAUNCHER", "alone")

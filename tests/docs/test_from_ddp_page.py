@@ -1,89 +1,16 @@
-"""What docs/from-ddp.md says about held gradients, `no_sync` and loops that call parts, and the code of docs/frameworks.md."""
+"""What docs/from-ddp.md says about held gradients, `no_sync` and loops that call parts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from bagua_kernels import comm
-from bagua_kernels.algorithms import Algorithm, GradientAllReduce, LocalSGD, ModelAlgorithm, from_spec
+from bagua_kernels.algorithms import Algorithm, GradientAllReduce, ModelAlgorithm, from_spec
 from bagua_kernels.comm import Communicator, run_ranks
-from bagua_kernels.comm.testing import run_processes
-from tests import limits
 from tests.algorithms.ranks import Odd, batch, fill, loss_of
-
-PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-LIMIT = limits.seconds(60)
-
-
-def classifier() -> nn.Module:
-    net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
-    fill(net)
-    return net
-
-
-def given(rank: int) -> dict[str, Any]:
-    """What the page's code finds."""
-    data = TensorDataset(torch.cat([batch(0, step) for step in range(8)]), torch.arange(32) % 3)
-    return {"torch": torch, "F": F, "net": classifier(), "loader": DataLoader(data, batch_size=4), "rank": rank}
-
-
-def with_accelerate() -> None:
-    """The hook's block and the loop's, on the ranks of `Accelerator()`, and local steps in the second one."""
-    from accelerate import Accelerator
-
-    whole = Accelerator(gradient_accumulation_steps=2)
-    names = given(whole.process_index)
-    exec(compile(BLOCKS[0], "frameworks.md", "exec"), names)
-    hooked = names["model"]
-    assert isinstance(hooked, nn.parallel.DistributedDataParallel)
-    loss_of(hooked, whole.process_index, 0).backward()
-    assert same(whole, [p.grad for p in hooked.parameters()])
-    for replaced in ("ByteGrad(net)", "LocalSGD(net, torch.optim.SGD(net.parameters(), lr=0.1), interval=1)"):
-        names = given(whole.process_index) | {"LocalSGD": LocalSGD}
-        code = BLOCKS[1].replace("ByteGrad(net)", replaced)
-        if "LocalSGD" in replaced:
-            code = code.replace(
-                "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", "optimizer = model.optimizer"
-            )
-        exec(compile(code, "frameworks.md", "exec"), names)
-        model = names["model"]
-        assert isinstance(model, Algorithm)
-        # Each rank has half of the 8 batches, and two of them are one step.
-        assert model.stats().steps == 2
-        model.synchronize()
-        assert same(whole, list(model.parameters()))
-        assert whole.unwrap_model(model) is model
-        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), classifier().parameters(), strict=True))
-        with pytest.raises(RuntimeError, match="DistributedDataParallel is around a"):
-            loss_of(whole.prepare(model), whole.process_index, 0)
-        model.close()
-    comm.shutdown()
-    whole.end_training()
-
-
-def same(accelerator: Any, tensors: list[Any]) -> bool:
-    """True if all ranks have equal values."""
-    first, second = accelerator.gather(torch.cat([each.detach().reshape(-1) for each in tensors])[None])
-    return torch.equal(first, second)
-
-
-# Two processes, which import Accelerate.
-@pytest.mark.slow
-@pytest.mark.processes
-def test_what_works_with_accelerate() -> None:
-    pytest.importorskip("accelerate")
-    results = run_processes(with_accelerate, 2, env={"ACCELERATE_USE_CPU": "true"}, timeout=LIMIT)
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr[-3000:]
 
 
 @pytest.mark.parametrize(("around", "exchanges"), [("both", 0), ("backward", 0), ("forward", 1)])

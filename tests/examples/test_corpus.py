@@ -80,3 +80,9 @@ def test_python_s_own_source_is_the_same_each_time(monkeypatch: pytest.MonkeyPat
 def test_the_dictionary_comes_first_where_it_is_installed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "GCIDE", file)
     assert corpus.load().name == "gcide"
+
+
+def test_the_manual_is_text_of_its_own() -> None:
+    found = corpus.manual()
+    assert len(found.training) == 19 * len(found.validation) > 300_000
+    assert found.digest != corpus.load().digest

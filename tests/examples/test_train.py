@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import datasets, report
+from examples import image_data, report
 from tests import limits
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +32,8 @@ def run(*arguments: str | Path, timeout: float = 100) -> subprocess.CompletedPro
 def mnist() -> Path:
     pytest.importorskip("matplotlib")
     try:
-        return datasets.locate("mnist")
-    except datasets.DatasetError as error:
+        return image_data.locate("mnist")
+    except image_data.DatasetError as error:
         pytest.skip(str(error))
 
 

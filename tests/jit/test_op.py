@@ -153,7 +153,7 @@ class TestKnobs:
             ("BAGUA_KERNELS_TIMEOUT", "1e10", "to 1000000"),
             ("BAGUA_KERNELS_HEARTBEAT", "1e-9", "from 0.01 to 600"),
             ("BAGUA_KERNELS_SOCKETS", "1000000", "at most 64"),
-            ("BAGUA_KERNELS_LAUNCHER", "slurm", "expected auto or alone"),
+            ("BAGUA_KERNELS_LAUNCHER", "pbs", "expected one of auto"),
             ("TRITON_INTERPRET", "maybe", "expected 1 or 0"),
         ],
     )

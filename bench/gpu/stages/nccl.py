@@ -1,4 +1,4 @@
-"""Two ranks on one GPU: the tests of NCCL through CuPy, the contract over PyTorch's NCCL, and a rank that is lost."""
+"""Two ranks on one GPU: the tests of NCCL through CuPy, the contract over PyTorch's NCCL, a rank that is lost, and members."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bagua_kernels import comm
 from bench.gpu import marks
 from bench.gpu.pair import environments, joined, rank
 from bench.gpu.stage import Context
@@ -20,16 +21,21 @@ from bench.gpu.workers import run_workers
 TESTS = "tests/comm/backends/nccl/test_nccl_cuda.py"
 # Contracts of more ranks take long where ranks share a GPU by slices of time.
 CHOSEN = "contract[2] or test_program"
+# What each pair runs, and what drives NCCL there.
+PAIRS = {"contract": "torch", "lost": "torch", "shrink": "cupy"}
 TRIAL = "tests/comm/backends/nccl/test_nccl_binding.py"
 
 
 def run(context: Context) -> None:
-    """Runs the tests through CuPy, then the two pairs over PyTorch's NCCL; or is a rank of one of them."""
+    """Runs the tests through CuPy, then two pairs over PyTorch's NCCL and one of an elastic job; or is a rank of one of them."""
     if context.part == "contract":
         contract(context)
         return
     if context.part == "lost":
         lost(context)
+        return
+    if context.part == "shrink":
+        shrink(context)
         return
     results: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -45,16 +51,15 @@ def run(context: Context) -> None:
             timeout=60,
             more=more,
         )
-    for part in ("contract", "lost"):
-        found = run_pair(context, part, min(context.left - 2.0, 35.0))
-        results[f"torch, {part}"] = found
+    for part, nccl in PAIRS.items():
+        results[f"{nccl}, {part}"] = run_pair(context, part, min(context.left - 2.0, 35.0))
     verdict(results)
 
 
 def run_pair(context: Context, part: str, limit: float) -> Counter[str]:
     """Runs both ranks of a part; returns the number of cases by outcome."""
     commands, own = {}, {}
-    for number, variables in enumerate(environments()):
+    for number, variables in enumerate(environments(PAIRS[part])):
         name = f"{part} {number}"
         commands[name], own[name] = context.command("nccl", part), variables
     workers = run_workers(commands, limit, environment=own)
@@ -63,11 +68,11 @@ def run_pair(context: Context, part: str, limit: float) -> Counter[str]:
         cases = {name: outcome for name, outcome in worker.figures.items() if name != "ms"}
         counts.update("passed" if outcome == "passed" else "failed" for outcome in cases.values())
         marks.figures(
-            {f"torch, {worker.name}": {**worker.figures, "outcome": worker.outcome, "seconds": worker.seconds}}
+            {f"{PAIRS[part]}, {worker.name}": {**worker.figures, "outcome": worker.outcome, "seconds": worker.seconds}}
         )
         if worker.bad:
             counts["missing"] = 1
-            marks.row(f"torch, {worker.name}: {worker.outcome}: {worker.reason}")
+            marks.row(f"{PAIRS[part]}, {worker.name}: {worker.outcome}: {worker.reason}")
     return counts
 
 
@@ -135,3 +140,53 @@ def lost(context: Context) -> None:
     communicator.abort()
     if "rank 1" not in raised:
         raise marks.Differs(f"expected an error that names rank 1, got {raised or 'none'}")
+
+
+def shrink(context: Context) -> None:
+    """The verbs of members: NCCL's communicator is aborted within an operation, and made anew, with both ranks and with one."""
+    from bagua_kernels.errors import CommunicationError
+
+    communicator = comm.init(timeout=20.0, device="cuda:0" if context.on_gpu else "cpu", elastic=True)
+    members = communicator.members
+    check("sum", total(communicator), 2.0)
+    if rank() == 0:
+        # It never ends: rank 1 does not take part.
+        communicator.all_reduce(torch.ones(1000, device=communicator.device))
+        members.revoke("to see what becomes of it")
+    while not communicator.is_ended():
+        time.sleep(0.01)  # until the letter has come; the stage has a limit
+    start = time.perf_counter()
+    communicator = members.shrink()
+    marks.figures({"ms": round((time.perf_counter() - start) * 1e3, 1)})
+    check("sum after revoke", total(communicator), 2.0)
+    check("sum of a copy", total(communicator.duplicate()), 2.0)
+    check("agreement", members.agree(0b100 | rank()), 0b100)
+    if rank() == 1:
+        os._exit(0)
+    try:
+        while True:
+            total(communicator)
+    except CommunicationError as error:
+        print(error, flush=True)
+    check("sum alone", total(members.shrink()), 1.0)
+    check("members", members.ranks, (0,))
+    comm.shutdown()
+
+
+def total(communicator: comm.Communicator) -> float:
+    """The sum of one for each rank, once it is there."""
+    x = torch.ones(1000, device=communicator.device)
+    communicator.all_reduce(x).wait()
+    communicator.drain()
+    return float(x[0])
+
+
+def check(what: str, got: object, expected: object) -> None:
+    """Reports whether a value is the expected one.
+
+    Raises:
+        Differs: it is another one.
+    """
+    marks.figures({what: "passed" if got == expected else f"expected {expected}, got {got}"})
+    if got != expected:
+        raise marks.Differs(f"{what}: expected {expected}, got {got}")

@@ -229,6 +229,8 @@ class LocalMailboxWork(Pending):
         with self._mailbox._world.changed:
             tensors = self._mailbox._office.tensors
             for key, output in self._received.items():
+                if key not in tensors:  # another thread of this rank has left meanwhile
+                    raise CommunicationError(f"{self._name} was given up: {self._mailbox._unusable()}")
                 sent = tensors[key]
                 if (sent.dtype, sent.numel()) != (output.dtype, output.numel()):
                     self._settle()

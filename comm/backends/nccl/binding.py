@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -19,6 +20,7 @@ from bagua_kernels.errors import BackendUnavailableError, CollectiveTimeoutError
 
 OLDEST_CUPY = 14  # the first that releases the interpreter's lock in `NcclCommunicator()`, `abort` and `destroy`
 OLDEST = 21000  # NCCL 2.10, the first with bfloat16; 2.7 brought send and receive
+_FAREWELL = 5.0  # seconds that a process which exits waits for a call of NCCL
 _GRACE = 1.0  # seconds that `Endpoint.abort` leaves a thread inside NCCL to come out by itself
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the driver's header cuda.h
 
@@ -90,13 +92,21 @@ class Runtime:
                 call()
             except Exception as error:
                 raised.append(error)
+            finally:
+                atexit.unregister(threading.current_thread().join)
 
         thread = threading.Thread(target=run, name="bagua_kernels nccl call", daemon=True)
         thread.start()
         thread.join(limit)
         for error in raised:
             raise error
-        return not thread.is_alive()
+        if thread.is_alive():
+            # A thread that comes back from C++ while the interpreter ends would end the process with an abort.
+            atexit.register(thread.join, _FAREWELL)
+        if not thread.is_alive():
+            atexit.unregister(thread.join)
+            return True
+        return False
 
 
 def unavailable() -> str:

@@ -8,11 +8,12 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bagua_kernels import knobs
@@ -20,19 +21,22 @@ from bagua_kernels.comm.backends.nccl import binding as nccl_binding
 from bagua_kernels.comm.backends.nccl.binding import Endpoint, Runtime
 from bagua_kernels.comm.backends.nccl.collectives import NcclCollectives
 from bagua_kernels.comm.backends.nccl.queue import OperationQueue
-from bagua_kernels.comm.communicator import checked_timeout
+from bagua_kernels.comm.backends.nccl.unique_ids import LetterIds, StoreIds, UniqueIds
+from bagua_kernels.comm.communicator import Communicator, checked_timeout
 from bagua_kernels.comm.failures import liveness_store
 from bagua_kernels.comm.failures.liveness import Liveness
 from bagua_kernels.comm.failures.opening import connect as connect_ranks
 from bagua_kernels.comm.failures.session import Session
+from bagua_kernels.comm.joining.bounded import bounded
 from bagua_kernels.comm.joining.introduction import Introduction, job_secret
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.errors import BackendUnavailableError
+from bagua_kernels.errors import BackendUnavailableError, CommunicationError
 
 _PATIENCE = 10.0  # seconds for NCCL to free a communicator
 _LONGEST_GOODBYE = 30.0  # seconds that a process which exits waits for the others
 
 _SHARE = 0.9  # of the timeout, in which ranks find one another
+_PAUSES = (5e-5, 1e-3)  # seconds between two looks at a stream for which the host waits: the first, and the longest
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +81,9 @@ class NcclCommunicator(NcclCollectives):
         ValueError: if torch.distributed is not initialised, or `device` is no GPU.
     """
 
+    blocks = False
     _owned_liveness: Liveness | None
+    _abort_seconds = _PATIENCE  # for which `abort` waits for NCCL
 
     def __init__(
         self,
@@ -110,7 +116,7 @@ class NcclCommunicator(NcclCollectives):
             liveness = liveness_store.connect(rank, size, exchange, exchange.secret, timeout=min(20.0, timeout / 2))
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
         try:
-            self._assemble(session, exchange.name, _get_default_store(), device, runtime, exchange.secret)
+            self._assemble(session, StoreIds(_get_default_store(), exchange.name), device, runtime, exchange.secret)
         except BaseException as error:
             if liveness is not None:
                 liveness.stop(f"it could not make its communicator: {error}")
@@ -145,25 +151,81 @@ class NcclCommunicator(NcclCollectives):
         self = cls.__new__(cls)
         timeout = knobs.TIMEOUT.get() if timeout is None else float(timeout)
         session = Session("world", timeout, rank, tuple(range(size)), liveness)
-        self._assemble(
-            session, key, store, device, runtime or nccl_binding.load(), job_secret(store, timeout).derive("over", key)
-        )
+        secret = job_secret(store, timeout).derive("over", key)
+        self._assemble(session, StoreIds(store, key), device, runtime or nccl_binding.load(), secret)
+        return self
+
+    @classmethod
+    def beside(
+        cls,
+        letters: Communicator,
+        *,
+        device: torch.device,
+        runtime: Runtime | None = None,
+        look: Callable[[], object] | None = None,
+    ) -> NcclCommunicator:
+        """Makes a communicator of the ranks of another one on their CPUs, without a store; every rank calls it.
+
+        Ranks send no heartbeats. `abort` does not wait for NCCL; `await_idle` does.
+
+        Args:
+            letters: which the new communicator owns from now on, with its timeout.
+            device: the GPU of this rank.
+            runtime: the GPU's libraries; by default those of this process.
+            look: called again and again while it waits for other ranks; what it raises ends the wait.
+
+        Raises:
+            BackendUnavailableError: on every rank, if CuPy's NCCL is missing on one.
+            CommunicationError: or one of its kinds: a rank is lost or did not come in time, or NCCL failed.
+        """
+        self = cls.__new__(cls)
+        problem = "" if runtime is not None else nccl_binding.unavailable()
+        session = Session("world", letters.timeout, letters.rank, tuple(range(letters.size)), None)
+        self._abort_seconds = 0.0
+        try:
+            if problem:
+                # The others get the reason, too.
+                LetterIds(letters, problem).share(letters.rank, letters.size, letters.timeout, bytes)
+            secret = letters._sealed().secret.derive("nccl")
+            self._assemble(session, LetterIds(letters), device, runtime or nccl_binding.load(), secret, look)
+        except BaseException as error:
+            letters.abort(f"it could not make a communicator over NCCL: {error}")
+            raise
         return self
 
     def _assemble(
-        self, session: Session, key: str, store: Store, device: torch.device, runtime: Runtime, secret: Secret
+        self,
+        session: Session,
+        ids: UniqueIds,
+        device: torch.device,
+        runtime: Runtime,
+        secret: Secret,
+        look: Callable[[], object] | None = None,
+        streams: list[Any] | None = None,
     ) -> None:
+        """Connects the ranks.
+
+        Args:
+            session: of this communicator.
+            ids: by which they connect.
+            device: the GPU.
+            runtime: its libraries.
+            secret: which these ranks share.
+            look: called again and again meanwhile; what it raises ends the wait.
+            streams: of the communicators from which this one is split, to which its own is added.
+        """
         self._assign(session.rank, len(session.members), device, session.timeout, secret)
         self.session = session
-        self._key = key
-        self._store = store
+        self._ids = ids
         self._secret = secret
         self._runtime = runtime
         self._owned_liveness = None
         self._order = next(_order)
         self._family: object = session.liveness or self
+        self._streams = [] if streams is None else streams
         if self.size > 1:
-            self._queue = OperationQueue(session, runtime, self._connect(), device)
+            self._queue = OperationQueue(session, runtime, self._connect(look), device)
+            self._streams.append(self._queue.endpoint.stream)
             self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         session.abandon = self._abandon
         _made[self._order] = self
@@ -171,21 +233,23 @@ class NcclCommunicator(NcclCollectives):
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
-    def _connect(self) -> Endpoint:
-        store, runtime = PrefixStore(f"bagua_kernels/{self._key}", self._store), self._runtime
+    def _connect(self, look: Callable[[], object] | None) -> Endpoint:
+        runtime, limit = self._runtime, _SHARE * self.timeout
         # Shorter than the limit of all, so that the ranks that did not come are named.
-        limit = _SHARE * self.timeout
-        unique_id = connect_ranks(
-            self.session,
-            lambda _: nccl_binding.share_unique_id(store, self.rank, self.size, limit, runtime.unique_id),
-        )
-        made: list[Any] = []
+        share = lambda _: self._ids.share(self.rank, self.size, limit, runtime.unique_id)  # noqa: E731
+        unique_id = connect_ranks(self.session, share, look)
 
         def connect() -> Endpoint:
-            call = lambda: made.append(runtime.connect(self.size, unique_id, self.rank))  # noqa: E731
-            if not runtime.bounded(call, self.device, self.timeout):
-                raise RuntimeError(f"NCCL timed out: it did not connect the ranks within {self.timeout:g} s")
-            return Endpoint(runtime, made[0], runtime.open_stream(self.device))
+            def call(_: object) -> Any:
+                runtime.cuda.set_device(self.device)
+                return runtime.connect(self.size, unique_id, self.rank)
+
+            try:
+                # A rank that is lost within this call leaves it hanging on the others, without a handle to abort.
+                native = bounded(call, self.timeout, look, lambda late: late.abort())
+            except TimeoutError:
+                raise RuntimeError(f"NCCL timed out: it did not connect the ranks within {self.timeout:g} s") from None
+            return Endpoint(runtime, native, runtime.open_stream(self.device))
 
         return self.session.guard("init", connect)
 
@@ -209,6 +273,44 @@ class NcclCommunicator(NcclCollectives):
             _log.warning("NCCL did not free communicator %r within %g s", self.session.name, _PATIENCE)
         self._release("it closed its communicator")
 
+    def drain(self) -> None:
+        """See `Communicator.drain`; the watch ends what takes longer than the timeout."""
+        if self.size == 1 or self.session.ended:
+            self._check_usable()
+            return
+        done = self._event(self._queue.endpoint.stream)
+        pause, longest = _PAUSES
+        while not (done.query() or self.session.ended):
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        self._check_usable()
+
+    def await_idle(self, seconds: float) -> bool:
+        """Waits until the GPU runs nothing any more of this communicator, and of all that were split from it.
+
+        After `abort` their memory may be used again only then.
+
+        Args:
+            seconds: the longest wait.
+
+        Returns:
+            True if the GPU has come to the end of all of it.
+
+        Raises:
+            RuntimeError: the GPU has failed.
+        """
+        events, deadline = [self._event(stream) for stream in self._streams], time.monotonic() + seconds
+        while not all(event.query() for event in events):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSES[1])
+        return True
+
+    def _event(self, stream: Any) -> Any:
+        event = self._runtime.cuda.Event()
+        event.record(stream)
+        return event
+
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""
         self.timeout = self.session.timeout = checked_timeout(seconds)
@@ -225,13 +327,15 @@ class NcclCommunicator(NcclCollectives):
         _made.pop(self._order, None)
         if self.size > 1:
             self._queue.watchdog.stop()
+        self._ids.end(reason)
         if self._owned_liveness is not None:
             self._owned_liveness.stop(reason)
 
     def _abandon(self) -> None:
         try:
-            if self.size > 1 and not self._runtime.bounded(self._queue.abort, self.device, _PATIENCE):
-                _log.warning("NCCL did not abort communicator %r within %g s", self.session.name, _PATIENCE)
+            limit = self._abort_seconds
+            if self.size > 1 and not self._runtime.bounded(self._queue.abort, self.device, limit) and limit:
+                _log.warning("NCCL did not abort communicator %r within %g s", self.session.name, limit)
         except RuntimeError as error:
             _log.warning("NCCL did not abort communicator %r: %s", self.session.name, error)
 
@@ -247,12 +351,29 @@ class NcclCommunicator(NcclCollectives):
     def _split(self, ranks: tuple[int, ...]) -> NcclCommunicator:
         # NCCL's own split must be called by all ranks of the parent with nothing under way; this one by its members.
         label = self._next_split(ranks)
-        session = self.session.child(label, ranks)
         child = NcclCommunicator.__new__(NcclCommunicator)
-        secret = self._secret.derive("split", label)
-        child._assemble(session, f"{self._key}/{label}", self._store, self.device, self._runtime, secret)
+        child._abort_seconds = self._abort_seconds
+        ids = self._ids.split(label, ranks)
+        try:
+            child._assemble(
+                self.session.child(label, ranks),
+                ids,
+                self.device,
+                self._runtime,
+                self._secret.derive("split", label),
+                self._look,
+                self._streams,
+            )
+        except BaseException as error:
+            ids.end(f"it could not be made: {error}")
+            raise
         child._family = self._family
         return child
+
+    def _look(self) -> None:
+        """Ends, once this communicator has ended, the wait for the ranks of one that is being split from it."""
+        if self.session.ended and not self.is_closed():
+            raise CommunicationError(f"split was given up: {self.session.ended}")
 
 
 _order = itertools.count()

@@ -74,9 +74,29 @@ class StripedCommunicator(Communicator):
         if self.size > 1:
             by = time.monotonic() + base.timeout if deadline is None else deadline
             links = mesh.connect_over(base, stripes, host, base._sealed().secret.derive("sockets"), by, exchange)
-            loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: None)
-            self._links = links
-            self._share(loop, tuple(range(self.size)), tuning)
+            self._take(links, tuning)
+
+    @classmethod
+    def over(cls, base: Communicator, links: mesh.Links, host: str) -> StripedCommunicator:
+        """Returns a communicator over connections that are there.
+
+        Args:
+            base: as for the constructor.
+            links: the sockets to each other rank, as many to each.
+            host: as for the constructor.
+        """
+        made = cls.__new__(cls)
+        stripes = min((len(socks) for socks in links.values()), default=1)
+        cls._check(base, stripes)
+        made._begin(base, stripes, None, host)
+        made._take(links, None)
+        return made
+
+    def _take(self, links: mesh.Links, tuning: Tuning | None) -> None:
+        """Takes connections to all other ranks, of which it is the first user."""
+        self._links = links
+        loop = Loop(f"bagua_kernels sockets of rank {self.rank}", links, lambda n: None)
+        self._share(loop, tuple(range(self.size)), tuning)
 
     @staticmethod
     def _check(base: Communicator, stripes: int) -> None:

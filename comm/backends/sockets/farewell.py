@@ -15,6 +15,7 @@ from bagua_kernels.comm.backends.sockets.letters import Kind, LetterChannel
 from bagua_kernels.comm.mailbox import LONGEST_LETTER
 
 _LONGEST = 1.0  # seconds; only a host that does not answer makes it last
+_CLOSED = 7  # Linux's TCP_CLOSE
 _PAUSES = (0.0005, 0.02)  # seconds between two looks at the sockets: the first, and the longest
 
 
@@ -80,6 +81,9 @@ def _received(channel: Channel) -> bool:
 
 
 def _on_the_way(sock: socket.socket) -> int:
-    """Returns the number of bytes that the other host has not confirmed; the end counts as one."""
+    """Returns the number of bytes that the other host has not confirmed; the end counts as one. 0 if it never will."""
+    # A connection that the other end has reset keeps its count.
+    if sock.family != socket.AF_UNIX and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED:
+        return 0
     (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, b"\0" * 4))
     return int(count)

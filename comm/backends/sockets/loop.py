@@ -80,8 +80,9 @@ class Loop:
         self._running: dict[Operation, set[Transfer]] = {}
         self._ready: deque[Lane] = deque()
         self._lost: dict[int, str] = {}
-        self._submitted: deque[Operation] = deque()
+        # What other threads have asked for, in the order of their calls, and the operations in it.
         self._called: deque[Callable[[], None]] = deque()
+        self._submitted: dict[Operation, None] = {}
         self._stopping = ""
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -154,7 +155,8 @@ class Loop:
             return
         with self._lock:
             if not self._stopping:
-                self._submitted.append(operation)
+                self._submitted[operation] = None
+                self._called.append(partial(self._start, operation))
                 self._nudge()
             if not self._stopping:
                 return
@@ -163,7 +165,7 @@ class Loop:
     def call(self, function: Callable[[], None], name: str) -> None:
         """Runs a function on this thread if the loop is idle, else soon on the loop's; not at all once it is stopping.
 
-        Functions run in the order of the calls. They must not block, or raise.
+        Functions run, and operations start, in the order of the calls. Functions must not block, or raise.
 
         Args:
             function: reads or writes channels, transfers and lanes.
@@ -313,7 +315,7 @@ class Loop:
         if self._moving._is_owned():  # in a signal handler
             return False
         try:
-            if not self._moving.acquire(blocking=False) or self._stopping or self._submitted or self._called:
+            if not self._moving.acquire(blocking=False) or self._stopping or self._called:
                 return False
             with torch.inference_mode():
                 function()
@@ -358,12 +360,9 @@ class Loop:
             if fd in self._channels and event & select.EPOLLOUT:
                 self._guarded(self._channels[fd], self._write)
             self._advance()
-        while self._submitted:
-            self._start(self._submitted.popleft())
-        self._advance()
         while self._called:
             self._called.popleft()()
-        self._advance()
+            self._advance()
 
     def _end(self) -> None:
         with self._lock:
@@ -395,6 +394,10 @@ class Loop:
                 os.write(self._woken, b"x")
 
     def _start(self, operation: Operation) -> None:
+        self._submitted.pop(operation, None)
+        if self._stopping:
+            operation.end(ConnectionAbortedError(self._stopping))
+            return
         if operation.is_completed() or self._context_of(operation).number in self._inbox.closed:
             operation.end(ConnectionAbortedError("its communicator was left"))
             return

@@ -284,7 +284,7 @@ class MailboxLoop(Loop):
         try:
             while self._called:
                 self._called.popleft()()
-            for operation in [*self._running, *self._submitted]:
+            for operation in list(self._running):
                 operation.end(ConnectionAbortedError(self._stopping))
             self._box.end()
             whole = [peer for peer, letters in self._letters.items() if peer not in self.reasons and not letters.torn]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import resource
 import secrets
@@ -17,11 +18,13 @@ from typing import Any, cast
 from bagua_kernels.comm.communicator import Communicator
 from bagua_kernels.comm.failures.session import Session
 from bagua_kernels.comm.joining import hello
-from bagua_kernels.comm.joining.address import own_address
+from bagua_kernels.comm.joining.address import own_address, strays
 from bagua_kernels.comm.joining.descriptors import LIMIT, make_room
 from bagua_kernels.comm.joining.gate import Gate, listen
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.errors import CommunicationError
+
+_log = logging.getLogger(__name__)
 
 _ROUND_TRIP = 148  # where Linux's struct tcp_info has the shortest round trip, in microseconds
 _NO_ROUND_TRIP = (1 << 32) - 1
@@ -97,8 +100,13 @@ def connect(
                 unfinished.callback(_close, found)
                 key = secret.derive("mesh", offers[0][1])
                 addresses = [(where[0], where[1]) for where, _ in offers]
+                if rank == 0 and (odd := strays([name for name, _ in addresses])):
+                    _log.warning(
+                        "ranks listen in different networks (%s): set GLOO_SOCKET_IFNAME on their hosts if they are not reached",
+                        "; ".join(f"rank {peer}: {text}" for peer, text in odd.items()),
+                    )
                 try:
-                    _connect_all(rank, size, stripes, listener, addresses, key, deadline, found, look)
+                    connect_all(rank, size, stripes, listener, addresses, key, deadline, found, look)
                 except OSError as error:
                     problem = _told(error)
         digits = "".join(_digit(found.get((peer, 0))) for peer in range(size))
@@ -152,7 +160,7 @@ def connect_over(
         )  # fmt: skip
 
 
-def _connect_all(
+def connect_all(
     rank: int,
     size: int,
     stripes: int,
@@ -162,8 +170,11 @@ def _connect_all(
     deadline: float,
     found: dict[tuple[int, int], socket.socket],
     look: Callable[[], bool] | None,
+    refusals: int | None = None,
 ) -> None:
     """Calls the ranks before this one and is called by those after it, all at once; puts connections into `found`.
+
+    With `refusals` a rank at whose address nobody has listened so often in a row counts as lost.
 
     Raises:
         OSError: if some of them could not be made.
@@ -194,6 +205,10 @@ def _connect_all(
                 raise OSError(errno.EMFILE, gate.shortage)
             if look is not None and look():
                 raise ConnectionAbortedError("a rank was lost meanwhile")
+            if refusals is not None and (
+                gone := [peer for (peer, _), each in calls.items() if each.refusals >= refusals]
+            ):
+                raise ConnectionRefusedError(f"nobody listens at the address of rank {gone[0]}: {addresses[gone[0]]}")
             pause = min(left, _GLANCE, gate.tick(), *(each.tick() for each in calls.values()))
             for ready, _ in selector.select(pause):
                 ready.data(ready.fileobj)

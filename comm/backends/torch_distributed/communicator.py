@@ -138,6 +138,7 @@ class TorchCommunicator(Communicator):
         self._assign(group.rank, group.size, group.device, group.timeout, secret)
         self._group = group
         self.session = session
+        self.blocks = group.device.type != "cuda"
         self._key = key
         self._secret = secret
         self._owned_liveness = None
@@ -165,13 +166,22 @@ class TorchCommunicator(Communicator):
             # A rank that closes its connections while others are still in an operation makes them fail.
             self.session.leaving = True
             self.barrier().wait()
-            if self.device.type == "cuda":
-                # Only the stream has waited so far.
-                SessionWork(self.session, StreamEnd(self.device), "close", None, None, None, None).wait()
+            self._await_stream("close")
         self.session.close()
         self._group.close()
         if self._owned_liveness is not None:
             self._owned_liveness.stop("it closed its communicator")
+
+    def drain(self) -> None:
+        """See `Communicator.drain`."""
+        self._check_usable()
+        if self.size > 1:
+            self._await_stream("drain")
+
+    def _await_stream(self, operation: str) -> None:
+        """Blocks the host, for an operation of a name, until the current stream has done what it has; it alone has waited."""
+        if not self.blocks:
+            SessionWork(self.session, StreamEnd(self.device), operation, None, None, None, None).wait()
 
     def set_timeout(self, seconds: float) -> None:
         """See `Communicator.set_timeout`."""

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launch is None:
         facts = collect()
         return _publish(Report(1, "cpu", (facts,), None, diagnose(1, [facts])), options.json)
-    facts = collect(launch.rank, launch.local_rank)
+    facts = collect(launch.rank, launch.number_on_host)
     try:
         return _examine(launch, facts, options)
     except RuntimeError as error:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         findings = diagnose(launch.world_size, [facts], None, missing)
         report = Report(launch.world_size, options.device, (facts,), None, findings)
-        return _publish(report, options.json if launch.local_rank == 0 else None)
+        return _publish(report, options.json if launch.number_on_host == 0 else None)
 
 
 def _examine(launch: Launch, facts: RankFacts, options: argparse.Namespace) -> int:
@@ -151,7 +151,7 @@ def _obey(store: Store, seconds: float) -> int:
 
 
 def _device(kind: str, launch: Launch) -> str:
-    return f"{kind}:{launch.local_rank}" if kind == "cuda" else kind
+    return f"{kind}:{launch.number_on_host}" if kind == "cuda" else kind
 
 
 def _publish(report: Report, path: Path | None) -> int:

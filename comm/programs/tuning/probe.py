@@ -228,9 +228,9 @@ def main(*words: str) -> None:
     launch = Launch.read()
     if launch is None:
         raise RuntimeError("the probe found no RANK and WORLD_SIZE: it is started by torchrun, not by itself")
-    nccl = torch.cuda.is_available() and dist.is_nccl_available() and launch.local_rank < torch.cuda.device_count()
+    nccl = torch.cuda.is_available() and dist.is_nccl_available() and launch.number_on_host < torch.cuda.device_count()
     backend = ("nccl" if nccl else "gloo") if order.backend == "auto" else order.backend
-    device = torch.device("cuda", launch.local_rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", launch.number_on_host) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
     cases: tuple[Case, ...] = ()
@@ -243,7 +243,7 @@ def main(*words: str) -> None:
     if order.cases:
         cases, seconds = measure(order.cases, order.seconds, device)
     gather = _introduction()
-    facts = gather((launch.local_rank, asdict(order.node), order.spent))
+    facts = gather((launch.number_on_host, asdict(order.node), order.spent))
     result = Result(
         backend,
         launch.world_size,
@@ -253,7 +253,7 @@ def main(*words: str) -> None:
         min(spent for _, _, spent in facts),  # the others have waited for it
         tuning,
     )
-    if launch.local_rank == 0:
+    if launch.number_on_host == 0:
         unfinished = Path(f"{order.result}.{os.getpid()}")
         unfinished.write_text(json.dumps(asdict(result)))
         unfinished.replace(order.result)

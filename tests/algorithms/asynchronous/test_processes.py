@@ -26,7 +26,7 @@ from tests.comm.backends.sockets.common import leaving_nothing
 from tests.grids import grid, only
 
 KINDS: dict[str, Any] = {"wagma": Wagma, "average": AsyncModelAverage, "pairs": AsyncDecentralized}
-TIMEOUT = limits.seconds(3)
+TIMEOUT = limits.seconds(6)
 
 
 def recorded(folder: str, replayed: str | None) -> None:

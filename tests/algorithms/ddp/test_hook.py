@@ -385,6 +385,24 @@ def page() -> None:
     assert names["state"]["steps"] == 0
 
 
+def frozen_at_first() -> None:
+    """A layer that is frozen in the first pass, and trained later, has the bits of one that was always trained."""
+    late, _ = hooked("bytegrad", find_unused_parameters=True)
+    other, _ = hooked("bytegrad", find_unused_parameters=True)
+    layer = late.module.layers[2]
+    layer.requires_grad_(False)
+    for model in (late, other):
+        backward(model, 0)
+    assert layer.weight.grad is None
+    assert not layer.weight.requires_grad
+    layer.requires_grad_()
+    for model in (late, other):
+        backward(model, 1)
+        # What the pass before has left stays as it is, and is not averaged again.
+        model(batch(dist.get_rank(), 2)).square().mean().backward()
+    same(gradients(late), gradients(other))
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "page": page,
     "exact": exact,
@@ -409,6 +427,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "loaded": loaded_in_use,
     "refused": refused,
     "profiled": profiled,
+    "frozen": frozen_at_first,
 }
 SLOW: dict[str, Callable[[], None]] = {"compiled": compiled, "many": many_runs}
 QUICK = [
@@ -423,6 +442,7 @@ QUICK = [
     "scaled",
     "resumed",
     "profiled",
+    "frozen",
 ]
 
 

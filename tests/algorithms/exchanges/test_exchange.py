@@ -193,3 +193,35 @@ def test_options_in_backward_are_those_of_its_begin() -> None:
 
     first, second = run_ranks(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["sign", "topk:ratio=0.1"])
+def test_a_lost_pass_leaves_no_trace(codec: str) -> None:
+    """Residuals go back to what they were before it, also where it began with another loss scale."""
+
+    def rank(communicator: Communicator) -> None:
+        module = nn.Linear(64, 64, bias=False)
+        fill(module)
+        model = CompressedAllReduce(module, codec=codec, communicator=communicator, min_numel=0, exact="none")
+
+        spare: list[torch.Tensor] = []
+        for number in range(3):
+            model.zero_grad()
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + communicator.rank))
+            model(x).square().mean().backward()
+        (exchange,) = model._engine.buckets.exchanges  # type: ignore[union-attr]
+        expected, back = exchange.own_state(), exchange.mark(spare)
+        assert any(each.any() for named in expected.values() for each in named.values())
+        places = [each.data_ptr() for each in spare]
+        exchange.scale_to(4.0)
+        model.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        found = back()
+        assert found.keys() == expected.keys()
+        for key, named in expected.items():
+            assert all(torch.equal(found[key][name], each) for name, each in named.items())
+        exchange.mark(spare)
+        assert places == [each.data_ptr() for each in spare]
+        model.close()
+
+    run_ranks(2, rank)

@@ -114,11 +114,13 @@ def test_intervals(case: Case, interval: int) -> None:
     cover=1,
 )
 def test_nodes_average_before_they_mix(nodes: list[list[int]], peers: str) -> None:
-    """Topologies are then those of nodes; all ranks of a node mix the same."""
-    case, size, topology = CASES["decentralized"], sum(map(len, nodes)), PEERS[peers](len(nodes))
+    """Topologies are then those of nodes; all ranks of a node mix the same. On one node, ranks mix as they do on several."""
+    case, size = CASES["decentralized"], sum(map(len, nodes))
+    members = nodes if len(nodes) > 1 else [[rank] for rank in range(size)]
+    topology = PEERS[peers](len(members))
 
     def matrices(round_: int) -> gossip.F64:
-        return gossip.hierarchical(topology.matrix(round_), nodes)
+        return gossip.hierarchical(topology.matrix(round_), members)
 
     found = trained(case, size, 12, hierarchical=True, nodes=nodes, peers=peers)
     assert error(found, simulated(case, matrices, 12)) <= TOLERANCE

@@ -212,7 +212,7 @@ def test_kinds_of_parameters() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         options: dict[str, Any] = {"exact": ("1d", "norm.*", "second.weight")}
         with SparseLoCo(module, optimizer, communicator=communicator, **options) as model:
-            rounds = parts.outer_rounds(model)._outer
+            rounds = parts.outer_rounds(model).outer
             return {name: each.difference.kind for each in rounds for name in each.difference.names}
 
     kinds = run_ranks(2, rank)[0]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests import grids
 from tests.algorithms.meetings.fuzz import by_threads, draw, main
@@ -14,18 +11,10 @@ from tests.algorithms.meetings.trainings import NEUTRAL
 
 # A rank saves its own state.
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:this state_dict"),
     pytest.mark.filterwarnings("ignore::bagua_kernels.algorithms.OptimizerFitWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny, and ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_draws_cover_what_matters() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,21 +14,12 @@ from tests.algorithms.meetings.trainings import Event, Training
 from tests.grids import grid, only
 
 # A rank saves its own state.
-pytestmark = pytest.mark.filterwarnings("ignore:this state_dict")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:this state_dict")]
 
 STEPS = 5
 SCALERS = ("none", "overflow", "shared")
 STYLES = ("plain", "no_sync", "accumulate", "clip", "frozen", "two")
 EVENTS = ("load", "swap", "move", "resume", "join", "switch")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny, and ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def target_of(row: str) -> str:

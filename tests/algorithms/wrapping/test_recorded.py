@@ -179,7 +179,8 @@ def test_construction_unpickles_nothing_and_costs_no_more_messages(monkeypatch: 
 
     run_ranks(2, rank)
     # Lengths and texts: of the places where ranks run, for tiers are made of them first, and then of all that has to be equal.
-    assert gathers.count(0) == gathers.count(1) <= 4
+    # Last, the digests of frozen parameters.
+    assert gathers.count(0) == gathers.count(1) <= 5
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,3 +180,20 @@ def test_forgotten_mailbox_is_gone() -> None:
             box.leave()
 
     run_ranks(2, run)
+
+
+def test_nobody_waits_for_a_connection_that_was_reset() -> None:
+    """The other end has closed, and answers what comes afterwards by a reset: Linux keeps the count of what that has left."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        other.close()
+        with own:
+            own.sendall(b"too late")
+            limits.until(
+                lambda: own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == farewell._CLOSED,
+                "the reset has come",
+            )
+            (count,) = struct.unpack("i", fcntl.ioctl(own, termios.TIOCOUTQ, b"\0" * 4))
+            assert count > 0
+            assert farewell._on_the_way(own) == 0

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors on several threads mostly wait for each other; the test of large ones asks for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_thread(one_thread: None) -> None:
+    """For all tests here; the test of large tensors asks for two threads."""

@@ -61,13 +61,25 @@ class FakeNcclError(RuntimeError):
 
 
 class World(Machine):
-    """Ranks with a GPU each."""
+    """Ranks with a GPU each.
+
+    Attributes:
+        is_over: ranks that wait for others, which do not come to a communicator, wait no more.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
+        self.is_over = False
         self.meetings: dict[Any, Meeting] = {}
         self.ids = itertools.count(1)
         self.gpus = [Gpu(self) for _ in range(size)]
+
+    def end(self) -> None:
+        """Ends the waits for ranks that do not come to a communicator, which nobody can abort; raises the first misuse."""
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+        self.raise_failure()
 
     def runtime(self, rank: int) -> Runtime:
         gpu = self.gpus[rank]
@@ -235,7 +247,10 @@ class NcclCommunicator:
             self.meeting.members[rank] = self
             gpu.communicators.append(self)
             self.world.changed.notify_all()
-            self.world.block(lambda: len(self.meeting.members) == size, "the other ranks of a communicator")
+            came = lambda: len(self.meeting.members) == size  # noqa: E731
+            self.world.block(lambda: came() or self.world.is_over, "the other ranks of a communicator")
+            if not came():
+                raise FakeNcclError("ranks did not come")
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         work = lambda parts: _scatter(parts, [_reduce(parts, op)] * len(parts))  # noqa: E731

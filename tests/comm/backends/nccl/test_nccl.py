@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     def fn(rank: int) -> None:
         if rank != 1:
             with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of 3 did not come") as caught:
-                NcclCommunicator.over(store, rank, 3, key="k", device=CPU, timeout=0.2, runtime=world.runtime(rank))
+                NcclCommunicator.over(store, rank, 3, key="k", device=CPU, timeout=1.0, runtime=world.runtime(rank))
             assert caught.value.ranks == (1,)
 
     world.run(fn)

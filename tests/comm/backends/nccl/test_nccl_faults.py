@@ -89,7 +89,7 @@ def test_relatives_are_closed_without_the_others() -> None:
         child = c.duplicate()
         grandchild, stranger = (
             child.duplicate(),
-            NcclCommunicator.over(c._store, c.rank, 2, key="stranger", device=CPU, runtime=world.runtime(c.rank)),
+            NcclCommunicator.over(c._ids.store, c.rank, 2, key="stranger", device=CPU, runtime=world.runtime(c.rank)),
         )
         c.barrier().wait()
         if c.rank == 0:

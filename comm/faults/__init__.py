@@ -1,0 +1,1 @@
+"""Faults that a job is given on purpose."""
