@@ -6,6 +6,7 @@ import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypedDict, TypeVar
@@ -292,7 +293,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._pair: Communicator | None = None
         self._supply: Supply | None = None
         self._lapsed: CommunicationError | None = None  # because of which members that are behind get nothing more
-        self._is_behind = self._gives_nearly = False
+        self._is_behind = self._gives_nearly = self._completing = False
         self._agreed_passes = self._calls = self._agreed_calls = 0
         self.frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._world = _world(module) if communicator is None else communicator
@@ -315,6 +316,10 @@ class Algorithm(WrappedModule, abc.ABC):
                     self._warn(optimizer)
                 self._agree(module, optimizer, options)
                 self._start(module, optimizer)
+            elif self.members is not None:
+                # Others may join this rank.
+                self._agree(module, optimizer, options)
+                self._start_alone(module, optimizer)
             elif problem := exchanging(module, Algorithm):
                 raise ValueError(problem)
             else:
@@ -373,15 +378,14 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _mended(self, call: Callable[[], T]) -> T:
         """Returns what a collective call returns; where a rank is lost, and training heals, of those that are left."""
+        if self.members is None or self._completing:
+            return call()
         while True:
             try:
                 found = call()
-                if self.members is not None:
-                    self.communicator.drain()
+                self.communicator.drain()
                 return found
             except CommunicationError as error:
-                if self.members is None:
-                    raise
                 self.members.change(error)
 
     def _let_in(self) -> None:
@@ -393,23 +397,38 @@ class Algorithm(WrappedModule, abc.ABC):
         elif self.members.is_wanted:
             self.members.change(CommunicationError("a process joins"))
 
-    def _completed(self, call: Callable[[], T]) -> T:
+    def _completed(
+        self, call: Callable[[], T], aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> T:
         """Returns what a collective call returns, which all ranks complete or all repeat where training heals.
 
-        It ends with a barrier: a rank that comes through it knows that the call has ended on all.
+        It ends with a barrier: a rank that comes through it knows that the call has ended on all. Calls within the call belong to
+        it, and are repeated with it.
+
+        Args:
+            call: what all ranks do.
+            aside: returns a block in which ranks change after the call: it puts aside what the call has put in place.
         """
+        if self.members is None or self._completing or self._closed:
+            return call()
         while True:
-            found = self._mended(call)
-            if self.members is None:
-                return found
+            found = self._mended(lambda: self._as_one(call))
             try:
                 self.communicator.barrier_on_host()
             except CommunicationError as error:
-                self.members.change(error)
+                with aside():
+                    self.members.change(error)
                 if self._agreed_calls <= self._calls:
                     continue
             self._calls += 1
             return found
+
+    def _as_one(self, call: Callable[[], T]) -> T:
+        self._completing = True
+        try:
+            return call()
+        finally:
+            self._completing = False
 
     def report(self) -> Any:
         """See `Follower.report`: collective calls that have ended, and what the kind of algorithm reports."""
@@ -807,6 +826,11 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _check_weighable(self) -> None:
         self._check_call()
+        if self.members is not None:
+            raise ValueError(
+                "weigh() and join() compare all ranks, one of which may be lost: give all ranks as many samples, as a sampler "
+                "does that follows the model, or leave out on_failure='heal'"
+            )
         super()._check_weighable()
 
     @property

@@ -14,10 +14,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from bagua_kernels.algorithms.ddp.hook import Hook
 from bagua_kernels.algorithms.wrapping.replicas import bytes_of
 from bagua_kernels.comm import Communicator
 from bagua_kernels.own_storage import with_own_storage
+
+T = TypeVar("T")
 
 _LIST = "checkpoint.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -49,7 +51,12 @@ def save(algorithm: Algorithm | Hook, path: str | os.PathLike[str]) -> None:
         OSError: this rank cannot write its part.
         RuntimeError: another rank cannot.
     """
-    save_states(_ranks(algorithm), state_of(algorithm), path)
+    completed(algorithm, lambda: save_states(_ranks(algorithm), state_of(algorithm), path))
+
+
+def completed(algorithm: Algorithm | Hook, call: Callable[[], T]) -> T:
+    """Returns what a collective call returns; with an algorithm that heals, of the ranks that are left, which all complete it."""
+    return call() if isinstance(algorithm, Hook) else algorithm._completed(call)
 
 
 def save_states(communicator: Communicator, state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -100,8 +107,12 @@ def load(algorithm: Algorithm | Hook, path: str | os.PathLike[str]) -> None:
         OSError: this rank cannot read its part.
         RuntimeError: another rank cannot.
     """
-    states, same = load_states(_ranks(algorithm), path)
-    put_state(algorithm, states[0] if same else states)
+
+    def call() -> None:
+        states, same = load_states(_ranks(algorithm), path)
+        put_state(algorithm, states[0] if same else states)
+
+    completed(algorithm, call)
 
 
 def load_states(communicator: Communicator, path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], bool]:
@@ -151,8 +162,7 @@ def _ranks(algorithm: Algorithm | Hook) -> Communicator:
         # Its ranks connect in the first backward pass.
         return algorithm.communicators[0] if algorithm.communicators else comm.world()
     # That of an algorithm which was closed is closed, too.
-    own = algorithm.communicator
-    return algorithm._world if own.is_ended() else own
+    return algorithm._world if algorithm._closed else algorithm.communicator
 
 
 def _part(rank: int, name: str) -> str:

@@ -23,7 +23,6 @@ from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, check_trained, mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
 from bagua_kernels.algorithms.policy.policy import Policy
-from bagua_kernels.algorithms.policy.schedule import Scheduled
 from bagua_kernels.algorithms.stats import Stats
 from bagua_kernels.algorithms.wrapping.clipping import is_clipping
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
@@ -171,21 +170,29 @@ class GradientAlgorithm(Algorithm):
 
     def _start(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start`."""
-        rows = sparse_parameters(module)
+        rows, steps = sparse_parameters(module), self._counters().steps
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         members = [Member(name, p, *self.place(name, p), sparse=p in rows) for name, p in trained]
         dense = {m.name: m.parameter for m in members if not m.sparse}
-        steps = BackwardSteps(optimizer, dense) if self._applies else None
+        in_backward = BackwardSteps(optimizer, dense) if self._applies else None
         if not members:
             return
         buckets = BucketOptions(self.alignment, self._bucket_bytes, self.small_first)
-        healing = None if self.members is None else Healing(self.members, self._pass_ended, self._supply_after)
-        options = EngineOptions(buckets, self.in_flight, steps, self.scaler, self.name, type(self).__name__, healing)
+        healing = (
+            None
+            if self.members is None
+            else Healing(self.members, self._pass_ended, self._supply_after, commits=self._applies)
+        )
+        options = EngineOptions(
+            buckets, self.in_flight, in_backward, self.scaler, self.name, type(self).__name__, healing
+        )
         self._all_communicators = [self.communicator]
         self._engine = Engine(
             members, self.exchange_for, self.communicator, self._duplicate, self.policy, options, self.listener
         )
-        self._give_engine({}, 0)
+        self._engine.enabled = self.require_backward_grad_sync
+        self._engine.counters.steps = steps
+        self._give_engine({}, steps)
 
     def _pass_ended(self) -> None:
         self._ended_synced = self._synced
@@ -216,6 +223,8 @@ class GradientAlgorithm(Algorithm):
 
     def _before_forward(self) -> None:
         """See `Algorithm._before_forward`."""
+        if self._engine is None and self.training and torch.is_grad_enabled():
+            self._let_in()
         if self._engine is None:
             return
         self._engine.check_idle()
@@ -237,10 +246,6 @@ class GradientAlgorithm(Algorithm):
 
     def _refuses_healing(self) -> str:
         """See `Algorithm._refuses_healing`."""
-        if self._applies:
-            return "parameters that apply_in_backward=True has updated cannot be taken back; leave it out"
-        if type(self.policy) not in (Policy, Scheduled):
-            return "what its guard or trial finds depends on all ranks; leave out guard and only_if_faster"
         return ""
 
     def _report(self) -> Any:
@@ -251,9 +256,20 @@ class GradientAlgorithm(Algorithm):
         """See `Algorithm._go_on`.
 
         1. Ranks that have come to another forward pass than others have its buffers.
-        2. Each pass is completed by all or repeated by all, see `Healing`.
-        3. New members get what all ranks have alike. They begin with the pass that the others are in.
+        2. Each pass, or each bucket of it, is completed by all or repeated by all, see `Healing`.
+        3. What was decided on some rank holds on all. A trial that was under way begins again.
+        4. New members get what all ranks have alike. They begin with the pass that the others are in.
         """
+        self._all_communicators = [self.communicator]
+        if self._engine is None:
+            # This rank was alone from the start.
+            super()._go_on(reports, old)
+            if self.communicator.size > 1:
+                self._start(self.module, self.optimizer)
+                if self._alone is not None:
+                    self._alone.close()
+                    self._alone = None
+            return
         steps = {rank: told[0] for rank, told in reports.items()}
         syncs = {rank: told[1] for rank, told in reports.items()}
         last = max(syncs.values())
@@ -262,11 +278,13 @@ class GradientAlgorithm(Algorithm):
             self._buffers_of_ranks.synchronize(old, sorted(reports).index(first))
             old.drain()
         self._synced, self._agreed_passes = last, max(steps.values())
+        self._engine.complete(max(steps.values()), old)
+        if len(self.policy.chain()) > 1:
+            furthest = max(sorted(reports), key=lambda rank: steps[rank])
+            self._decide(old.broadcast_object(self._decisions(), sorted(reports).index(furthest)))
         super()._go_on(reports, old)
-        self._all_communicators = [self.communicator]
-        if self._engine is not None:
-            state = self._engine.go_on_with(self.communicator, self._duplicate, steps, old)
-            self._give_engine(state, max(steps.values()))
+        state = self._engine.go_on_with(self.communicator, self._duplicate, old)
+        self._give_engine(state, max(steps.values()))
 
     def _give_engine(self, state: Mapping[str, Named], steps: int) -> None:
         """Gives new members what exchanges have alike, and where the others are.
@@ -287,9 +305,11 @@ class GradientAlgorithm(Algorithm):
         }
         # A new member takes part in the backward pass whose forward pass the others have made.
         within = self._synced > self._ended_synced
-        told = self._give([common, steps, self._synced, within])
+        told = self._give([common, steps, self._synced, within, self._decisions()])
+        self._engine.share_committed(self._pair)
         if self._is_new:
-            common, steps, self._synced, within = told
+            common, steps, self._synced, within, decisions = told
+            self._decide(decisions)
             self._ended_synced = self._forwards = self._synced - within
             self._take_steps(steps)
             if common:

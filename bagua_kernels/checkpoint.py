@@ -21,7 +21,7 @@ import torch
 
 from bagua_kernels import comm
 from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.algorithms.checkpoint import load_states, put_state, save_states, state_of
+from bagua_kernels.algorithms.checkpoint import completed, load_states, put_state, save_states, state_of
 from bagua_kernels.algorithms.ddp.hook import Hook
 from bagua_kernels.algorithms.models.model_algorithm import ModelAlgorithm
 from bagua_kernels.comm import Communicator
@@ -71,6 +71,21 @@ def save(
         RuntimeError: another rank cannot.
     """
     _check_names(others)
+
+    def call() -> None:
+        _save(path, model, optimizer, hook, rng, others)
+
+    completed(model, call) if isinstance(model, Algorithm) else call()
+
+
+def _save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    hook: Hook | None,
+    rng: bool,
+    others: Mapping[str, Any],
+) -> None:
     state: dict[str, Any] = {"module": {}, "optimizer": None, "algorithm": None, "hook": None, _RNG: None}
     if isinstance(model, Algorithm):
         state["algorithm"] = state_of(model)
@@ -120,6 +135,21 @@ def load(
         RuntimeError: another rank cannot.
     """
     _check_names(others)
+
+    def call() -> dict[str, Any]:
+        return _load(path, model, optimizer, hook, rng, others)
+
+    return completed(model, call) if isinstance(model, Algorithm) else call()
+
+
+def _load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    hook: Hook | None,
+    rng: bool,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
     states, same = load_states(_ranks(model), path)
     if any(set(state) != set(_OWN) for state in states):
         raise ValueError(
@@ -147,7 +177,7 @@ def load(
             warnings.warn(
                 "the number of ranks has changed, so that random numbers begin anew: give each rank a seed of its own",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
     rest: dict[str, Any] = first[_REST]
     for name, value in others.items():
@@ -173,7 +203,7 @@ def _optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) 
 
 
 def _ranks(model: torch.nn.Module) -> Communicator:
-    if isinstance(model, Algorithm) and not model.communicator.is_ended():
+    if isinstance(model, Algorithm) and not model._closed:
         return model.communicator
     return comm.world() if comm.is_initialized() else comm.init()
 

@@ -17,6 +17,7 @@ from bagua_kernels.algorithms.gradient_algorithm import SizeOptions
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.mailbox.courier import weakly
 from bagua_kernels.options import FloatOrInf
 
 
@@ -70,6 +71,8 @@ class MomentumAllReduce(CompressedAllReduce):
 
     has_hook = False
     sends_gradients = False
+    # What a new member sends goes on from the common momentum, which it needs exactly.
+    takes_drafts = supplies = False
     optimizer: FrozenAdam
 
     def __init__(
@@ -155,17 +158,15 @@ class MomentumAllReduce(CompressedAllReduce):
         self._momenta = Momenta(self.optimizer, groups, mask, limit, scaler)
         super().__init__(module, self.optimizer, codec=codec, **options)
         self.scaler = scaler  # not before: momenta are kept without the scale, and residuals with them
-        communicator = self.communicator
-        if communicator.size == 1:
+        if self.communicator.size == 1 and self.members is None:
             self.optimizer.freeze_step = None
             return
         self.optimizer.knows_scale = scaler is not None
-        # Sums of the same numbers may differ in their last bits between machines.
-        self.optimizer.agree = lambda stable: bool(communicator.broadcast_object(stable))
+        self.optimizer.agree = weakly(self._agreed)
 
-    def _refuses_healing(self) -> str:
-        """See `Algorithm._refuses_healing`."""
-        return "momentum that a pass has changed cannot be taken back; leave out on_failure, or use bytegrad with Adam"
+    def _agreed(self, stable: bool) -> bool:
+        """Returns rank 0's answer: sums of the same numbers may differ in their last bits between machines."""
+        return bool(self._completed(lambda: self.communicator.broadcast_object(stable)))
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""

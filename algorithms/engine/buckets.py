@@ -176,5 +176,7 @@ def exchanged(
         updates[0].begin(updates[1])
     yield from exchange.run(step)
     exchange.bucket.lent.clear()
+    if healing is not None and healing.commits:
+        healing.commit(exchange)
     if updates is not None:
         updates[0].finish()

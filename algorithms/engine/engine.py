@@ -22,12 +22,13 @@ from bagua_kernels.algorithms.engine.options import EngineOptions, Manner
 from bagua_kernels.algorithms.engine.participation import Participation, frozen_elsewhere
 from bagua_kernels.algorithms.engine.reentrant import refuse_reentrant
 from bagua_kernels.algorithms.engine.rows import Rows
-from bagua_kernels.algorithms.engine.runtime import Run, Runtime, Task, covered
+from bagua_kernels.algorithms.engine.runtime import Run, Runtime, Task, covered, nothing
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.policy.policy import Policy
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator
+from bagua_kernels.comm.communicator import gather_json
 from bagua_kernels.errors import CommunicationError
 from bagua_kernels.jit import compiling
 from bagua_kernels.streams import keep_memory
@@ -119,7 +120,7 @@ class Engine:
         exchanges, on_cpu = self.buckets.exchanges, self._device.type == "cpu"
         most = min(options.in_flight or (2 if on_cpu else 1), len(self.buckets.all) + len(self._rows))
         # Two streams of bytes on one link hinder each other. Sparse gradients take several collectives, one after the other.
-        shared = on_cpu and not self._rows and all(each.one_collective for each in exchanges)
+        shared = on_cpu and not self._rows and all(not self._is_several(each) for each in exchanges)
         self.in_flight = self._most = most
         if most > 1 and not shared:
             self.communicators += [duplicate() for _ in range(most - 1)]
@@ -167,12 +168,18 @@ class Engine:
         if self._options.steps is not None and self._in_backward:
             self._bucket_steps = self._options.steps.lay_out(self.buckets.all)
         for place, exchange in enumerate(self.buckets.exchanges):
-            exchange.updates = self._bucket_steps[place] if self._bucket_steps else None
+            # A mean that may have to be made again is not used before all ranks have it.
+            is_used_early = self._bucket_steps and self._healing is None
+            exchange.updates = self._bucket_steps[place] if is_used_early else None
         if state:
             self.buckets.load(state)
         self._accumulation.strict = any(exchange.needs_increments for exchange in self.buckets.exchanges)
         if not self._watched and not all(exchange.keeps_means for exchange in self.buckets.exchanges):
             self._watched.add((m.name, m.parameter) for m in self.members if m.parameter.requires_grad)
+
+    def _is_several(self, exchange: Exchange) -> bool:
+        """Returns True if several collectives follow one another for a bucket."""
+        return not exchange.one_collective or (self._healing is not None and self._healing.commits)
 
     def exchange_otherwise(self, place: Place, manner: Manner) -> None:
         """Goes on with other exchanges, which `make_exchange` makes from now on; between backward passes, on all ranks."""
@@ -301,6 +308,7 @@ class Engine:
         scaler = self._options.scaler
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._tasks = []
+        self.participation.ranks = self.communicators[0].size
         for position in self.participation.begin():
             # What stays frozen is not waited for.
             self._take_absent(position)
@@ -360,14 +368,20 @@ class Engine:
     def _start_complete(self) -> None:
         steps = self._options.steps
         while (index := len(self._tasks)) < len(self.buckets.all) and self._missing[index] == 0:
-            bucket = self.buckets.all[index]
+            bucket, positions = self.buckets.all[index], self.buckets.groups[index]
+            if self._healing is not None and index in self._healing.committed:
+                # Its mean has been used, or will be with what other ranks alone have gradients for.
+                self._taken[index] = []
+                for position in positions:
+                    self.members[position].parameter.grad = None
+                self._start(bucket, nothing, several=False)
+                continue
             self._leave(index)
             if index == len(self.buckets.all) - 1:
                 flags = [*self.participation.flags(self._takes_part), float(self._asks_for_order())]
                 bucket.flags.copy_(self._flags.of(flags))
             if self._on_gpu:
                 self._fill_on_stream(index)
-            positions = self.buckets.groups[index]
             if steps is not None:
                 for position in positions:
                     self.members[position].parameter.grad = None
@@ -377,7 +391,7 @@ class Engine:
             load = partial(fill, bucket, self._taken[index], self.weight, exchange, self.interruption)
             updates = (self._bucket_steps[index], [p in present for p in positions]) if self._bucket_steps else None
             run = partial(exchanged, exchange, self._step, load, self._loss_scale, updates, self._healing)
-            self._start(bucket, run, several=not exchange.one_collective)
+            self._start(bucket, run, several=self._is_several(exchange))
 
     def _start(self, bucket: Bucket | Rows, run: Run, several: bool) -> None:
         label = f"bagua_kernels {self._options.name}, bucket {bucket.index}"
@@ -451,6 +465,9 @@ class Engine:
     def _repeat(self) -> None:
         """Starts the exchanges of this pass again, of the gradients that it has kept."""
         assert self._healing is not None
+        if not self.buckets.all or len(self.buckets.all) - 1 not in self._healing.committed:
+            # Flags of this many follow.
+            self.participation.ranks = self.communicators[0].size
         self._tasks = []
         self._taken = [[] for _ in self.buckets.groups]
         for index, group in enumerate(self.buckets.groups):
@@ -458,19 +475,37 @@ class Engine:
             self._taken[index] = [(slot, self._healing.gradient(p), None) for slot, p in enumerate(group)]
         self._start_rest(self._sparse_given)
 
+    def complete(self, passes: int, old: Communicator) -> None:
+        """Uses means that all ranks have of the pass under way, as others may have used them; collective, after a loss.
+
+        Args:
+            passes: to whose end some rank has come.
+            old: a communicator of the ranks that are not new.
+        """
+        healing, own = self._healing, self.counters.steps
+        assert healing is not None
+        # A rank that is not within this pass has come to its end, or has not begun it.
+        healing.is_complete = self._running and passes > own
+        if not healing.commits:
+            return
+        everyone = gather_json(old, [own, sorted(healing.committed)])
+        found = {index for steps, committed in everyone if steps == own for index in committed}
+        if healing.is_complete:
+            found = set(range(len(self.buckets.all)))
+        with torch.inference_mode(False), torch.no_grad():
+            for index in sorted(found - healing.committed):
+                # Its exchange has ended here: others have come through the barrier behind it.
+                self._bucket_steps[index].finish()
+                healing.committed.add(index)
+
     def go_on_with(
-        self,
-        communicator: Communicator,
-        duplicate: Callable[[], Communicator],
-        reports: Mapping[int, int],
-        old: Communicator,
+        self, communicator: Communicator, duplicate: Callable[[], Communicator], old: Communicator
     ) -> Mapping[str, Named]:
         """Goes on among other ranks, after a loss; collective.
 
         Args:
             communicator: of all ranks.
             duplicate: as for the constructor.
-            reports: the number of passes to whose end each of them has come, new ones left out.
             old: a communicator of the ranks that are not new.
 
         Returns:
@@ -478,8 +513,6 @@ class Engine:
         """
         healing = self._healing
         assert healing is not None
-        # A rank that is not within this pass has come to its end, or has not begun it.
-        healing.is_complete = self._running and max(reports.values()) > self.counters.steps
         undo = self._running and not healing.is_complete
         with torch.inference_mode(False), torch.no_grad():
             state = healing.states(self.buckets.exchanges, old, undo=undo)
@@ -487,9 +520,24 @@ class Engine:
             self._runtime.close()
             self._runtime = Runtime(self._device, self._most, len(self.communicators))
             self.in_flight = self._runtime.limit(self.in_flight)
-            self.participation.ranks = communicator.size
             self.lay_out(self.buckets.order, state, self.buckets)
+            healing.forget()
         return state
+
+    def share_committed(self, pair: Communicator) -> None:
+        """Gives new members the means of buckets that are committed, and the names of what has been updated; collective.
+
+        Args:
+            pair: of a member, which has rank 0, and new ones.
+        """
+        healing, steps = self._healing, self._options.steps
+        if healing is None or steps is None:
+            return
+        committed, taken = pair.broadcast_object([sorted(healing.committed), sorted(steps.taken)])
+        for index in committed:
+            pair.broadcast(self.buckets.all[index].whole, 0).wait()
+        pair.drain()
+        healing.committed, steps.taken = set(committed), set(taken)
 
     def _wait(self) -> None:
         begin = compiling.clock()
@@ -558,9 +606,21 @@ class Engine:
             rows.gradient = None
         self.weight = 1.0
         if self._listener is not None:
-            self._listener.pass_ended(self._step, seconds, self.communicators[0])
+            self._report(self._listener, seconds)
         if self._healing is not None:
             self._healing.concluded(self.counters.steps)
+
+    def _report(self, listener: Listener, seconds: float) -> None:
+        """Has a listener compare this pass; where ranks were lost meanwhile, no rank does."""
+        healing = self._healing
+        if healing is not None and healing.is_complete:
+            return
+        try:
+            listener.pass_ended(self._step, seconds, self.communicators[0])
+        except CommunicationError as error:
+            if healing is None:
+                raise
+            healing.members.change(error)
 
     def _follow_order(self) -> None:
         """Lays buckets out again if gradients came in another order than theirs on any rank."""

@@ -22,20 +22,29 @@ class Healing:
     A pass ends with a barrier. Who comes through it knows that all ranks have all means. So there are two cases once a rank is
     lost: some rank has come through, and all others have the means as well; or no rank has used any, and all repeat the pass.
 
+    Where parameters are updated in backward, there is such a barrier behind each bucket, and no rank uses its mean before. So
+    each bucket has these two cases by itself.
+
     Attributes:
         members: of which there are fewer after a loss. Then the engine is given other communicators.
         is_complete: True once other ranks are known to have come to the end of the pass in which an exchange failed here.
+        commits: True if there is a barrier behind each bucket.
+        committed: numbers of the buckets whose means all ranks have, in the pass under way.
     """
 
-    def __init__(self, members: Membership, ended: Callable[[], None], concluded: Callable[[int], None]) -> None:
+    def __init__(
+        self, members: Membership, ended: Callable[[], None], concluded: Callable[[int], None], *, commits: bool = False
+    ) -> None:
         """Has kept nothing yet.
 
         Args:
             members: see there.
             ended: called when all ranks have the means of a pass.
             concluded: called with the number of passes, when this rank is between two of them.
+            commits: see there.
         """
         self.members, self._ended, self.concluded = members, weakly(ended), weakly(concluded)
+        self.commits, self.committed = commits, set[int]()
         self.is_complete = False
         self._gradients: dict[int, torch.Tensor | None] = {}
         self._before: dict[Exchange, Callable[[], Mapping[str, Named]]] = {}
@@ -61,13 +70,18 @@ class Healing:
 
     def remember(self, exchange: Exchange) -> None:
         """Keeps what an exchange remembers, before it begins; on a communication thread."""
-        if exchange.has_memory:
-            self._before[exchange] = exchange.mark(self._spare.setdefault(exchange, []))
+        self._before[exchange] = exchange.mark(self._spare.setdefault(exchange, []))
+
+    def commit(self, exchange: Exchange) -> None:
+        """Waits until all ranks have the mean of a bucket, which may be used then; on a communication thread."""
+        exchange.communicator.barrier_on_host()
+        self.committed.add(exchange.bucket.index)
 
     def end(self) -> None:
         """Frees what was kept, but for memory that the next pass will use."""
         self._spare = {each: spare for each, spare in self._spare.items() if each in self._before}
         self.begin()
+        self.committed = set()
         self._ended()
         self.members.finished_round()
 
@@ -79,11 +93,14 @@ class Healing:
         Args:
             exchanges: of all buckets.
             communicator: of the ranks that are left.
-            undo: True for what they remembered before this pass.
+            undo: True for what they remembered before this pass, but for buckets that are committed.
         """
-        before = {each: back() for each, back in self._before.items()} if undo else {}
+        lost = [each for each in exchanges if undo and each.bucket.index not in self.committed and each in self._before]
+        return states_of_ranks(exchanges, communicator, {each: self._before[each]() for each in lost}, self.members)
+
+    def forget(self) -> None:
+        """Drops what exchanges remembered, when others have taken over their states."""
         self._before, self._spare = {}, {}
-        return states_of_ranks(exchanges, communicator, before, self.members)
 
 
 def states_of_ranks(

@@ -153,13 +153,14 @@ def _work(connection: _Connection, device: torch.device) -> None:
                 task.error, connection.failure = error, connection.failure or follow_up(error, f"{error!r}")
             finally:
                 task.ended = time.perf_counter()
-                task.run = _nothing  # instead of what holds the exchange
+                task.run = nothing  # instead of what holds the exchange
                 task.done.set()
         # Waiting for the next task must not keep this one's tensors alive.
         del task
 
 
-def _nothing() -> Iterator[Work]:
+def nothing() -> Iterator[Work]:
+    """Does nothing for a bucket."""
     yield from ()
 
 

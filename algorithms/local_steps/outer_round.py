@@ -155,7 +155,7 @@ class OuterRound(Round):
 
     def remember(self, number: int) -> None:
         """Keeps what a round changes that may be made again."""
-        self._before = number, self.exchange.own_state() if self.exchange.has_memory else {}
+        self._before = number, self.exchange.own_state()
 
     def restored(self, number: int) -> dict[str, Named] | None:
         """Returns what the exchange remembered before a round, and brings residuals elsewhere back to that.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -39,19 +38,20 @@ def put_means(
     average_from_first([buffer for name, buffer in module.named_buffers() if name in names], mean, give, _write)
 
 
-@contextlib.contextmanager
-def restored(module: torch.nn.Module, flat: FlatParameters) -> Iterator[None]:
-    """Puts parameters and buffers back at the end of the block."""
-    flat.check()
-    own = flat.copies()
-    buffers = list(module.buffers())
-    values = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for bucket, vector in zip(flat.buckets, own, strict=True):
+class Values:
+    """Parameters and buffers of a module as they are now, to be put back."""
+
+    def __init__(self, module: torch.nn.Module, flat: FlatParameters) -> None:
+        """Copies them."""
+        flat.check()
+        self._flat, self._own = flat, flat.copies()
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def put(self) -> None:
+        """Puts them back."""
+        for bucket, vector in zip(self._flat.buckets, self._own, strict=True):
             bucket.flat.copy_(vector)
-        for buffer, each in zip(buffers, values, strict=True):
+        for buffer, each in self._buffers:
             _write(buffer, each)
 
 

@@ -17,7 +17,7 @@ from bagua_kernels.algorithms.models.flat_parameters import FlatParameters
 from bagua_kernels.algorithms.models.kind import Kind
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.loop import Loop
-from bagua_kernels.algorithms.models.means import distance_from_mean, put_means, restored
+from bagua_kernels.algorithms.models.means import Values, distance_from_mean, put_means
 from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.points import misfit
 from bagua_kernels.algorithms.models.round import Round
@@ -314,21 +314,44 @@ class ModelAlgorithm(Algorithm):
 
         Its buffers are those that `synchronize` would leave. In the block, evaluate in `eval` mode or under `torch.no_grad()`.
         """
-        with self._mended(self._averaged):
-            own, self.local.own = self.local.own, False
+        own: Values | None = None
+
+        def average() -> None:
+            nonlocal own
+            if own is not None:
+                own.put()
+            loop = self._in_place("averaged()")
+            own = Values(self.module, self.local.flat)
+            try:
+                if loop is not None:
+                    self._put_means(loop, "averaged()")
+            except BaseException:
+                own.put()
+                own = None
+                raise
+
+        @contextlib.contextmanager
+        def aside() -> Iterator[None]:
+            nonlocal own
+            assert own is not None
+            means = Values(self.module, self.local.flat)
+            own.put()
             try:
                 yield
             finally:
-                self.local.own = own
+                own = Values(self.module, self.local.flat)
+                means.put()
 
-    def _averaged(self) -> contextlib.ExitStack:
-        """Puts the mean parameters in place; returns what puts this rank's own back."""
-        loop = self._in_place("averaged()")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(restored(self.module, self.local.flat))
-            if loop is not None:
-                self._put_means(loop, "averaged()")
-            return stack.pop_all()
+        self._completed(average, aside)
+        assert own is not None
+        try:
+            is_own, self.local.own = self.local.own, False
+            try:
+                yield
+            finally:
+                self.local.own = is_own
+        finally:
+            own.put()
 
     @torch.no_grad()
     def consensus(self) -> float:

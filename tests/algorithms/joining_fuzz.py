@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from bagua_kernels.algorithms import Draft, algorithm, from_spec
+from bagua_kernels.algorithms import Draft, algorithm
 from bagua_kernels.algorithms.wrapping import supply
 from bagua_kernels.comm import LocalCommunicator, Membership, run_ranks
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
@@ -34,7 +34,7 @@ from bagua_kernels.comm.membership.line import MemberLine
 from bagua_kernels.errors import CommunicationError
 from tests import limits
 from tests.algorithms.membership_fuzz import SPECS, EndedError, Moment, end_of_process, own_threads, run
-from tests.algorithms.test_healing import ALIKE, parts_of, step_of, vector
+from tests.algorithms.test_healing import ALIKE, parts_of, step_of, vector, wrapped
 from tests.comm.membership.over_sockets import ends, listening
 
 SECRET = Secret.from_text("known to the ranks of this fuzz alone")
@@ -207,7 +207,8 @@ class Party:
         if moment is not None and new:
             self._moments[owner], moment.armed = moment, True
         try:
-            model = from_spec(self.visit.spec, net, optimizer, communicator=members.communicator, on_failure="heal")
+            model = wrapped(self.visit.spec, members, net, optimizer)
+            optimizer = model.optimizer or optimizer
             step = model.stats().steps
             while step < STEPS:
                 self._start(step)

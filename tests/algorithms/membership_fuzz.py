@@ -13,36 +13,41 @@ import contextlib
 import faulthandler
 import gc
 import itertools
+import json
 import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from bagua_kernels.algorithms import from_spec
+from bagua_kernels import checkpoint
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.comm import LocalCommunicator, Membership, run_ranks
 from bagua_kernels.comm.backends.local.mailbox import LocalMailbox, LocalMailboxWork
 from bagua_kernels.comm.backends.local.world import LocalWork
 from bagua_kernels.errors import RankLostError
 from tests import limits
-from tests.algorithms.test_healing import ALIKE, APART, Net, batch, parts_of, step_of, vector
+from tests.algorithms.test_healing import ALIKE, APART, Net, batch, parts_of, step_of, vector, wrapped
 
 # Whose residuals are those of ranks alone: residuals and what was sent are the gradients.
 CONSERVING = ("topk:ratio=0.1,min_numel=0",)
 SPECS = (*ALIKE, *APART)
 # Seconds for which a rank waits for another: longer than kernels take to compile. Nothing that heals waits for so long.
 PATIENCE = 60.0
+# What all ranks call between two steps of some trainings.
+CALLS = ("averaged", "consensus", "save", "synchronize")
 # Between float32 and float64.
 TOLERANCE = 1e-4
 
@@ -88,6 +93,7 @@ class Training:
         steps: of each rank.
         ends: when ranks end.
         trips: when ranks lose what others complete.
+        calls: what all ranks call before a step.
     """
 
     spec: str
@@ -95,6 +101,7 @@ class Training:
     steps: int
     ends: dict[int, Moment] = field(default_factory=dict)
     trips: dict[int, Moment] = field(default_factory=dict)
+    calls: dict[int, str] = field(default_factory=dict)
 
 
 def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
@@ -115,6 +122,11 @@ def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
     if tripping:
         rank = dice.choice([rank for rank in range(made.ranks) if rank not in made.ends])
         made.trips[rank] = Moment(dice.randrange(made.steps), dice.randint(0, 12))
+    # Of means that are compared a call would be another step.
+    if made.spec not in (*CONSERVING, "allreduce") and dice.random() < 0.5:
+        # Where something happens anyway.
+        steps = {each.step for each in (*made.ends.values(), *made.trips.values())}
+        made.calls = {step: dice.choice(CALLS) for step in steps}
     return made
 
 
@@ -127,12 +139,15 @@ class Course:
         late: operations that ended since their time was over.
         seen: of each rank, for each step the members afterwards.
         sums: of each rank, for each step its gradient, its residual afterwards, and the mean.
+        found: of each rank, for each step with a call what that has found.
     """
 
     training: Training
     late: list[str] = field(default_factory=list)
     seen: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     sums: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    found: dict[int, dict[int, Any]] = field(default_factory=dict)
+    folder: str = ""
 
     def act(self, world: Any, rank: int) -> None:
         """Ends a rank, at one of its acts; nothing that it does afterwards has an effect."""
@@ -214,12 +229,15 @@ class Course:
         net, optimizer = parts_of(training.spec)
         algorithm: Algorithm | None = None
         try:
-            algorithm = from_spec(training.spec, net, optimizer, communicator=members.communicator, on_failure="heal")
+            algorithm = wrapped(training.spec, members, net, optimizer)
+            optimizer = algorithm.optimizer or optimizer
             for step in range(training.steps):
                 trip.armed |= name in training.trips and trip.step == step
                 end.armed |= name in training.ends and not end.heals and end.step == step
                 if end.armed and end.after == 0 and end.step == step:
                     self.act(communicator._world, name)
+                if step in training.calls:
+                    self.found.setdefault(name, {})[step] = self._call(training.calls[step], algorithm, optimizer, net)
                 self._step(algorithm, optimizer, net, name, step)
                 self.seen.setdefault(name, []).append(members.ranks)
             own = vector(net)
@@ -241,6 +259,25 @@ class Course:
         finally:
             if end.has_come:
                 end_of_process(members, algorithm)
+
+    def _call(self, call: str, algorithm: Algorithm, optimizer: Any, net: Net) -> Any:
+        """Makes a call; returns what is to be the same on all ranks."""
+        if call == "consensus":
+            return algorithm.consensus()
+        if call == "save":
+            checkpoint.save(self.folder, algorithm, optimizer, rng=False)
+            listed = json.loads((Path(self.folder) / "checkpoint.json").read_text())
+            assert listed["ranks"] >= sum(rank not in self.training.ends for rank in range(self.training.ranks))
+            return None
+        if call == "synchronize":
+            algorithm.synchronize()
+            return vector(net)
+        own = vector(net)
+        with algorithm.averaged():
+            mean = vector(net)
+        # In other families what was under way may have been put in place.
+        assert self.training.spec not in (*ALIKE, "decentralized") or torch.equal(vector(net), own)
+        return mean
 
     def _step(self, algorithm: Algorithm, optimizer: Any, net: Net, name: int, step: int) -> None:
         if self.training.spec not in CONSERVING:
@@ -281,6 +318,10 @@ class Course:
                 wrong.append(f"rank {rank} has counted {each['steps']} of {training.steps} steps")
             if training.spec not in APART and not torch.equal(each["own"], first["own"]):
                 wrong.append(f"rank {rank} has other parameters")
+        for step in training.calls:
+            values = [one[step] for rank in left if step in (one := self.found.get(rank, {}))]
+            if len(values) < len(left) or not all(_is_same(one, values[0]) for one in values):
+                wrong.append(f"{training.calls[step]} before step {step} has found other values on some ranks")
         if not wrong and training.spec == "allreduce":
             wrong += self._unlike_arithmetic(left, first["own"])
         return wrong + self._not_conserved()
@@ -326,6 +367,10 @@ class Course:
         return wrong
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
 def end_of_process(members: Membership, algorithm: Algorithm | None) -> None:
     """Does what the end of a process does: its threads end, and its connections."""
     with contextlib.suppress(Exception):
@@ -346,7 +391,7 @@ def problems_of(training: Training) -> list[str]:
     faulthandler.dump_traceback_later(limits.seconds(4 * PATIENCE), exit=True)
     course, files, before = Course(training), len(os.listdir("/proc/self/fd")), threading.enumerate()
     try:
-        with course.watching():
+        with course.watching(), tempfile.TemporaryDirectory() as course.folder:
             found = run_ranks(training.ranks, course.train, timeout=PATIENCE)
         wrong = course.problems(found)
         limits.until(lambda: not own_threads(before), lambda: f"the end of {own_threads(before)}")

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bagua_kernels.algorithms import from_spec
+from bagua_kernels.algorithms import QAdam, from_spec
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.comm import Communicator, Membership, Quota, run_ranks
 from bagua_kernels.errors import CommunicationError, MembershipError, RankLostError
-from bagua_kernels.optim import muon_with_adamw
+from bagua_kernels.optim import SGD, muon_with_adamw
 from tests.grids import grid
 from tests.limits import until
 
@@ -34,12 +34,18 @@ ALIKE = (
     "randomk",
     "natural",
     "fp8",
+    "allreduce:apply_in_backward=True,bucket_bytes=1",
+    "bytegrad:apply_in_backward=True,bucket_bytes=1",
+    "powersgd:rank=2,apply_in_backward=True,bucket_bytes=1",
+    "onebit:min_numel=0,exact=none,only_if_faster=True",
+    "qadam:freeze_step=3",
+    "onebit_adam:freeze_step=3,min_numel=0",
 )
 APART = (
     "decentralized:peers=ring",
     "decentralized",
     "lowprec:peers=ring",
-    "choco:peers=ring",
+    "choco:peers=ring,eta=0.4",
     "d2",
     "sgp",
     "local_sgd:interval=2",
@@ -53,14 +59,12 @@ APART = (
     "async_decentralized",
     "wagma",
 )
+# They make their optimizer themselves.
+MAKERS = ("qadam", "onebit_adam")
 REFUSED = {
-    "onebit_adam:freeze_step=5": "momentum",
-    "qadam:freeze_step=5": "momentum",
     "auto": "measured",
-    "allreduce:apply_in_backward=True": "apply_in_backward",
     "diloco:quorum=2": "quorum",
     "local_sgd:by_speed=True": "by_speed",
-    "bytegrad:only_if_faster=True": "trial",
 }
 
 
@@ -89,7 +93,20 @@ def parts_of(spec: str) -> tuple[Net, torch.optim.Optimizer]:
     net = Net()
     if spec.startswith("mu_loco"):
         return net, muon_with_adamw(net, lr=0.02)
+    if "apply_in_backward" in spec:
+        return net, SGD(net.parameters(), lr=0.05, momentum=0.9)
     return net, torch.optim.SGD(net.parameters(), lr=0.2)
+
+
+def wrapped(spec: str, members: Membership, net: Net, optimizer: torch.optim.Optimizer, **options: Any) -> Algorithm:
+    """Wraps a model for healing; its `optimizer` is that which is given, or where the algorithm makes one, another."""
+    return from_spec(
+        spec, net, *given(spec, optimizer), communicator=members.communicator, on_failure="heal", **options
+    )
+
+
+def given(spec: str, optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    return [] if spec.startswith(MAKERS) else [optimizer]
 
 
 def step_of(algorithm: Algorithm, optimizer: torch.optim.Optimizer, name: int, step: int) -> float:
@@ -112,14 +129,14 @@ def trains(
     name = communicator.rank
     members = Membership(communicator)
     net, optimizer = parts_of(spec)
-    algorithm = from_spec(spec, net, optimizer, communicator=members.communicator, on_failure="heal")
+    algorithm = wrapped(spec, members, net, optimizer)
     losses = []
     for step in range(STEPS):
         if ends.get(name) == step:
             return None
         if look is not None:
             look(algorithm, name, step)
-        losses.append(step_of(algorithm, optimizer, name, step))
+        losses.append(step_of(algorithm, algorithm.optimizer or optimizer, name, step))
     own = vector(net)
     algorithm.synchronize()
     found = {"own": own, "mean": vector(net), "ranks": members.ranks, "epoch": members.epoch, "losses": losses}
@@ -153,7 +170,7 @@ def test_others_go_on(spec: str, victim: int) -> None:
 
 
 @grid(
-    spec=["bytegrad", "onebit:min_numel=0,exact=none", "diloco:interval=3", "choco:peers=ring"],
+    spec=["bytegrad", "onebit:min_numel=0,exact=none", "diloco:interval=3", "choco:peers=ring,eta=0.4"],
     ends=[{1: 3, 3: 3}, {0: 2, 1: 6}, {0: 3, 1: 3, 2: 5}],
 )
 def test_several_losses(spec: str, ends: dict[int, int]) -> None:
@@ -181,7 +198,12 @@ def test_means_are_those_of_the_ranks_that_are_left() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["onebit:min_numel=0,exact=none,owner_feedback=False", "topk:ratio=0.1,min_numel=0", "powersgd:rank=2"],
+    [
+        "onebit:min_numel=0,exact=none,owner_feedback=False",
+        "topk:ratio=0.1,min_numel=0",
+        "powersgd:rank=2",
+        "onebit_adam:freeze_step=2,min_numel=0,owner_feedback=False",
+    ],
 )
 def test_residuals_count_once(spec: str) -> None:
     """The same bits as ranks that begin where the interrupted step began, with what each remembered then."""
@@ -190,21 +212,25 @@ def test_residuals_count_once(spec: str) -> None:
 
     def begins(communicator: Communicator) -> None:
         net, optimizer = parts_of(spec)
-        algorithm = from_spec(spec, net, optimizer, communicator=communicator)
+        algorithm = from_spec(spec, net, *given(spec, optimizer), communicator=communicator)
+        optimizer = algorithm.optimizer
         # As with healing, which never lays buckets out again.
         if algorithm._engine is not None:
             algorithm._engine.order_is_known = True
         for step in range(at):
             step_of(algorithm, optimizer, communicator.rank, step)
-        states[communicator.rank] = copy.deepcopy(net.state_dict()), algorithm.algorithm_state_dict()
+        found = net.state_dict(), optimizer.state_dict(), algorithm.algorithm_state_dict()
+        states[communicator.rank] = copy.deepcopy(found)
         algorithm.close()
 
     def goes_on(communicator: Communicator) -> torch.Tensor:
         name = [rank for rank in range(RANKS) if rank != victim][communicator.rank]
         net, optimizer = parts_of(spec)
         net.load_state_dict(states[name][0])
-        algorithm = from_spec(spec, net, optimizer, communicator=communicator)
-        algorithm.load_algorithm_state_dict(states[name][1])
+        algorithm = from_spec(spec, net, *given(spec, optimizer), communicator=communicator)
+        optimizer = algorithm.optimizer
+        optimizer.load_state_dict(states[name][1])
+        algorithm.load_algorithm_state_dict(states[name][2])
         assert algorithm._engine is not None
         algorithm._engine.order_is_known = True
         for step in range(at, STEPS):
@@ -216,6 +242,43 @@ def test_residuals_count_once(spec: str) -> None:
     expected = run_ranks(RANKS - 1, goes_on, timeout=TIMEOUT)
     found = survivors(spec, {victim: at})
     assert all(torch.equal(each["own"], other) for each, other in zip(found, expected, strict=True))
+
+
+def test_ranks_that_are_left_freeze_after_the_same_step() -> None:
+    """Rank 0, whose answer all take, ends when they ask it if the second moment is stable."""
+
+    def program(communicator: Communicator) -> tuple[list[bool], torch.Tensor] | None:
+        members = Membership(communicator)
+        net = Net()
+        algorithm = QAdam(
+            net, freeze_step="auto", betas=(0.9, 0.5), communicator=members.communicator, on_failure="heal"
+        )
+        frozen = []
+        if communicator.rank == 0:
+
+            def ends(_: bool) -> bool:
+                raise EOFError
+
+            algorithm.optimizer.agree = ends
+        for step in range(2 * STEPS):
+            try:
+                step_of(algorithm, algorithm.optimizer, communicator.rank, step)
+            except EOFError:
+                return None
+            frozen.append(algorithm.optimizer.frozen)
+        own = vector(net)
+        algorithm.close()
+        members.prepare_close()
+        members.close()
+        return frozen, own
+
+    found = [each for each in run_ranks(RANKS, program, timeout=TIMEOUT) if each is not None]
+    assert len(found) == RANKS - 1
+    assert not found[0][0][0]
+    assert found[0][0][-1]
+    for frozen, own in found:
+        assert frozen == found[0][0]
+        assert torch.equal(own, found[0][1])
 
 
 def test_a_pass_that_others_have_ended_is_not_repeated() -> None:
@@ -245,6 +308,61 @@ def test_a_pass_that_others_have_ended_is_not_repeated() -> None:
         assert torch.equal(each["own"], found[0]["own"])
         # Owners' residuals have gone through the change of epochs, so that nothing is lost.
         assert torch.equal(each["own"], other["own"])
+
+
+class Extra(Net):
+    """Has a parameter that only rank 0 uses."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.extra, self.is_used = torch.nn.Parameter(torch.zeros(3)), rank == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.extra if self.is_used else super().forward(x)
+
+
+def lose_the_end(engine: Any) -> None:
+    """Lets a rank not learn that all have come to the end of a pass."""
+    wait = engine._wait
+
+    def lost() -> None:
+        wait()
+        engine._wait = wait
+        engine.communicators[0].barrier_on_host()
+        raise RankLostError("its connection broke", [2])
+
+    engine._wait = lost
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_gradient_of_one_rank_counts_after_most_are_lost(in_backward: bool) -> None:
+    """Rank 1 does not learn that the others have come to the end of a pass, after which most of them end."""
+    ranks, at = 8, 3
+
+    def program(communicator: Communicator) -> torch.Tensor | None:
+        members = Membership(communicator)
+        net = Extra(communicator.rank)
+        optimizer = SGD(net.parameters(), lr=0.2)
+        options: dict[str, Any] = {"on_failure": "heal", "apply_in_backward": in_backward}
+        algorithm = from_spec("allreduce", net, optimizer, communicator=members.communicator, **options)
+        engine = algorithm._engine  # type: ignore[attr-defined]
+        for step in range(at + 3):
+            if step == at + 1 and communicator.rank > 1:
+                return None
+            if (communicator.rank, step) == (1, at):
+                lose_the_end(engine)
+            step_of(algorithm, optimizer, communicator.rank, step)
+        assert members.ranks == (0, 1)
+        found = vector(net)
+        algorithm.close()
+        members.prepare_close()
+        members.close()
+        return found
+
+    first, second, *_ = run_ranks(ranks, program, timeout=TIMEOUT)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("spec", ["diloco:interval=3", "slow_mo:interval=2"])
@@ -331,7 +449,7 @@ def leaves(communicator: Communicator, spec: str, at: int) -> dict[str, Any]:
     """Trains; rank 0 gets a notice before a step."""
     members = Membership(communicator)
     net, optimizer = parts_of(spec)
-    algorithm = from_spec(spec, net, optimizer, communicator=members.communicator, on_failure="heal")
+    algorithm = wrapped(spec, members, net, optimizer)
     changes: list[tuple[int, ...]] = []
     found: dict[str, Any] = {"changes": changes}
 
@@ -347,7 +465,7 @@ def leaves(communicator: Communicator, spec: str, at: int) -> dict[str, Any]:
         if (communicator.rank, step) == (0, at):
             members.notice.give("its machine is needed elsewhere")
         try:
-            step_of(algorithm, optimizer, communicator.rank, step)
+            step_of(algorithm, algorithm.optimizer or optimizer, communicator.rank, step)
         except SystemExit as error:
             return {**found, "status": error.code, "steps": step}
     own = vector(net)
@@ -431,10 +549,9 @@ def test_a_program_without_algorithms_leaves() -> None:
 def test_what_cannot_heal_is_refused(spec: str, reason: str) -> None:
     def program(communicator: Communicator) -> None:
         net, optimizer = parts_of(spec)
-        given = [] if "adam" in spec else [optimizer]
         members = Membership(communicator)
         with pytest.raises(ValueError, match=reason):
-            from_spec(spec, net, *given, communicator=members.communicator, on_failure="heal")
+            wrapped(spec, members, net, optimizer)
         members.prepare_close()
         members.close()
 

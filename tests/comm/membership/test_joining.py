@@ -90,7 +90,7 @@ def reports(processes: Processes, ranks: list[int]) -> list[Any]:
                 "dgc",
                 "powersgd:rank=2",
                 "decentralized:peers=ring",
-                "choco:peers=ring",
+                "choco:peers=ring,eta=0.4",
                 "sparse_loco:interval=4",
                 "async_model_average",
                 "wagma",

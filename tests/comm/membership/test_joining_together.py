@@ -14,7 +14,7 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.membership.arrival import arrive
 from bagua_kernels.errors import CommunicationError
 from tests import limits
-from tests.algorithms.test_healing import parts_of, step_of, vector
+from tests.algorithms.test_healing import parts_of, step_of, vector, wrapped
 from tests.comm.membership.over_sockets import ends, listening
 
 SECRET = Secret.from_text("known to the ranks of this test alone")
@@ -72,7 +72,10 @@ def test_processes_that_ask_while_another_one_arrives(spec: str, loses: bool) ->
     "spec",
     [
         "diloco:interval=3",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("bytegrad", "decentralized", "choco", "wagma")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("bytegrad", "decentralized", "choco:eta=0.4", "wagma")
+        ),
     ],
 )
 def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
@@ -107,3 +110,48 @@ def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
     thread.join(limits.seconds(60.0))
     assert {name: ranks for name, (ranks, _) in found.items()} == {0: (0, 2), 2: (0, 2)}
     assert torch.equal(found[0][1], found[2][1])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "allreduce:apply_in_backward=True,bucket_bytes=1",
+        "qadam:freeze_step=3",
+        "diloco:interval=3",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("bytegrad", "powersgd:rank=2", "choco:eta=0.4", "wagma")
+        ),
+    ],
+)
+def test_a_job_that_begins_with_one_rank_is_joined(spec: str) -> None:
+    """A parameter is frozen, which is compared when one joins."""
+    doors: dict[int, tuple[str, int]] = {}
+    found: dict[int, Any] = {}
+
+    def trains(members: Membership) -> None:
+        net, optimizer = parts_of(spec)
+        net.last.bias.requires_grad_(False)
+        algorithm = wrapped(spec, members, net, optimizer)
+        begin = algorithm.stats().steps
+        for step in range(begin, STEPS):
+            if members.name == 0 and step == 5:
+                thread.start()
+                limits.until(lambda: members.is_wanted, "a process asks")
+            step_of(algorithm, algorithm.optimizer or optimizer, members.name, step)
+        algorithm.synchronize()
+        found[members.name] = begin, algorithm.stats().steps, vector(net)
+        algorithm.close()
+        ends(members)
+
+    def member(communicator: LocalCommunicator) -> None:
+        with listening(communicator, SECRET, doors) as members:
+            trains(members)
+
+    # Kernels may have to be compiled.
+    thread = threading.Thread(target=lambda: trains(arrive([doors[0]], SECRET, limits.seconds(60.0))), daemon=True)
+    run_ranks(1, member, timeout=limits.seconds(60.0))
+    thread.join(limits.seconds(60.0))
+    assert {name: steps for name, (_, steps, _) in found.items()} == {0: STEPS, 1: STEPS}
+    assert 4 <= found[1][0] <= 6
+    assert torch.equal(found[0][2], found[1][2])
