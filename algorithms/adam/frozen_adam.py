@@ -43,12 +43,16 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
       That makes up for gradients which get smaller in training while v does not.
     - "none": c is 1 from then on, as in 1-bit Adam's paper: steps grow as much at once.
 
+    v is mostly the variance of gradients, which for a mean over fewer ranks is larger. Where their number changes after the
+    freeze from n to k, such as by a loss, v counts as v n / k.
+
     Steps that are not taken, such as those in which a `GradScaler` finds infinities, do not count. The freeze is part
     of the state, in the parameter groups.
 
     Attributes:
         freeze_step: number of steps after which v freezes; "auto", or None for never.
         agree: called with True if v is stable on this rank; returns the answer for all ranks.
+        ranks: how many have the gradients whose mean is in `grad`.
         knows_scale: True if the code that makes the gradients knows of a `GradScaler`; else steps under one are refused.
     """
 
@@ -56,6 +60,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
     freeze_step: int | Literal["auto"] | None = None
     v_correction: Correction = "continued"
     agree: Callable[[bool], bool] = bool
+    ranks: int = 1
     knows_scale: bool = True
 
     def __init__(
@@ -106,6 +111,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             "frozen": False,
             "v_correction": v_correction,
             "norms": [],
+            "ranks": 0,
         }
         super().__init__(params, options)
         for group in self.param_groups:
@@ -124,6 +130,8 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         corrects = not group["frozen"] or group["v_correction"] == "continued"
         still, root = 1.0 if group["frozen"] else beta2, (1 - beta2**step) ** 0.5 if corrects else 1.0
+        # 0 where v is not frozen, or by a version that did not count.
+        root /= (group["ranks"] / self.ranks) ** 0.5 if group["ranks"] else 1.0
         decay = 1 - group["lr"] * group["weight_decay"]
         return {
             "weight_decay": 0.0,
@@ -175,7 +183,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         if self.frozen:
             return
         for group in self.param_groups:
-            group["frozen"] = True
+            group["frozen"], group["ranks"] = True, self.ranks
             if group["v_correction"] != "frozen":
                 continue
             for state in self._states(group):
@@ -216,7 +224,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         return norm
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"freeze_step": self.freeze_step, "v_correction": self.v_correction}
+        own = {"freeze_step": self.freeze_step, "v_correction": self.v_correction, "ranks": self.ranks}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -226,6 +234,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             frozen = group.setdefault("frozen", False)
             group.setdefault("v_correction", "frozen" if frozen else self.v_correction)
             group.setdefault("norms", [])
+            group.setdefault("ranks", 0)
 
     def _states(self, group: Group) -> Iterator[dict[str, Any]]:
         return (self.state[p] for p in group["params"] if self.state.get(p))

@@ -161,8 +161,14 @@ class MomentumAllReduce(CompressedAllReduce):
         if self.communicator.size == 1 and self.members is None:
             self.optimizer.freeze_step = None
             return
-        self.optimizer.knows_scale = scaler is not None
+        self.optimizer.knows_scale, self.optimizer.ranks = scaler is not None, self.communicator.size
         self.optimizer.agree = weakly(self._agreed)
+
+    def _pass_ended(self) -> None:
+        """Notes how many ranks have the gradients of this pass, which ended among them, though fewer may be left by now."""
+        super()._pass_ended()
+        if self._engine is not None:
+            self.optimizer.ranks = self._engine.participation.ranks
 
     def _agreed(self, stable: bool) -> bool:
         """Returns rank 0's answer: sums of the same numbers may differ in their last bits between machines."""
