@@ -127,7 +127,7 @@ class Party:
 
     def _end(self, owner: str, model: Any = None) -> None:
         """Does what the end of a process does, in the middle of connecting, too."""
-        end_of_process(self._members[owner], model)
+        end_of_process(self._members[owner], *([] if model is None else [model]))
         for anchor in self._anchors.get(owner, []):
             anchor.abort("its process has ended")
 

@@ -94,6 +94,7 @@ class Training:
         ends: when ranks end.
         trips: when ranks lose what others complete.
         calls: what all ranks call before a step.
+        second: of the algorithm of another model, which is trained in turn with the first; empty for none.
     """
 
     spec: str
@@ -102,6 +103,7 @@ class Training:
     ends: dict[int, Moment] = field(default_factory=dict)
     trips: dict[int, Moment] = field(default_factory=dict)
     calls: dict[int, str] = field(default_factory=dict)
+    second: str = ""
 
 
 def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
@@ -127,6 +129,8 @@ def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
         # Where something happens anyway.
         steps = {each.step for each in (*made.ends.values(), *made.trips.values())}
         made.calls = {step: dice.choice(CALLS) for step in steps}
+    if dice.random() < 0.2:
+        made.second = dice.choice(specs)
     return made
 
 
@@ -227,10 +231,15 @@ class Course:
 
         members.change = changed  # type: ignore[method-assign]
         net, optimizer = parts_of(training.spec)
-        algorithm: Algorithm | None = None
+        other: _Trained | None = None
+        opened = list[Algorithm]()
         try:
             algorithm = wrapped(training.spec, members, net, optimizer)
+            opened.append(algorithm)
             optimizer = algorithm.optimizer or optimizer
+            if training.second:
+                other = _Trained(training.second, members)
+                opened.append(other.algorithm)
             for step in range(training.steps):
                 trip.armed |= name in training.trips and trip.step == step
                 end.armed |= name in training.ends and not end.heals and end.step == step
@@ -239,15 +248,21 @@ class Course:
                 if step in training.calls:
                     self.found.setdefault(name, {})[step] = self._call(training.calls[step], algorithm, optimizer, net)
                 self._step(algorithm, optimizer, net, name, step)
+                if other is not None:
+                    step_of(other.algorithm, other.optimizer, name, step)
                 self.seen.setdefault(name, []).append(members.ranks)
             own = vector(net)
             algorithm.synchronize()
+            second = None if other is None else other.end()
             end.armed = end.heals = trip.armed = False
             if end.has_come:
                 raise EndedError(f"rank {name}")
             steps = algorithm.stats().steps
             algorithm.close()
+            if other is not None:
+                other.algorithm.close()
             found = {"own": own, "mean": vector(net), "ranks": members.ranks, "epoch": members.epoch, "steps": steps}
+            found["second"] = second
             members.prepare_close()
             members.communicator.barrier().wait()
             members.close()
@@ -258,7 +273,7 @@ class Course:
             return None
         finally:
             if end.has_come:
-                end_of_process(members, algorithm)
+                end_of_process(members, *opened)
 
     def _call(self, call: str, algorithm: Algorithm, optimizer: Any, net: Net) -> Any:
         """Makes a call; returns what is to be the same on all ranks."""
@@ -314,6 +329,8 @@ class Course:
                 wrong.append(f"rank {rank} is in epoch {each['epoch']}, not {first['epoch']}")
             if not torch.equal(each["mean"], first["mean"]) or not each["mean"].isfinite().all():
                 wrong.append(f"rank {rank} has another mean")
+            if not _is_same(each["second"], first["second"]):
+                wrong.append(f"rank {rank} has another second model")
             if training.spec not in APART and each["steps"] != training.steps:
                 wrong.append(f"rank {rank} has counted {each['steps']} of {training.steps} steps")
             if training.spec not in APART and not torch.equal(each["own"], first["own"]):
@@ -371,13 +388,29 @@ def _is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def end_of_process(members: Membership, algorithm: Algorithm | None) -> None:
+class _Trained:
+    """A second model in training."""
+
+    def __init__(self, spec: str, members: Membership) -> None:
+        self.spec = spec
+        self.net, optimizer = parts_of(spec)
+        self.algorithm = wrapped(spec, members, self.net, optimizer)
+        self.optimizer = self.algorithm.optimizer or optimizer
+
+    def end(self) -> torch.Tensor:
+        """Returns what is to be the same on all ranks."""
+        own = vector(self.net)
+        self.algorithm.synchronize()
+        return vector(self.net) if self.spec in APART else own
+
+
+def end_of_process(members: Membership, *algorithms: Algorithm) -> None:
     """Does what the end of a process does: its threads end, and its connections."""
     with contextlib.suppress(Exception):
         members._end("its process has ended")
-    if algorithm is not None:
+    for each in algorithms:
         with contextlib.suppress(Exception):
-            algorithm.__exit__(EndedError, EndedError(), None)
+            each.__exit__(EndedError, EndedError(), None)
 
 
 def own_threads(before: Collection[threading.Thread]) -> list[str]:

@@ -47,7 +47,9 @@ def example(spec: str, folder: str, epochs: int, last: int | None) -> None:
 
 def undisturbed(spec: str, folder: Path, ranks: int, epochs: int, last: int | None = None) -> float:
     """The loss at the end where no worker is killed; NaN if all end after a step."""
-    found = run_processes(example, ranks, args=[spec, str(folder), epochs, last], timeout=limits.seconds(60))
+    found = run_processes(
+        example, ranks, args=[spec, str(folder), epochs, last], timeout=limits.seconds(60 + 6 * epochs)
+    )
     assert [each.returncode for each in found] == [0] * ranks, found[0].stderr[-3000:]
     loss = restarts._LOSS.search(found[0].stdout)
     return math.nan if loss is None else float(loss[1])
