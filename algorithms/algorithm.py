@@ -363,14 +363,11 @@ class Algorithm(WrappedModule, abc.ABC):
 
     def _opened(self) -> Communicator:
         """Returns a duplicate of the communicator of all ranks; at a new member of those that are left, if some are lost."""
-        while True:
-            try:
-                return self._world.duplicate()
-            except CommunicationError as error:
-                if self.members is None or not self.members.is_arriving:
-                    raise
-                self.members.change(error)
-                self._world = self.members.communicator
+        if self.members is None or not self.members.is_arriving:
+            return self._world.duplicate()
+        made = self.members.arrive(lambda world: world.duplicate())
+        self._world = self.members.communicator
+        return made
 
     def _refuses_healing(self) -> str:
         """Returns why training cannot go on when a rank is lost; empty if it can."""
@@ -519,23 +516,25 @@ class Algorithm(WrappedModule, abc.ABC):
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)
-        while True:
-            try:
-                with self.members.interrupting(self):
-                    with self.members.giving(self._world) as self._pair:
-                        self._give_replica()
-                        self._start(module, optimizer)
-                    self._begin_to_supply(self._world, self._boundary())
-                return
-            except CommunicationError as error:
-                for each in self._communicators():
-                    each.abort(f"a rank was lost while this one arrived: {error}")
-                self._stop()
-                self.members.change(error)
-                self._world = self.members.communicator
-                self.communicator = self._opened()
-            finally:
-                self._pair = None
+        self.members.arrive(lambda world: self._take_replica(world, module, optimizer), self)
+
+    def _take_replica(
+        self, world: Communicator, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """Gets from another member all that this new one needs; collective over all members."""
+        assert self.members is not None
+        if world is not self._world:
+            for each in self._communicators():
+                each.abort("a rank was lost while this one arrived")
+            self._stop()
+            self._world, self.communicator = world, world.duplicate()
+        try:
+            with self.members.giving(world) as self._pair:
+                self._give_replica()
+                self._start(module, optimizer)
+            self._begin_to_supply(world, self._boundary())
+        finally:
+            self._pair = None
 
     def _give_replica(self) -> None:
         """Gives new members the parameters, the buffers and the optimizer's state of the first one, which has rank 0 here.

@@ -14,7 +14,6 @@ from torch.utils.data import Sampler
 from bagua_kernels import comm
 from bagua_kernels.comm import Communicator, Membership
 from bagua_kernels.comm.joining.launch import Launch
-from bagua_kernels.errors import CommunicationError
 from bagua_kernels.options import checked
 
 Item = TypeVar("Item")
@@ -198,13 +197,13 @@ class SharedEpoch(Sampler[Item], Generic[Item, Items]):
 
     def _arrive(self, members: Membership) -> Any:
         """Returns where the others are, and the index of this one among the new ranks; where ranks are lost, of those left."""
-        while True:
-            try:
-                with members.interrupting(self), members.giving(members.communicator) as among:
-                    assert among is not None
-                    return *among.broadcast_object(None), among.rank - 1
-            except CommunicationError as error:
-                members.change(error)
+
+        def call(world: Communicator) -> Any:
+            with members.giving(world) as among:
+                assert among is not None
+                return *among.broadcast_object(None), among.rank - 1
+
+        return members.arrive(call, self)
 
     def _passes(self) -> int:
         """The passes of the model that have ended."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
 from bagua_kernels.comm.communicator import Communicator
@@ -41,6 +41,8 @@ _MEETING = 10.0  # seconds in which all members of an epoch with a new one conne
 _UNREACHABLE = tuple(
     os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 )
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -311,16 +313,27 @@ class Membership:
         made = communicator.split(among)
         return None if made is None else (made, among.index(source))
 
-    @contextlib.contextmanager
-    def interrupting(self, follower: Follower) -> Iterator[None]:
-        """In the block ends the waits of something, too, that follows afterwards; at a new member, see `is_arriving`."""
-        self._arriving = weakref.ref(follower)
-        try:
-            if self._is_ending:
-                raise CommunicationError(f"epoch {self.epoch} ends")
-            yield
-        finally:
-            self._arriving = None
+    def arrive(self, call: Callable[[Communicator], T], follower: Follower | None = None) -> T:
+        """Returns what a collective call of a new member returns, which begins again where ranks are lost meanwhile.
+
+        Args:
+            call: is given the communicator of all members that are left.
+            follower: whose waits end, too, where that is needed; it follows afterwards.
+
+        Raises:
+            CommunicationError: as `change`.
+        """
+        while True:
+            self._arriving = None if follower is None else weakref.ref(follower)
+            try:
+                if self._is_ending:
+                    raise CommunicationError(f"epoch {self.epoch} ends")
+                return call(self.communicator)
+            except CommunicationError as error:
+                self._arriving = None
+                self.change(error)
+            finally:
+                self._arriving = None
 
     def on_change(self, callback: Callable[[Membership], object]) -> None:
         """Calls a function with this object whenever an epoch begins, on the thread that trains."""
