@@ -66,6 +66,7 @@ def log(job: Job) -> str:
 
 
 # Torchrun imports PyTorch, and so do its workers at each start.
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_worker_costs_neither_samples_nor_loss(tmp_path: Path) -> None:
     """The bits of the loss are those of a training that nothing disturbs."""

@@ -167,6 +167,7 @@ def draws(ports: int, joins: bool) -> None:
     comm.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_samples_are_dealt_to_new_members() -> None:
     port = free_port()

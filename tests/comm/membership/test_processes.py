@@ -93,6 +93,7 @@ def test_a_signal_is_a_notice(spec: str) -> None:
     assert [each[:3] for each in found] == [[3, [1, 2], 2]] * 2
 
 
+@pytest.mark.slow
 def test_the_error_of_a_rank_that_was_left_out_ends_nobody_else() -> None:
     with Processes(trains, 3, args=["bytegrad", 200, 0.02, 2.0, False]) as processes:
         until(processes, 1, "STEP 9 ")
