@@ -408,13 +408,19 @@ class Algorithm(WrappedModule, abc.ABC):
         """
         if self.members is None or self._completing or self._closed:
             return call()
+        with self.members.admitting_none():
+            return self._completed_among(self.members, call, aside)
+
+    def _completed_among(
+        self, members: Membership, call: Callable[[], T], aside: Callable[[], AbstractContextManager[None]]
+    ) -> T:
         while True:
             found = self._mended(lambda: self._as_one(call))
             try:
                 self.communicator.barrier_on_host()
             except CommunicationError as error:
                 with aside():
-                    self.members.change(error)
+                    members.change(error)
                 if self._agreed_calls <= self._calls:
                     continue
             self._calls += 1

@@ -162,7 +162,9 @@ def _ranks(algorithm: Algorithm | Hook) -> Communicator:
         # Its ranks connect in the first backward pass.
         return algorithm.communicators[0] if algorithm.communicators else comm.world()
     # That of an algorithm which was closed is closed, too.
-    return algorithm._world if algorithm._closed else algorithm.communicator
+    if not algorithm._closed:
+        return algorithm.communicator
+    return algorithm._world if algorithm.members is None else algorithm.members.communicator
 
 
 def _part(rank: int, name: str) -> str:

@@ -130,7 +130,7 @@ class GradientAlgorithm(Algorithm):
         self._joining = False
         self._announced: int | None = None
         # Forward passes that begin with buffers: that have begun, for which buffers are equal, and whose backward has ended.
-        self._forwards = self._synced = self._ended_synced = 0
+        self._forwards = self._synced = self._ended_synced = self._passes_alone = 0
         super().__init__(module, optimizer, **options)
 
     @classmethod
@@ -199,6 +199,8 @@ class GradientAlgorithm(Algorithm):
 
     def _start_alone(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Algorithm._start_alone`."""
+        if self.members is not None and self._applies:
+            BackwardSteps(optimizer, {})  # refuses what could not go on with others
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._alone = PassesAlone(trained) if trained else None
 
@@ -224,7 +226,7 @@ class GradientAlgorithm(Algorithm):
     def _before_forward(self) -> None:
         """See `Algorithm._before_forward`."""
         if self._engine is None and self.training and torch.is_grad_enabled():
-            self._let_in()
+            self._before_forward_alone()
         if self._engine is None:
             return
         self._engine.check_idle()
@@ -237,6 +239,15 @@ class GradientAlgorithm(Algorithm):
             self._announced = None
             self._forwards += 1
             self._mended(lambda: self._begin_pass(source))
+
+    def _before_forward_alone(self) -> None:
+        """Lets others join a rank that was alone from the start; they begin with the pass that it is in."""
+        if self._alone is not None and self._alone.steps > self._passes_alone:
+            self._passes_alone, self._ended_synced = self._alone.steps, self._synced
+        self._let_in()
+        if self._engine is None and self.require_backward_grad_sync:
+            self._forwards += 1
+            self._synced = self._forwards
 
     def _begin_pass(self, source: int) -> None:
         """Synchronizes buffers for a forward pass, unless that was done in a change of epochs."""
@@ -265,10 +276,10 @@ class GradientAlgorithm(Algorithm):
             # This rank was alone from the start.
             super()._go_on(reports, old)
             if self.communicator.size > 1:
-                self._start(self.module, self.optimizer)
                 if self._alone is not None:
                     self._alone.close()
-                    self._alone = None
+                    self._steps_alone, self._alone = self._alone.steps, None
+                self._start(self.module, self.optimizer)
             return
         steps = {rank: told[0] for rank, told in reports.items()}
         syncs = {rank: told[1] for rank, told in reports.items()}
@@ -446,8 +457,15 @@ class GradientAlgorithm(Algorithm):
 
     def load_algorithm_state_dict(self, state: Any) -> None:
         """See `Algorithm.load_algorithm_state_dict`."""
-        check_keys(type(self).__name__, [state] if isinstance(state, Mapping) else list(state), _STATE)
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_keys(type(self).__name__, states, _STATE)
+        if self._engine is not None and self.communicator.size == 1:
+            # It was left alone, and others may join it.
+            self._load(states)
+            return
         super().load_algorithm_state_dict(state)
+        if self._engine is None and self.members is not None:
+            self._decide(states[0]["decisions"])
 
     def _load(self, states: list[Mapping[str, Any]]) -> None:
         """See `Algorithm._load`."""

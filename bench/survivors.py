@@ -31,7 +31,7 @@ SPECS = (
     "allreduce",
     "bytegrad",
     "qsgd",
-    "onebit:min_numel=0,exact=none",
+    "onebit:min_numel=0,exact=none,warmup_steps=0",
     "sign:min_numel=0",
     "terngrad",
     "natural",

@@ -158,8 +158,11 @@ class MomentumAllReduce(CompressedAllReduce):
         self._momenta = Momenta(self.optimizer, groups, mask, limit, scaler)
         super().__init__(module, self.optimizer, codec=codec, **options)
         self.scaler = scaler  # not before: momenta are kept without the scale, and residuals with them
-        if self.communicator.size == 1 and self.members is None:
+        self._freeze_step = freeze_step
+        if self.communicator.size == 1:
+            # Where others join, it may freeze after the first pass with them.
             self.optimizer.freeze_step = None
+        if self.communicator.size == 1 and self.members is None:
             return
         self.optimizer.knows_scale, self.optimizer.ranks = scaler is not None, self.communicator.size
         self.optimizer.agree = weakly(self._agreed)
@@ -168,7 +171,7 @@ class MomentumAllReduce(CompressedAllReduce):
         """Notes how many ranks have the gradients of this pass, which ended among them, though fewer may be left by now."""
         super()._pass_ended()
         if self._engine is not None:
-            self.optimizer.ranks = self._engine.participation.ranks
+            self.optimizer.ranks, self.optimizer.freeze_step = self._engine.participation.ranks, self._freeze_step
 
     def _agreed(self, stable: bool) -> bool:
         """Returns rank 0's answer: sums of the same numbers may differ in their last bits between machines."""

@@ -129,6 +129,7 @@ class Engine:
         self._running = False
         self._step = 0
         self._passes = 0
+        self._flag_ranks = communicator.size
         self._arrived: dict[int, None] = {}
         self._takes_part = True
         self._missing: list[int] = []
@@ -309,6 +310,9 @@ class Engine:
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._tasks = []
         self.participation.ranks = self.communicators[0].size
+        if self._healing is not None and len(self.buckets.all) - 1 in self._healing.committed:
+            # The flags are there, of the ranks that had this pass before this one came.
+            self.participation.ranks = self._flag_ranks
         for position in self.participation.begin():
             # What stays frozen is not waited for.
             self._take_absent(position)
@@ -344,6 +348,8 @@ class Engine:
             self._healing.keep(position, gradient, copies=now)
         if on_gpu:
             self._streams[bucket.index][torch.cuda.current_stream(self._device)] = None
+        if self._healing is not None and bucket.index in self._healing.committed:
+            return
         if now:
             self._leave(bucket.index)
             fill(bucket, [taken], self.weight)
@@ -366,6 +372,8 @@ class Engine:
         self.buckets.all[index].fill_together({slot: gradient for slot, gradient, _ in taken}, self.weight)
 
     def _start_complete(self) -> None:
+        if self._healing is not None and self._healing.is_over:
+            return
         steps = self._options.steps
         while (index := len(self._tasks)) < len(self.buckets.all) and self._missing[index] == 0:
             bucket, positions = self.buckets.all[index], self.buckets.groups[index]
@@ -426,6 +434,8 @@ class Engine:
 
     def _start_rest(self, sparse: Sequence[torch.Tensor | None]) -> None:
         self._sparse_given = sparse
+        if self._healing is not None and self._healing.is_over:
+            return
         self._missing = [0] * len(self.buckets.all)
         self._start_complete()
         for rows, gradient in zip(self._rows, sparse, strict=True):
@@ -447,8 +457,11 @@ class Engine:
         if healing is None:
             self._wait()
             return
-        while True:
+        # Another model's exchange may have changed ranks in the middle of this pass.
+        while not healing.is_complete:
             try:
+                if healing.is_undone:
+                    self._repeat()
                 self._wait()
                 # Over NCCL only streams have waited, and an exchange that was given up shows here first.
                 for each in self.communicators[1:]:
@@ -457,14 +470,12 @@ class Engine:
                 break
             except CommunicationError as error:
                 healing.members.change(error)
-                if healing.is_complete:
-                    break
-                self._repeat()
         healing.end()
 
     def _repeat(self) -> None:
         """Starts the exchanges of this pass again, of the gradients that it has kept."""
         assert self._healing is not None
+        self._healing.is_undone = False
         if not self.buckets.all or len(self.buckets.all) - 1 not in self._healing.committed:
             # Flags of this many follow.
             self.participation.ranks = self.communicators[0].size
@@ -488,6 +499,9 @@ class Engine:
         healing.is_complete = self._running and passes > own
         if not healing.commits:
             return
+        for task in self._tasks:
+            # It may be about to use a mean, or to fail.
+            task.done.wait()
         everyone = gather_json(old, [own, sorted(healing.committed)])
         found = {index for steps, committed in everyone if steps == own for index in committed}
         if healing.is_complete:
@@ -522,6 +536,7 @@ class Engine:
             self.in_flight = self._runtime.limit(self.in_flight)
             self.lay_out(self.buckets.order, state, self.buckets)
             healing.forget()
+        healing.is_undone = undo
         return state
 
     def share_committed(self, pair: Communicator) -> None:
@@ -533,7 +548,8 @@ class Engine:
         healing, steps = self._healing, self._options.steps
         if healing is None or steps is None:
             return
-        committed, taken = pair.broadcast_object([sorted(healing.committed), sorted(steps.taken)])
+        own = [sorted(healing.committed), sorted(steps.taken), self.participation.ranks]
+        committed, taken, self._flag_ranks = pair.broadcast_object(own)
         for index in committed:
             pair.broadcast(self.buckets.all[index].whole, 0).wait()
         pair.drain()
@@ -620,7 +636,9 @@ class Engine:
         except CommunicationError as error:
             if healing is None:
                 raise
-            healing.members.change(error)
+            # The step of this pass is still to be taken: a new member would get parameters without it.
+            with healing.members.admitting_none():
+                healing.members.change(error)
 
     def _follow_order(self) -> None:
         """Lays buckets out again if gradients came in another order than theirs on any rank."""

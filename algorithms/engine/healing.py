@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.exchange import WHOLE, Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, copied
 from bagua_kernels.comm import Communicator, Membership, ReduceOp
 from bagua_kernels.comm.mailbox.courier import weakly
@@ -28,6 +28,7 @@ class Healing:
     Attributes:
         members: of which there are fewer after a loss. Then the engine is given other communicators.
         is_complete: True once other ranks are known to have come to the end of the pass in which an exchange failed here.
+        is_undone: True once exchanges have gone back to what they remembered before the pass under way, which is repeated.
         commits: True if there is a barrier behind each bucket.
         committed: numbers of the buckets whose means all ranks have, in the pass under way.
     """
@@ -45,7 +46,7 @@ class Healing:
         """
         self.members, self._ended, self.concluded = members, weakly(ended), weakly(concluded)
         self.commits, self.committed = commits, set[int]()
-        self.is_complete = False
+        self.is_complete = self.is_undone = False
         self._gradients: dict[int, torch.Tensor | None] = {}
         self._before: dict[Exchange, Callable[[], Mapping[str, Named]]] = {}
         # Memory of the passes before.
@@ -54,7 +55,7 @@ class Healing:
 
     def begin(self) -> None:
         """Begins a pass."""
-        self.is_complete = False
+        self.is_complete = self.is_undone = False
         self._gradients = {}
         self._before = {}
 
@@ -76,6 +77,11 @@ class Healing:
         """Waits until all ranks have the mean of a bucket, which may be used then; on a communication thread."""
         exchange.communicator.barrier_on_host()
         self.committed.add(exchange.bucket.index)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no exchange of the pass is to begin before its end: ranks have changed since, as others have noticed."""
+        return self.is_complete or self.is_undone
 
     def end(self) -> None:
         """Frees what was kept, but for memory that the next pass will use."""
@@ -123,11 +129,19 @@ def states_of_ranks(
     for exchange in exchanges:
         for key, named in (before[exchange] if exchange in before else exchange.own_state()).items():
             found.setdefault(key, {}).update(named)
-    for name in sorted(found.get(_PARTS, {})):
-        whole = found[_PARTS][name].contiguous()
+    parts, sizes = found.pop(_PARTS, {}), dict[str, tuple[int, torch.dtype]]()
+    # Some ranks may have none, where they were lost in the middle of loading a state.
+    for told in communicator.all_gather_object({name: (each.numel(), each.dtype) for name, each in parts.items()}):
+        sizes.update(told)
+    for name, (numel, dtype) in sorted(sizes.items()):
+        whole = (
+            parts[name].contiguous() if name in parts else torch.zeros(numel, dtype=dtype, device=communicator.device)
+        )
         communicator.all_reduce(whole, ReduceOp.SUM).wait()
-        found[_PARTS][name] = whole
+        parts[name] = whole
     communicator.drain()
+    if parts or WHOLE in found:
+        found[_PARTS] = {**parts, **found.pop(WHOLE, {})}
     names = [name for name in members.ranks if name not in members.newcomers]
     leaving = [names.index(name) for name in members.leaving]
     staying = [rank for rank in range(communicator.size) if rank not in leaving]

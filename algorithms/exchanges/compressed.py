@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.exchange import WHOLE, Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, copied, gather, scatter
 from bagua_kernels.algorithms.policy.guard import Decision, Guarded, Sample
 from bagua_kernels.algorithms.policy.policy import Policy
@@ -186,9 +186,13 @@ class CompressedExchange(Exchange):
         """See `Exchange.own_state`."""
         self._gathers = False
         try:
-            return super().own_state()
+            found = super().own_state()
         finally:
             self._gathers = True
+        if self._all_reduce is None and "owner" in found:
+            # From a state, of which no step has taken this rank's part yet.
+            found[WHOLE] = found.pop("owner")
+        return found
 
     def mark(self, spare: list[torch.Tensor]) -> Callable[[], dict[str, Named]]:
         """See `Exchange.mark`: one copy of the residuals, in memory that was touched before."""

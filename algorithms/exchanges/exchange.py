@@ -16,6 +16,8 @@ from bagua_kernels.comm.compressed import Deliver
 from bagua_kernels.compression import Codec
 from bagua_kernels.launchers.multitensor import TensorUpdate
 
+WHOLE = "whole owner"  # the key of what ranks have in parts, where each has all of it
+
 _OF_RUN = (
     "reads_in_place",
     "one_collective",
@@ -100,7 +102,7 @@ class Exchange(abc.ABC):
     def own_state(self) -> dict[str, Named]:
         """Returns what this rank has of `state`, in memory of its own. Not collective, for ranks may be lost.
 
-        Of what ranks have in parts ("owner"), the others' parts are zero.
+        Of what ranks have in parts ("owner"), the others' parts are zero; unless each rank has all of it, as `WHOLE`.
         """
         return {key: {name: each.clone() for name, each in named.items()} for key, named in self.state().items()}
 

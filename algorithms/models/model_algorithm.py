@@ -336,11 +336,10 @@ class ModelAlgorithm(Algorithm):
             assert own is not None
             means = Values(self.module, self.local.flat)
             own.put()
-            try:
-                yield
-            finally:
-                own = Values(self.module, self.local.flat)
-                means.put()
+            yield
+            # Not after an error: then the rank keeps its own.
+            own = Values(self.module, self.local.flat)
+            means.put()
 
         self._completed(average, aside)
         assert own is not None

@@ -193,6 +193,7 @@ class Membership:
         self._arriving: weakref.ref[Follower] | None = None
         self._callbacks: list[Callable[[Membership], object]] = []
         self._coming: tuple[int, Any] | None = None
+        self._calls = 0  # under way, in which no process joins
         self._entering = False  # True while members get what they need
         self._wishes: list[Any] = []  # of processes that ask meanwhile
         self._early: list[tuple[int, int, bytes]] = []  # to members with which this one does not connect yet
@@ -334,6 +335,15 @@ class Membership:
                 self.change(error)
             finally:
                 self._arriving = None
+
+    @contextlib.contextmanager
+    def admitting_none(self) -> Iterator[None]:
+        """In the block no process joins, where ranks change: it would not be at the call that all members repeat."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
 
     def on_change(self, callback: Callable[[Membership], object]) -> None:
         """Calls a function with this object whenever an epoch begins, on the thread that trains."""
@@ -527,7 +537,8 @@ class Membership:
     def _agree(self, error: BaseException) -> Census:
         report = {
             "followers": [each.report() for each in self._living_followers()],
-            "address": self._listen_for_members(),
+            # Where none is known nobody is admitted.
+            "address": None if self._calls else self._listen_for_members(),
             "lines": [line.epoch for line in self._lines],
             "leaves": self._parting,
             "behind": any(getattr(each, "is_behind", False) for each in self._living_followers()),

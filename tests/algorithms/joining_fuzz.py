@@ -151,7 +151,10 @@ class Party:
 
         def parted(communicator: Any, *arguments: Any, **options: Any) -> Any:
             made: Any = split(communicator, *arguments, **options)
-            made.fuzz_owner = getattr(communicator, "fuzz_owner", None)
+            made.fuzz_owner = owner = getattr(communicator, "fuzz_owner", None)
+            if owner is not None:
+                # A process that ends ends what it is about to open, too.
+                self._anchors.setdefault(owner, []).append(made)
             return made
 
         def begun(line: Any, anchor: Any, *arguments: Any) -> None:

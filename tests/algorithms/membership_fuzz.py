@@ -95,6 +95,7 @@ class Training:
         trips: when ranks lose what others complete.
         calls: what all ranks call before a step.
         second: of the algorithm of another model, which is trained in turn with the first; empty for none.
+        is_joint: True if both have one loss, and so one backward pass.
     """
 
     spec: str
@@ -104,6 +105,7 @@ class Training:
     trips: dict[int, Moment] = field(default_factory=dict)
     calls: dict[int, str] = field(default_factory=dict)
     second: str = ""
+    is_joint: bool = False
 
 
 def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
@@ -129,8 +131,10 @@ def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
         # Where something happens anyway.
         steps = {each.step for each in (*made.ends.values(), *made.trips.values())}
         made.calls = {step: dice.choice(CALLS) for step in steps}
-    if dice.random() < 0.2:
-        made.second = dice.choice(specs)
+    alike = [each for each in specs if each in ALIKE]
+    # Two models go on together with algorithms on gradients alone.
+    if made.spec in alike and dice.random() < 0.4:
+        made.second, made.is_joint = dice.choice(alike), dice.random() < 0.6
     return made
 
 
@@ -247,9 +251,12 @@ class Course:
                     self.act(communicator._world, name)
                 if step in training.calls:
                     self.found.setdefault(name, {})[step] = self._call(training.calls[step], algorithm, optimizer, net)
-                self._step(algorithm, optimizer, net, name, step)
-                if other is not None:
-                    step_of(other.algorithm, other.optimizer, name, step)
+                if other is not None and training.is_joint and training.spec not in CONSERVING:
+                    _joint_step([(algorithm, optimizer), (other.algorithm, other.optimizer)], name, step)
+                else:
+                    self._step(algorithm, optimizer, net, name, step)
+                    if other is not None:
+                        step_of(other.algorithm, other.optimizer, name, step)
                 self.seen.setdefault(name, []).append(members.ranks)
             own = vector(net)
             algorithm.synchronize()
@@ -386,6 +393,16 @@ class Course:
 
 def _is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _joint_step(models: Sequence[tuple[Algorithm, torch.optim.Optimizer]], name: int, step: int) -> None:
+    """A step of models with one loss."""
+    x, y = batch(name, step)
+    for _, optimizer in models:
+        optimizer.zero_grad()
+    torch.stack([F.cross_entropy(model(x), y) for model, _ in models]).sum().backward()
+    for _, optimizer in models:
+        optimizer.step()
 
 
 class _Trained:

@@ -14,7 +14,7 @@ from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.membership.arrival import arrive
 from bagua_kernels.comm.membership.transports import NcclTransport
 from tests import limits
-from tests.algorithms.test_healing import ALIKE, RANKS, STEPS, parts_of, step_of, survivors, vector
+from tests.algorithms.test_healing import ALIKE, RANKS, STEPS, parts_of, step_of, survivors, vector, wrapped
 from tests.comm.backends.nccl.fake_nccl import World
 from tests.comm.backends.nccl.nccl_members import CPU, Ended, ends, with_members
 from tests.comm.membership.over_sockets import listening
@@ -29,12 +29,12 @@ def test_training_heals(spec: str, victim: int) -> None:
 
     def program(members: Membership) -> Any:
         net, optimizer = parts_of(spec)
-        algorithm = from_spec(spec, net, optimizer, communicator=members.communicator, on_failure="heal")
+        algorithm = wrapped(spec, members, net, optimizer)
         for step in range(STEPS):
             if (members.name, step) == (victim, 4):
                 algorithm.__exit__(Ended, Ended(), None)
                 raise Ended
-            step_of(algorithm, optimizer, members.name, step)
+            step_of(algorithm, algorithm.optimizer or optimizer, members.name, step)
         own = vector(net)
         algorithm.close()
         ends(members)

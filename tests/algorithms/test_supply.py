@@ -105,7 +105,7 @@ def joined(spec: str, kind: str, loses: bool, steps: int) -> tuple[dict[int, Any
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::bagua_kernels.algorithms.OptimizerFitWarning")
 @grid(
-    spec=["bytegrad", "onebit:min_numel=0,exact=none", "powersgd:rank=2"],
+    spec=["bytegrad", "onebit:min_numel=0,exact=none,warmup_steps=0", "powersgd:rank=2"],
     kind=list(OPTIMIZERS),
     loses=[False, True],
     cover=1,

@@ -86,7 +86,7 @@ def reports(processes: Processes, ranks: list[int]) -> list[Any]:
             pytest.param(spec, marks=pytest.mark.slow)
             for spec in (
                 "diloco:interval=4",
-                "onebit:min_numel=0,exact=none",
+                "onebit:min_numel=0,exact=none,warmup_steps=0",
                 "dgc",
                 "powersgd:rank=2",
                 "decentralized:peers=ring",
