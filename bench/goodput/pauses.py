@@ -4,7 +4,8 @@ python -m bench.goodput.pauses [--kills 12] [--torchft PYTHON] [--output bench/r
 
 The jobs are those of `bench.goodput`: four processes of this machine, on loopback and with default settings. Each rank is killed
 in turn, by SIGKILL, that of rank 0 too. Another one starts 3 s later, and the next one is killed 3 s after its first step. A
-pause is the longest time between two steps of any other rank, in the 3 s after the kill. An undisturbed step is part of it.
+pause is the longest time between two steps of any other rank, in the 3 s after the kill. An undisturbed step is part of it. A
+rank that makes no step any more counts with all of its time. One whose process has ended by itself does not.
 """
 
 from __future__ import annotations
@@ -38,20 +39,23 @@ def pause(ranks: Sequence[Rank], begin: float, end: float) -> float:
 
 def measure(way: str, spec: str, python: str, kills: int) -> dict[str, Any]:
     """Returns the figures of one entrant."""
-    found = list[float]()
+    found, ended = list[float](), 0
     with job_of(way, spec, python) as job:
         steps = [after - before for before, after in itertools.pairwise(when for when, _ in job.all[0].steps())]
         for number in range(kills):
             begin = time.time()
             job.kill(number)
             time.sleep(_SECONDS)
-            found.append(pause(job.living, begin, begin + _SECONDS))
+            alive = [each for each in job.living if each.process.poll() is None]
+            found.append(pause(alive, begin, begin + _SECONDS))
+            ended = max(ended, len(job.living) - len(alive))
             _replace(job)
     return {
         "way": way,
         "spec": spec,
         "kills": kills,
         "step_seconds": statistics.median(steps),
+        "ended_by_themselves": ended,
         "pause_seconds": {"median": statistics.median(found), "worst": max(found), "all": found},
     }
 
