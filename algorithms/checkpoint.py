@@ -54,9 +54,9 @@ def save(algorithm: Algorithm | Hook, path: str | os.PathLike[str]) -> None:
     completed(algorithm, lambda: save_states(_ranks(algorithm), state_of(algorithm), path))
 
 
-def completed(algorithm: Algorithm | Hook, call: Callable[[], T]) -> T:
+def completed(owner: object, call: Callable[[], T]) -> T:
     """Returns what a collective call returns; with an algorithm that heals, of the ranks that are left, which all complete it."""
-    return call() if isinstance(algorithm, Hook) else algorithm._completed(call)
+    return owner._completed(call) if isinstance(owner, Algorithm) else call()
 
 
 def save_states(communicator: Communicator, state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

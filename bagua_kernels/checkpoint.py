@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.checkpoint import completed, load_states, put_state, save_states, state_of
 from bagua_kernels.algorithms.ddp.hook import Hook
 from bagua_kernels.algorithms.models.model_algorithm import ModelAlgorithm
+from bagua_kernels.caller_warnings import warn_caller
 from bagua_kernels.comm import Communicator
 
 _RNG = "rng"
@@ -71,11 +71,7 @@ def save(
         RuntimeError: another rank cannot.
     """
     _check_names(others)
-
-    def call() -> None:
-        _save(path, model, optimizer, hook, rng, others)
-
-    completed(model, call) if isinstance(model, Algorithm) else call()
+    completed(model, lambda: _save(path, model, optimizer, hook, rng, others))
 
 
 def _save(
@@ -135,11 +131,7 @@ def load(
         RuntimeError: another rank cannot.
     """
     _check_names(others)
-
-    def call() -> dict[str, Any]:
-        return _load(path, model, optimizer, hook, rng, others)
-
-    return completed(model, call) if isinstance(model, Algorithm) else call()
+    return completed(model, lambda: _load(path, model, optimizer, hook, rng, others))
 
 
 def _load(
@@ -174,10 +166,9 @@ def _load(
         if same:
             _set_random_state(first[_RNG])
         elif _ranks(model).rank == 0:
-            warnings.warn(
+            warn_caller(
                 "the number of ranks has changed, so that random numbers begin anew: give each rank a seed of its own",
                 RuntimeWarning,
-                stacklevel=4,
             )
     rest: dict[str, Any] = first[_REST]
     for name, value in others.items():

@@ -343,13 +343,11 @@ class ModelAlgorithm(Algorithm):
 
         self._completed(average, aside)
         assert own is not None
+        is_own, self.local.own = self.local.own, False
         try:
-            is_own, self.local.own = self.local.own, False
-            try:
-                yield
-            finally:
-                self.local.own = is_own
+            yield
         finally:
+            self.local.own = is_own
             own.put()
 
     @torch.no_grad()

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from bagua_kernels import checkpoint
 from bagua_kernels.algorithms import from_spec
 from bagua_kernels.algorithms.algorithm import Algorithm
-from bagua_kernels.comm import Communicator, LocalCommunicator, Membership, run_ranks
+from bagua_kernels.comm import Communicator, Membership, run_ranks
 from bagua_kernels.comm.joining.secret import Secret
-from bagua_kernels.comm.membership.arrival import arrive
 from bagua_kernels.errors import CommunicationError, MembershipError, RankLostError
 from tests import limits
 from tests.algorithms.test_healing import Net, batch, parts_of, step_of, vector, wrapped
-from tests.comm.membership.over_sockets import ends, listening
+from tests.comm.membership.over_sockets import ends, with_joiner
 
 SECRET = Secret.from_text("known to the ranks of this test alone")
 TIMEOUT = 8.0
@@ -66,11 +65,10 @@ def test_owners_residuals_count_once_when_members_change_twice(spec: str, is_loa
 @pytest.mark.parametrize("spec", ["bytegrad", "onebit:min_numel=0,exact=none,warmup_steps=0"])
 def test_a_checkpoint_that_loses_a_rank_while_another_one_asks(spec: str, tmp_path: Path) -> None:
     """The others repeat the call among themselves, and let it in at the next step."""
-    doors: dict[int, tuple[str, int]] = {}
     found: dict[int, Any] = {}
     steps, at = 10, 4
 
-    def trains(members: Membership) -> None:
+    def trains(members: Membership, joiner: threading.Thread) -> None:
         net, optimizer = parts_of(spec)
         algorithm = wrapped(spec, members, net, optimizer)
         for step in range(algorithm.stats().steps, steps):
@@ -79,7 +77,7 @@ def test_a_checkpoint_that_loses_a_rank_while_another_one_asks(spec: str, tmp_pa
                 continue
             if step + 1 == at and not members.has_joined:
                 if members.name == 2:
-                    thread.start()
+                    joiner.start()
                 limits.until(lambda: members.is_wanted, "a process asks")
             if step + 1 == at and members.name == 2:
                 members._end("its process has ended")
@@ -90,13 +88,7 @@ def test_a_checkpoint_that_loses_a_rank_while_another_one_asks(spec: str, tmp_pa
         algorithm.close()
         ends(members)
 
-    def member(communicator: LocalCommunicator) -> None:
-        with listening(communicator, SECRET, doors) as members:
-            trains(members)
-
-    thread = threading.Thread(target=lambda: trains(arrive([doors[0]], SECRET, limits.seconds(30.0))), daemon=True)
-    run_ranks(3, member, timeout=limits.seconds(30.0))
-    thread.join(limits.seconds(30.0))
+    with_joiner(3, SECRET, trains, 30.0)
     assert {name: ranks for name, (ranks, _) in found.items()} == dict.fromkeys((0, 1, 3), (0, 1, 3))
     assert all(torch.equal(own, found[0][1]) for _, own in found.values())
 
@@ -111,10 +103,9 @@ class Counting(Net):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_process_joins_between_two_forward_passes_of_one_backward_pass(ranks: int) -> None:
-    doors: dict[int, tuple[str, int]] = {}
     found: dict[int, Any] = {}
 
-    def trains(members: Membership) -> None:
+    def trains(members: Membership, joiner: threading.Thread) -> None:
         net = Counting()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         algorithm = from_spec("allreduce", net, optimizer, communicator=members.communicator, on_failure="heal")
@@ -123,7 +114,7 @@ def test_a_process_joins_between_two_forward_passes_of_one_backward_pass(ranks: 
             optimizer.zero_grad()
             first = F.cross_entropy(algorithm(x), y)
             if members.name == 0 and step == 3:
-                thread.start()
+                joiner.start()
                 limits.until(lambda: members.is_wanted, "a process asks")
             (first + F.cross_entropy(algorithm(-x), y)).backward()
             optimizer.step()
@@ -131,13 +122,7 @@ def test_a_process_joins_between_two_forward_passes_of_one_backward_pass(ranks: 
         algorithm.close()
         ends(members)
 
-    def member(communicator: LocalCommunicator) -> None:
-        with listening(communicator, SECRET, doors) as members:
-            trains(members)
-
-    thread = threading.Thread(target=lambda: trains(arrive([doors[0]], SECRET, limits.seconds(30.0))), daemon=True)
-    run_ranks(ranks, member, timeout=limits.seconds(30.0))
-    thread.join(limits.seconds(30.0))
+    with_joiner(ranks, SECRET, trains, 30.0)
     assert len(found) == ranks + 1
     assert all(torch.equal(own, found[0][1]) for _, own in found.values())
 

@@ -15,7 +15,7 @@ from bagua_kernels.comm.membership.arrival import arrive
 from bagua_kernels.errors import CommunicationError
 from tests import limits
 from tests.algorithms.test_healing import parts_of, step_of, vector, wrapped
-from tests.comm.membership.over_sockets import ends, listening
+from tests.comm.membership.over_sockets import ends, listening, with_joiner
 
 SECRET = Secret.from_text("known to the ranks of this test alone")
 RANKS, COUNT, STEPS = 3, 3, 20
@@ -79,10 +79,9 @@ def test_processes_that_ask_while_another_one_arrives(spec: str, loses: bool) ->
     ],
 )
 def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
-    doors: dict[int, tuple[str, int]] = {}
     found: dict[int, Any] = {}
 
-    def trains(members: Membership) -> None:
+    def trains(members: Membership, joiner: threading.Thread) -> None:
         net, optimizer = parts_of(spec)
         algorithm = from_spec(spec, net, optimizer, communicator=members.communicator, on_failure="heal")
         for step in range(algorithm.stats().steps, STEPS):
@@ -92,7 +91,7 @@ def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
                 return
             if members.name == 0 and step == 8:
                 assert members.ranks == (0,)
-                thread.start()
+                joiner.start()
                 limits.until(lambda: members.is_wanted, "a process asks")
             step_of(algorithm, optimizer, members.name, step)
         algorithm.synchronize()
@@ -100,14 +99,8 @@ def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
         found[members.name] = members.ranks, vector(net)
         ends(members)
 
-    def member(communicator: LocalCommunicator) -> None:
-        with listening(communicator, SECRET, doors) as members:
-            trains(members)
-
     # Kernels may have to be compiled.
-    thread = threading.Thread(target=lambda: trains(arrive([doors[0]], SECRET, limits.seconds(60.0))), daemon=True)
-    run_ranks(2, member, timeout=limits.seconds(60.0))
-    thread.join(limits.seconds(60.0))
+    with_joiner(2, SECRET, trains, 60.0)
     assert {name: ranks for name, (ranks, _) in found.items()} == {0: (0, 2), 2: (0, 2)}
     assert torch.equal(found[0][1], found[2][1])
 
@@ -126,17 +119,16 @@ def test_a_rank_that_was_left_alone_is_joined(spec: str) -> None:
 )
 def test_a_job_that_begins_with_one_rank_is_joined(spec: str) -> None:
     """A parameter is frozen, which is compared when one joins."""
-    doors: dict[int, tuple[str, int]] = {}
     found: dict[int, Any] = {}
 
-    def trains(members: Membership) -> None:
+    def trains(members: Membership, joiner: threading.Thread) -> None:
         net, optimizer = parts_of(spec)
         net.last.bias.requires_grad_(False)
         algorithm = wrapped(spec, members, net, optimizer)
         begin = algorithm.stats().steps
         for step in range(begin, STEPS):
             if members.name == 0 and step == 5:
-                thread.start()
+                joiner.start()
                 limits.until(lambda: members.is_wanted, "a process asks")
             step_of(algorithm, algorithm.optimizer or optimizer, members.name, step)
         algorithm.synchronize()
@@ -144,14 +136,8 @@ def test_a_job_that_begins_with_one_rank_is_joined(spec: str) -> None:
         algorithm.close()
         ends(members)
 
-    def member(communicator: LocalCommunicator) -> None:
-        with listening(communicator, SECRET, doors) as members:
-            trains(members)
-
     # Kernels may have to be compiled.
-    thread = threading.Thread(target=lambda: trains(arrive([doors[0]], SECRET, limits.seconds(60.0))), daemon=True)
-    run_ranks(1, member, timeout=limits.seconds(60.0))
-    thread.join(limits.seconds(60.0))
+    with_joiner(1, SECRET, trains, 60.0)
     assert {name: steps for name, (_, steps, _) in found.items()} == {0: STEPS, 1: STEPS}
     assert 4 <= found[1][0] <= 6
     assert torch.equal(found[0][2], found[1][2])
