@@ -198,7 +198,7 @@ class OuterLoop(RoundAlgorithm):
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
         self.sync_state, self.penalty, self.by_speed = sync_state, penalty, by_speed
         self.quorum, self.grace = quorum, grace
-        self._plan = Plan(interval)
+        self._plan, self._agreed_plan = Plan(interval), None
         super().__init__(
             module,
             optimizer,
@@ -215,16 +215,16 @@ class OuterLoop(RoundAlgorithm):
         """See `Algorithm._refuses_healing`."""
         if self.quorum is not None:
             return "a quorum goes on without ranks that are lost by itself; leave out on_failure"
-        if self.by_speed:
-            return "what it has measured for by_speed=True is of all ranks; leave that out"
         return ""
 
     def _report(self) -> Any:
         """See `Algorithm._report`; with the rounds that are in place, and a digest of what all ranks have alike."""
         steps, unfinished, _ = super()._report()
         rounds = self.rounds
-        told = None if rounds is None else [rounds.finished, digest(self._common()), self.is_behind]
-        return [steps, unfinished, told]
+        if rounds is None:
+            return [steps, unfinished, None]
+        plan = self._plan.report(steps, None if unfinished is None else rounds.number)
+        return [steps, unfinished, [rounds.finished, digest(self._common()), self.is_behind, plan]]
 
     def _boundary(self) -> int:
         """See `Algorithm._boundary`: rounds whose results are in place."""
@@ -281,8 +281,11 @@ class OuterLoop(RoundAlgorithm):
         assert isinstance(loop, OuterRounds)
         assert self.members is not None
         # What those that are behind have is near that of the others, and will be given to them.
-        whole = {rank: tuple(told) for rank, (_, _, told) in reports.items() if not told[2]}
-        last, numbers = max(told[0] for told in whole.values()), loop.numbers()
+        whole = {rank: tuple(told[:2]) for rank, (_, _, told) in reports.items() if not told[2]}
+        last, numbers = max(told[0] for told in whole.values()), _numbers_of_all(loop)
+        self._agreed_plan = self._plan.agreed(
+            {rank: told[3] for rank, (_, _, told) in reports.items()}, self.communicator.size
+        )
         behind = loop.finished < last
         exchanges = [each.exchange for each in loop.outer]
         before = {}
@@ -313,7 +316,10 @@ class OuterLoop(RoundAlgorithm):
         assert isinstance(loop, OuterRounds)
         names, vectors = self._names_of_common(), None if self._gives_nearly else self._common()
         own = [each.exchange.state().get("owner", {}) for each in loop.outer]
-        return [names, vectors, {name: vector for named in own for name, vector in named.items()}, loop.numbers()]
+        owners = {name: vector for named in own for name, vector in named.items()}
+        numbers = _numbers_of_all(loop)
+        numbers.pop("samples", None)
+        return [names, vectors, owners, numbers]
 
     def _take_common(self, loop: Loop, state: Any) -> None:
         """See `ModelAlgorithm._take_common`; its own parameters are the outer ones.
@@ -331,6 +337,13 @@ class OuterLoop(RoundAlgorithm):
         for each in loop.outer:
             each.load({"owner": owners} if owners else {})
         loop.load_numbers(numbers)
+
+    def _give_loop(self, loop: Loop, steps: int) -> None:
+        """See `ModelAlgorithm._give_loop`; with the steps of each rank to the next round."""
+        super()._give_loop(loop, steps)
+        agreed, self._agreed_plan = self._give(self._agreed_plan), None
+        if agreed is not None:
+            self._plan.go_on(self.local.steps, agreed)
 
     @abc.abstractmethod
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
@@ -394,6 +407,11 @@ class OuterLoop(RoundAlgorithm):
         """The steps that each rank takes in the round under way."""
         return self._plan.steps_of(self.communicator.size)
 
+    @property
+    def steps_left(self) -> list[int]:
+        """The steps that each rank has still to take in the round under way, just after ranks have become others."""
+        return self._plan.left(self.local.steps, self.communicator.size)
+
     def count_samples(self, samples: float) -> None:
         """Adds to this rank's samples in the round under way; without it each step counts as one.
 
@@ -416,3 +434,8 @@ class OuterLoop(RoundAlgorithm):
             raise RuntimeError("with by_speed=True no rank can join() early: RoundSampler ends all at the same round")
         with super().join(optimizer):
             yield
+
+
+def _numbers_of_all(loop: OuterRounds) -> dict[str, Any]:
+    """Returns numbers of a loop that others go on with: those of its ranks' steps are of these ranks alone."""
+    return {name: each for name, each in loop.numbers().items() if name != "pace"}

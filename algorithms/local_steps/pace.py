@@ -17,8 +17,10 @@ class Pace:
     knows the steps of all. They have a mean of about `interval`. Ranks of equal speed take `interval` steps each.
 
     Attributes:
+        rank: this one.
         steps: of each rank in the round under way.
         rounds: the number of rounds that have begun to be exchanged.
+        end: steps of this rank at the end of the round under way, of all its steps.
     """
 
     def __init__(
@@ -33,17 +35,17 @@ class Pace:
             least: no rank takes fewer steps.
             clock: seconds.
         """
-        self._interval, self._rank, self._least, self._clock = interval, rank, least, clock
+        self._interval, self.rank, self._least, self._clock = interval, rank, least, clock
         self.steps = [interval] * size
         self.rounds = 0
         self._speeds: list[float] = []
-        self._end = interval
+        self.end = self._timed = interval
         self._began = clock()
         self._waited = 0.0
 
     def is_end(self, step: int) -> bool:
         """True if the round under way ends with a step of this rank, counted from 0."""
-        return step + 1 == self._end
+        return step + 1 == self.end
 
     def speed(self, waited: float) -> float:
         """Returns this rank's steps per second in the round that ends now.
@@ -52,7 +54,7 @@ class Pace:
             waited: seconds for which training has waited for exchanges so far, which are left out.
         """
         seconds = self._clock() - self._began - (waited - self._waited)
-        return self.steps[self._rank] / max(seconds, 1e-9)
+        return self._timed / max(seconds, 1e-9)
 
     def measured(self, speeds: Sequence[float]) -> None:
         """Takes the speeds of all ranks in the round whose exchange is under way; equal on all ranks."""
@@ -67,7 +69,8 @@ class Pace:
         """
         self.rounds += 1
         self.steps = list(steps)
-        self._end += self.steps[self._rank]
+        self._timed = self.steps[self.rank]
+        self.end += self._timed
         self._began, self._waited = self._clock(), waited
 
     def planned(self) -> list[int]:
@@ -83,16 +86,29 @@ class Pace:
             return self.steps
         return [max(self._least, round(steps)) for steps in exact]
 
+    def go_on(self, rounds: int, steps: Sequence[int], taken: int, left: int) -> None:
+        """Goes on in the middle of a round, when ranks have become others: their speeds are measured anew.
+
+        Args:
+            rounds: that have begun to be exchanged.
+            steps: of each rank in the round under way.
+            taken: steps of this rank so far, of all its steps.
+            left: steps of this rank to the end of the round.
+        """
+        self.rounds, self.steps, self._speeds = rounds, list(steps), []
+        self.end, self._timed = taken + left, left
+
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
-        return {"rounds": self.rounds, "end": self._end, "steps": list(self.steps), "speeds": list(self._speeds)}
+        return {"rounds": self.rounds, "end": self.end, "steps": list(self.steps), "speeds": list(self._speeds)}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
         """Restores what `numbers` returned."""
         self.steps, self._speeds = list(numbers["steps"]), list(numbers.get("speeds", []))
-        self.rounds, self._end = numbers["rounds"], numbers["end"]
+        self.rounds, self.end = numbers["rounds"], numbers["end"]
+        self._timed = self.steps[self.rank]
 
     def restart(self, steps: int) -> None:
         """Begins a round after a number of steps, with as many steps for each rank."""
         self.steps = [self._interval] * len(self.steps)
-        self._speeds, self._end = [], steps + self._interval
+        self._speeds, self.end, self._timed = [], steps + self._interval, self._interval

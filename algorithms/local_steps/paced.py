@@ -21,6 +21,7 @@ class PacedPlan(Plan):
         """
         super().__init__(interval)
         self._pace, self._planned = pace, list(pace.steps)
+        self._exchanged, self._left = list(pace.steps), list(pace.steps)
 
     def round_at(self, step: int) -> int | None:
         """See `Plan.round_at`."""
@@ -28,7 +29,11 @@ class PacedPlan(Plan):
 
     def steps_of(self, ranks: int) -> list[int]:
         """See `Plan.steps_of`."""
-        return list(self._pace.steps)
+        return list(self._pace.steps) if len(self._pace.steps) == ranks else super().steps_of(ranks)
+
+    def left(self, steps: int, ranks: int) -> list[int]:
+        """See `Plan.left`."""
+        return list(self._left) if len(self._left) == ranks else super().steps_of(ranks)
 
     def speed(self, waited: float) -> float:
         """See `Plan.speed`."""
@@ -36,7 +41,7 @@ class PacedPlan(Plan):
 
     def begins(self) -> None:
         """See `Plan.begins`."""
-        self._planned = self._pace.planned()
+        self._planned, self._exchanged = self._pace.planned(), list(self._pace.steps)
 
     def begun(self, waited: float) -> None:
         """See `Plan.begun`."""
@@ -45,6 +50,31 @@ class PacedPlan(Plan):
     def restart(self, steps: int) -> None:
         """See `Plan.restart`."""
         self._pace.restart(steps)
+
+    def report(self, steps: int, lost: int | None) -> list[int]:
+        """See `Plan.report`: the number of the round that comes next, and this rank's steps in it so far, and still to take."""
+        if lost is not None:
+            return [lost, self._exchanged[self._pace.rank], 0]
+        left = max(1, self._pace.end - steps)
+        return [self._pace.rounds, self._pace.steps[self._pace.rank] - left, left]
+
+    def agreed(self, reports: Mapping[int, Any], ranks: int) -> list[Any]:
+        """See `Plan.agreed`: the number of the next round; of each rank the steps of that, and those that are still to take.
+
+        A round that was lost on some ranks is made again after the next step.
+        """
+        lost = [number for number, _, left in reports.values() if not left]
+        interval = 1 if lost else self._interval
+        told = [reports.get(rank, (0, 0, interval)) for rank in range(ranks)]
+        left = [1 if lost else own for _, _, own in told]
+        steps = [taken + own for (_, taken, _), own in zip(told, left, strict=True)]
+        return [min(lost) if lost else max(number for number, _, _ in reports.values()), steps, left]
+
+    def go_on(self, steps: int, agreed: Any) -> None:
+        """See `Plan.go_on`."""
+        number, planned, self._left = agreed
+        self._planned = self._exchanged = list(planned)
+        self._pace.go_on(number, planned, steps, self._left[self._pace.rank])
 
     def numbers(self) -> dict[str, Any]:
         """See `Plan.numbers`."""

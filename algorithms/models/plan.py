@@ -59,6 +59,39 @@ class Plan:
     def restart(self, steps: int) -> None:
         """Goes on with a number of steps."""
 
+    def left(self, steps: int, ranks: int) -> list[int]:
+        """Returns the steps that each rank has still to take in the round under way, when ranks have just become others.
+
+        Args:
+            steps: that were taken.
+            ranks: their number.
+        """
+        step = steps
+        while self.round_at(step) is None:
+            step += 1
+        return [step + 1 - steps] * ranks
+
+    def report(self, steps: int, lost: int | None) -> Any:
+        """Returns what other ranks are to know of this one when ranks are lost or join; None where all take as many steps.
+
+        Args:
+            steps: that were taken.
+            lost: the number of the round that has begun, and whose results are not in place; None if there is none.
+        """
+        return None
+
+    def agreed(self, reports: Mapping[int, Any], ranks: int) -> Any:
+        """Returns how ranks go on that have reported something, and others that are new, for `go_on`.
+
+        Args:
+            reports: what `report` has returned, by rank.
+            ranks: the number of all.
+        """
+        return None
+
+    def go_on(self, steps: int, agreed: Any) -> None:
+        """Goes on with a number of steps, after `restart`, as ranks have agreed."""
+
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
         return {}

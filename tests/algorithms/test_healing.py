@@ -52,6 +52,8 @@ APART = (
     "post_local_sgd:interval=2,first_phase=3",
     "diloco:interval=3",
     "diloco:interval=4,delay=2,codec=minmax_uint8",
+    "local_sgd:interval=3,by_speed=True",
+    "diloco:interval=3,delay=1,by_speed=True",
     "slow_mo:interval=2",
     "mu_loco:interval=3",
     "sparse_loco:interval=2",
@@ -64,7 +66,6 @@ MAKERS = ("qadam", "onebit_adam")
 REFUSED = {
     "auto": "measured",
     "diloco:quorum=2": "quorum",
-    "local_sgd:by_speed=True": "by_speed",
 }
 
 
