@@ -199,6 +199,10 @@ class OuterLoop(RoundAlgorithm):
         self.sync_state, self.penalty, self.by_speed = sync_state, penalty, by_speed
         self.quorum, self.grace = quorum, grace
         self._plan, self._agreed_plan = Plan(interval), None
+        self._own_steps: int | None = None
+        if quorum is not None:
+            # Ranks have no common moment between two rounds.
+            self.takes_drafts = self.supplies = False
         super().__init__(
             module,
             optimizer,
@@ -211,20 +215,16 @@ class OuterLoop(RoundAlgorithm):
             on_failure=on_failure,
         )
 
-    def _refuses_healing(self) -> str:
-        """See `Algorithm._refuses_healing`."""
-        if self.quorum is not None:
-            return "a quorum goes on without ranks that are lost by itself; leave out on_failure"
-        return ""
-
     def _report(self) -> Any:
-        """See `Algorithm._report`; with the rounds that are in place, and a digest of what all ranks have alike."""
+        """See `Algorithm._report`; with what is in place, a digest of what all ranks have alike, and what that has counted."""
         steps, unfinished, _ = super()._report()
         rounds = self.rounds
         if rounds is None:
             return [steps, unfinished, None]
+        assert isinstance(rounds, OuterRounds)
         plan = self._plan.report(steps, None if unfinished is None else rounds.number)
-        return [steps, unfinished, [rounds.finished, digest(self._common()), self.is_behind, plan]]
+        common = [rounds.progress, digest(self._common()), self.is_behind, plan, rounds.counted()]
+        return [steps, unfinished, common]
 
     def _boundary(self) -> int:
         """See `Algorithm._boundary`: rounds whose results are in place."""
@@ -277,6 +277,9 @@ class OuterLoop(RoundAlgorithm):
 
         1. Where the last round is in place on some ranks only, the others take it over from one of these.
         2. Where it is in place nowhere, residuals are again what they were before it.
+
+        With a quorum ranks have used different numbers of merges. What was posted and is in none of those that the furthest rank
+        has used stays in parameters, and will be posted again.
         """
         assert isinstance(loop, OuterRounds)
         assert self.members is not None
@@ -286,21 +289,28 @@ class OuterLoop(RoundAlgorithm):
         self._agreed_plan = self._plan.agreed(
             {rank: told[3] for rank, (_, _, told) in reports.items()}, self.communicator.size
         )
-        behind = loop.finished < last
+        source = min(rank for rank, told in whole.items() if told[0] == last)
+        counted = reports[source][2][4]
         exchanges = [each.exchange for each in loop.outer]
         before = {}
-        for each in [] if behind or loop.unfinished is None else loop.outer:
-            if (restored := each.restored(loop.number)) is not None:
+        for each in [] if loop.unfinished is None else loop.outer:
+            restored = each.restored(loop.number)
+            if restored is not None and not loop.is_counted(each, last, counted):
                 before[each.exchange] = restored
         state = states_of_ranks(exchanges, old, before, self.members)
         if len({*whole.values()}) > 1:
-            source = min(rank for rank, told in whole.items() if told[0] == last)
             root, flat = sorted(reports).index(source), self.local.flat
+            earlier = {each: each.start.clone() for each in loop.outer if self.quorum is not None}
             # Before the first round is in place on a rank, it has no momentum yet.
             for index, key in old.broadcast_object(self._names_of_common(), root):
                 old.broadcast(flat.kept(flat.buckets[index], key), root).wait()
-            for bucket in self.local.flat.buckets if behind else []:
-                bucket.flat.copy_(self.local.flat.kept(bucket, "start"))
+            for each in loop.outer:
+                if loop.is_counted(each, last, counted):
+                    each.bucket.flat.copy_(each.start)
+                elif self.quorum is not None:
+                    each.bucket.flat.add_(each.start - earlier[each])
+        own, lost, _ = reports[self.communicator.rank]
+        self._own_steps = own if lost is None else lost
         return state, numbers
 
     def _take_up(self, loop: Loop, state: Any) -> None:
@@ -338,6 +348,16 @@ class OuterLoop(RoundAlgorithm):
             each.load({"owner": owners} if owners else {})
         loop.load_numbers(numbers)
 
+    def _is_to_change(self) -> bool:
+        """See `ModelAlgorithm._is_to_change`; a rank that has few rounds is not to be waited for until its next one."""
+        is_ending = self.quorum is not None and self.members is not None and self.members.has_changed
+        return is_ending or super()._is_to_change()
+
+    def _align(self, steps: int) -> None:
+        """See `ModelAlgorithm._align`; ranks of a quorum have rounds of their own."""
+        own, self._own_steps = self._own_steps, None
+        super()._align(steps if self.quorum is None or own is None else own)
+
     def _give_loop(self, loop: Loop, steps: int) -> None:
         """See `ModelAlgorithm._give_loop`; with the steps of each rank to the next round."""
         super()._give_loop(loop, steps)
@@ -372,7 +392,9 @@ class OuterLoop(RoundAlgorithm):
             collection = InStep(local, self._plan, self.weighs)
         else:
             needs_all = frozenset({"consensus()", *(["synchronize()"] if self.average_states else [])})
-            collection = Quorum(local, self.quorum, self.grace, self.weighs, needs_all)
+            # Of fewer ranks all are enough.
+            count = self.quorum if self.members is None else min(self.quorum, communicator.size)
+            collection = Quorum(local, count, self.grace, self.weighs, needs_all)
         weights = Weights(communicator, self.penalty, pace)
         self.setup = OuterSetup(
             communicator,

@@ -78,6 +78,28 @@ class OuterRounds(Rounds):
         """See `Rounds.make_catch_up`."""
         return super().make_catch_up() if self._quorum is None else QuorumCatchUp(weakref.proxy(self), self._quorum)
 
+    @property
+    def progress(self) -> int:
+        """What outer parameters have come to: the rounds that are in place, or with a quorum the merges that are used."""
+        return self.finished if self._quorum is None else self._quorum.merges.used
+
+    def counted(self) -> list[list[int]]:
+        """Returns, with a quorum, the last post of each rank that outer parameters follow: see `QuorumMerges.counted`."""
+        return [] if self._quorum is None else self._quorum.merges.counted()
+
+    def is_counted(self, part: OuterRound, progress: int, counted: Sequence[Sequence[int]]) -> bool:
+        """Returns True if the pseudo-gradient of a bucket, in a round that is lost here, is in outer parameters of another rank.
+
+        Args:
+            part: of the bucket.
+            progress: of that rank.
+            counted: of that rank.
+        """
+        if self._quorum is None:
+            return self.finished < progress
+        is_lost = self.unfinished is not None and part.takes_part(self.number)
+        return is_lost and self._quorum.merges.is_counted(part.kind.part, counted)
+
     def under_way_parts(self) -> Iterable[OuterRound]:
         """Returns the rounds of the buckets whose exchanges are under way."""
         return [each for each in self.outer if each.takes_part(self.number)]

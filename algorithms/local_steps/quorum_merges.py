@@ -76,7 +76,11 @@ class QuorumMerges:
         for exchange, part in zip(exchanges, parts, strict=True):
             self._exchanges.setdefault(part, []).append(exchange)
             exchange.compile()
-        self._merged: dict[int, deque[Means]] = {part: deque() for part in self._exchanges}
+        self._merged: dict[int, deque[tuple[Means, list[tuple[int, int]]]]] = {
+            part: deque() for part in self._exchanges
+        }
+        self._counted: dict[int, dict[int, int]] = {part: {} for part in self._exchanges}
+        self._own: dict[int, int] = {}
         self._used: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._earlier: dict[int, int] = dict.fromkeys(self._exchanges, 0)
         self._posts = 0
@@ -85,7 +89,7 @@ class QuorumMerges:
         """Sends the pseudo-gradients that are in the buckets of a part, with their weight in the mean."""
         payloads = [exchange.encode(self._posts) for exchange in self._exchanges[part]]
         self._posts += 1
-        self._quorum.post(part, weight, payloads)
+        self._own[part] = self._quorum.post(part, weight, payloads)
 
     def wait(self, part: int) -> list[Means]:
         """Returns the merges of a part since the last call; waits until there is one. Errors as of `Quorum.wait`."""
@@ -98,7 +102,24 @@ class QuorumMerges:
             found = list(self._merged[part])
             self._merged[part].clear()
             self._used[part] += len(found)
-        return found
+        for _, posts in found:
+            for rank, number in posts:
+                self._counted[part][rank] = max(number, self._counted[part].get(rank, -1))
+        return [means for means, _ in found]
+
+    @property
+    def used(self) -> int:
+        """How many merges this rank has used, of all parts."""
+        return sum(self._used.values())
+
+    def counted(self) -> list[list[int]]:
+        """Returns, of each part and rank, the number of the last post in merges that this rank has used."""
+        return [[part, *pair] for part, ranks in self._counted.items() for pair in ranks.items()]
+
+    def is_counted(self, part: int, counted: Sequence[Sequence[int]]) -> bool:
+        """Returns True if this rank's last post of a part is in merges that another one has used, which has `counted` them."""
+        own, rank = self._own.get(part), self.courier.mailbox.rank
+        return any(own is not None and [part, rank] == list(each[:2]) and own <= each[2] for each in counted)
 
     def rest(self, look: Callable[[], None], *, last: bool = False) -> list[int]:
         """See `Quorum.rest`."""
@@ -127,4 +148,4 @@ class QuorumMerges:
             exchange.combine([post.payloads[place] for post in posts], [post.weight for post in posts], mean)
             exchange.bucket.clear_gaps(mean)
         with self.courier.changed:
-            self._merged[part].append(means)
+            self._merged[part].append((means, [(post.rank, post.number) for post in posts]))

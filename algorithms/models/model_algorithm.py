@@ -230,7 +230,7 @@ class ModelAlgorithm(Algorithm):
         mailbox = open_mailbox(self.communicator, lasting=False)
         self.local.open(flat, self.communicator, mailbox, self.frozen)
         if (members := self.members) is not None:
-            self.local.mend, self.local.is_wanted = members.change, lambda: members.is_wanted
+            self.local.mend, self.local.is_wanted = members.change, weakly(self._is_to_change)
         self._loop = loop = self.loop_for(self.local)
         loop.restart()
         self._listen(loop)
@@ -241,6 +241,10 @@ class ModelAlgorithm(Algorithm):
         loop.prepare()
         self._setup_bytes = self._bytes_sent
         loop.begin()
+
+    def _is_to_change(self) -> bool:
+        """Returns True if members are to change at the next forward pass, where no exchange is under way."""
+        return self.members is not None and self.members.is_wanted
 
     def _listen(self, loop: Loop) -> None:
         """Lets a loop act at the points of training."""

@@ -127,8 +127,8 @@ class Quorum:
         """Returns how many merges of a part there have been."""
         return self._merges.get(part, 0)
 
-    def post(self, part: int, weight: float, payloads: Sequence[torch.Tensor]) -> None:
-        """Sends this rank's post to all others.
+    def post(self, part: int, weight: float, payloads: Sequence[torch.Tensor]) -> int:
+        """Sends this rank's post to all others; returns its number.
 
         Args:
             part: of the model.
@@ -148,6 +148,7 @@ class Quorum:
                     self._mailbox.exchange({}, {peer: payload}, mine.number * _MOST_BUCKETS + index)
             self._courier.post(peer, _POST, _POST_BODY.pack(mine.number, part, weight))
         self._courier.wake()
+        return mine.number
 
     def wait(self, part: int, merges: int) -> None:
         """Waits until there have been more merges of a part than a number.

@@ -54,6 +54,8 @@ APART = (
     "diloco:interval=4,delay=2,codec=minmax_uint8",
     "local_sgd:interval=3,by_speed=True",
     "diloco:interval=3,delay=1,by_speed=True",
+    "diloco:interval=2,quorum=2",
+    "sparse_loco:interval=3,quorum=1",
     "slow_mo:interval=2",
     "mu_loco:interval=3",
     "sparse_loco:interval=2",
@@ -65,7 +67,6 @@ APART = (
 MAKERS = ("qadam", "onebit_adam")
 REFUSED = {
     "auto": "measured",
-    "diloco:quorum=2": "quorum",
 }
 
 
