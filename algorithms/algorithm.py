@@ -503,6 +503,10 @@ class Algorithm(WrappedModule, abc.ABC):
             self._supply.among.abort(f"a member is lost that gives or takes: {error}")
             self._supply, self._lapsed = None, error
 
+    def _is_supplying(self) -> bool:
+        """Returns True while this member is behind, or gives others what they lack."""
+        return self._supply is not None
+
     def _advance_supply(self, boundary: int) -> None:
         """Lets those that are behind come nearer at a boundary; collective."""
         if (supply := self._supply) is None:

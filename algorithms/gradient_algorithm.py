@@ -17,8 +17,8 @@ from bagua_kernels.algorithms.engine.backward_steps import BackwardSteps
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.healing import Healing
 from bagua_kernels.algorithms.engine.listener import Listener
-from bagua_kernels.algorithms.engine.member import EngineCounters, Member
-from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions
+from bagua_kernels.algorithms.engine.member import EngineCounters, Member, Place
+from bagua_kernels.algorithms.engine.options import BucketOptions, EngineOptions, Manner
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.vectors import Named, check_trained, mean_of
 from bagua_kernels.algorithms.policy.optimizer_fit import warn_of_adam
@@ -294,8 +294,12 @@ class GradientAlgorithm(Algorithm):
             furthest = max(sorted(reports), key=lambda rank: steps[rank])
             self._decide(old.broadcast_object(self._decisions(), sorted(reports).index(furthest)))
         super()._go_on(reports, old)
-        state = self._engine.go_on_with(self.communicator, self._duplicate, old)
+        state = self._engine.go_on_with(self.communicator, self._duplicate, old, self._otherwise())
         self._give_engine(state, max(steps.values()))
+
+    def _otherwise(self) -> tuple[Place, Manner] | None:
+        """Returns where gradients belong, and how buckets are exchanged, once ranks are others; None to leave that as it is."""
+        return None
 
     def _give_engine(self, state: Mapping[str, Named], steps: int) -> None:
         """Gives new members what exchanges have alike, and where the others are.

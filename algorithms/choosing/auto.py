@@ -14,7 +14,10 @@ from bagua_kernels.algorithms.choosing.candidates import candidates
 from bagua_kernels.algorithms.choosing.chooser import Chooser, sent_by
 from bagua_kernels.algorithms.choosing.cost.methods import CLASSES, methods
 from bagua_kernels.algorithms.choosing.facts import Facts
+from bagua_kernels.algorithms.engine.member import Place
+from bagua_kernels.algorithms.engine.options import Manner
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
+from bagua_kernels.algorithms.exchanges.vectors import Named
 from bagua_kernels.algorithms.gradient_algorithm import BUCKET_BYTES, GradientAlgorithm, GradientOptions
 from bagua_kernels.algorithms.models.points import misfit
 from bagua_kernels.algorithms.policy.optimizer_fit import divides_by_second_moment
@@ -122,8 +125,10 @@ class AutoTune(GradientAlgorithm):
         self.chooser = Chooser(module, listed, outside if exactness == "any" else [], facts, applies)
         self.search, self.elsewhere = self.chooser.search, self.chooser.elsewhere
         self.alignment, self.listener = self.chooser.used.recipe.alignment, self.chooser
+        self._is_given = False
         super().__init__(module, optimizer, **options)
-        self.chooser.begin()
+        if not self._is_given:
+            self.chooser.begin()
 
     @property
     def facts(self) -> Facts | None:
@@ -155,7 +160,22 @@ class AutoTune(GradientAlgorithm):
 
     def _refuses_healing(self) -> str:
         """See `Algorithm._refuses_healing`."""
-        return "what it has measured is of all ranks; use what it has chosen, which table() names"
+        if self.exactness == "any":
+            return "exactness='any' may go on with another algorithm, which ranks that join do not have; leave it out"
+        if self._applies:
+            return "a choice begins anew when ranks change, in the middle of a pass, too; leave out apply_in_backward"
+        return ""
+
+    def _otherwise(self) -> tuple[Place, Manner]:
+        """See `GradientAlgorithm._otherwise`."""
+        return self.chooser.restart()
+
+    def _give_engine(self, state: Mapping[str, Named], steps: int) -> None:
+        """See `GradientAlgorithm._give_engine`: members begin anew with exact means, a rank that was alone among them."""
+        self._is_given = self._pair is not None
+        if self._is_given and self._engine is not None and not self.chooser.is_plain:
+            self._engine.begin_otherwise(*self.chooser.restart())
+        super()._give_engine(state, steps)
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:
         """See `GradientAlgorithm.exchange_for`."""

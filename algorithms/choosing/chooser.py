@@ -31,6 +31,7 @@ from bagua_kernels.algorithms.choosing.search import Search
 from bagua_kernels.algorithms.choosing.turns import BLOCK
 from bagua_kernels.algorithms.engine.engine import Engine
 from bagua_kernels.algorithms.engine.listener import Listener
+from bagua_kernels.algorithms.engine.member import Place
 from bagua_kernels.algorithms.engine.options import BucketOptions, Manner
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.repaying import owed_by
@@ -139,11 +140,24 @@ class Chooser(Listener):
         with torch.inference_mode(False), torch.no_grad():
             self._handover = Handover(engine.buckets, stays=candidate.recipe is self.used.recipe)
             self.used = candidate
-            options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
             self._use_sockets(engine.communicators, candidate.sockets)
-            manner = Manner(options, candidate.in_flight, candidate.in_backward)
-            engine.exchange_otherwise(candidate.recipe.place, manner)
+            engine.exchange_otherwise(candidate.recipe.place, _manner(candidate))
         self._handover = Handover()
+
+    @property
+    def is_plain(self) -> bool:
+        """True if exact means will average the next gradients."""
+        return self.used is self.candidates[self.search.plain]
+
+    def restart(self) -> tuple[Place, Manner]:
+        """Begins anew with exact means, as ranks are others; returns where gradients belong then, and how they are exchanged."""
+        self.search.restart()
+        self.elsewhere.clear()
+        self.facts = None
+        self._rows, self._block, self._stripes, self._leaving = [], [], [], False
+        self._before, self._ended = (0.0, 0.0, 0.0), 0.0
+        self.used = self.candidates[self.search.plain]
+        return self.used.recipe.place, _manner(self.used)
 
     def _use_sockets(self, communicators: Sequence[Communicator], count: int | None) -> None:
         """Has messages take so many sockets between two ranks; None for as many as were used before."""
@@ -328,6 +342,12 @@ class Chooser(Listener):
         if label in self.candidates:
             return label
         return next((one for one in self.ranked if label.startswith(f"{one}, ")), label)
+
+
+def _manner(candidate: Candidate) -> Manner:
+    """Returns how a candidate's buckets are put together and exchanged."""
+    options = BucketOptions(candidate.recipe.alignment, candidate.bucket_bytes, candidate.recipe.small_first)
+    return Manner(options, candidate.in_flight, candidate.in_backward)
 
 
 def sent_by(engine: Engine) -> int:

@@ -60,6 +60,12 @@ class Search:
         """Begins with the plain mean."""
         self.current = self.current or self.plain
 
+    def restart(self) -> None:
+        """Begins anew with the plain mean: ranks are others."""
+        self.state, self.current, self.reason, self.slower = "measuring", self.plain, "", 1.0
+        self.predicted, self.tried, self._base = {}, {}, ""
+        self._steps, self._off, self._usual = 0, 0, 0.0
+
     @property
     def counts(self) -> bool:
         """True if the step under way is measured with plain means."""

@@ -137,6 +137,7 @@ class Engine:
         self._streams: list[dict[torch.cuda.Stream, None]] = []
         self._loss_scale: LossScale | None = None
         self._tasks: list[Task] = []
+        self._later: Callable[[], None] | None = None
         self._sparse_given: Sequence[torch.Tensor | None] = []
         engine = weakref.ref(self)
         self._hooks = [
@@ -185,11 +186,19 @@ class Engine:
     def exchange_otherwise(self, place: Place, manner: Manner) -> None:
         """Goes on with other exchanges, which `make_exchange` makes from now on; between backward passes, on all ranks."""
         self.check_idle()
+        self._take_manner(place, manner)
+        self.lay_out(self.buckets.order if self.order_is_known else None, {}, self.buckets)
+
+    def begin_otherwise(self, place: Place, manner: Manner) -> None:
+        """As `exchange_otherwise`, on a new rank that is about to get what exchanges of others remember."""
+        self._take_manner(place, manner)
+        self.lay_out(self.buckets.order, {})
+
+    def _take_manner(self, place: Place, manner: Manner) -> None:
         self.members[:] = [member.placed(place) for member in self.members]
         self._bucket_options = manner.buckets
         self.in_flight = self._runtime.limit(manner.in_flight)
         self._in_backward = manner.in_backward
-        self.lay_out(self.buckets.order if self.order_is_known else None, {}, self.buckets)
 
     def communicator_of(self, bucket: Bucket | Rows) -> Communicator:
         """The communicator on which a bucket is exchanged."""
@@ -256,6 +265,8 @@ class Engine:
             self._start_rest([None] * len(self._rows))
             self._finish()
             self._read_flags()
+            with torch.inference_mode(False), torch.no_grad():
+                self._go_on_later()
             self._conclude()
         except BaseException as error:
             self._interrupt(error)
@@ -427,10 +438,17 @@ class Engine:
             # States that are made here are for training, whatever mode backward was called in.
             with torch.inference_mode(False), torch.no_grad():
                 self._publish()
+                self._go_on_later()
             self._conclude()
         except BaseException as error:
             self._interrupt(error)
             raise
+
+    def _go_on_later(self) -> None:
+        """Makes the exchanges with which training goes on after a change of ranks in this pass."""
+        if (later := self._later) is not None:
+            self._later = None
+            later()
 
     def _start_rest(self, sparse: Sequence[torch.Tensor | None]) -> None:
         self._sparse_given = sparse
@@ -513,7 +531,11 @@ class Engine:
                 healing.committed.add(index)
 
     def go_on_with(
-        self, communicator: Communicator, duplicate: Callable[[], Communicator], old: Communicator
+        self,
+        communicator: Communicator,
+        duplicate: Callable[[], Communicator],
+        old: Communicator,
+        otherwise: tuple[Place, Manner] | None = None,
     ) -> Mapping[str, Named]:
         """Goes on among other ranks, after a loss; collective.
 
@@ -521,6 +543,7 @@ class Engine:
             communicator: of all ranks.
             duplicate: as for the constructor.
             old: a communicator of the ranks that are not new.
+            otherwise: for other exchanges; None for those of before.
 
         Returns:
             What the exchanges remember.
@@ -534,10 +557,20 @@ class Engine:
             self._runtime.close()
             self._runtime = Runtime(self._device, self._most, len(self.communicators))
             self.in_flight = self._runtime.limit(self.in_flight)
-            self.lay_out(self.buckets.order, state, self.buckets)
+            if otherwise is None:
+                self.lay_out(self.buckets.order, state, self.buckets)
+            elif self._running and healing.is_complete:
+                # The means of this pass lie in buckets of before.
+                self._later = lambda: self._lay_out_otherwise(*otherwise, state)
+            else:
+                self._lay_out_otherwise(*otherwise, state)
             healing.forget()
         healing.is_undone = undo
         return state
+
+    def _lay_out_otherwise(self, place: Place, manner: Manner, state: Mapping[str, Named]) -> None:
+        self._take_manner(place, manner)
+        self.lay_out(self.buckets.order, state, self.buckets)
 
     def share_committed(self, pair: Communicator) -> None:
         """Gives new members the means of buckets that are committed, and the names of what has been updated; collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -82,10 +82,16 @@ class Repaying(Exchange):
 
     def state(self) -> dict[str, Named]:
         """See `Exchange.state`; what is still owed counts as a worker's residual."""
-        found = {key: dict(named) for key, named in self.inner.state().items()}
-        if self._owed:
-            found.setdefault("worker", {}).update(self._owed)
-        return dict(found)
+        return _with_owed(self.inner.state(), self._owed)
+
+    def own_state(self) -> dict[str, Named]:
+        """See `Exchange.own_state`."""
+        return _with_owed(self.inner.own_state(), {name: each.clone() for name, each in self._owed.items()})
+
+    def mark(self, spare: list[torch.Tensor]) -> Callable[[], dict[str, Named]]:
+        """See `Exchange.mark`."""
+        back, owed = self.inner.mark(spare), dict(self._owed)
+        return lambda: _with_owed(back(), owed)
 
     def load(self, state: Mapping[str, Named]) -> None:
         """See `Exchange.load`."""
@@ -109,3 +115,10 @@ class Repaying(Exchange):
     def residual_norm(self) -> float:
         """See `Exchange.residual_norm`."""
         return self.inner.residual_norm()
+
+
+def _with_owed(state: Mapping[str, Named], owed: Named) -> dict[str, Named]:
+    found = {key: dict(named) for key, named in state.items()}
+    if owed:
+        found.setdefault("worker", {}).update(owed)
+    return dict(found)

@@ -363,7 +363,8 @@ class OuterLoop(RoundAlgorithm):
         super()._give_loop(loop, steps)
         agreed, self._agreed_plan = self._give(self._agreed_plan), None
         if agreed is not None:
-            self._plan.go_on(self.local.steps, agreed)
+            assert isinstance(loop, OuterRounds)
+            loop.take_rounds(self._plan.go_on(self.local.steps, agreed))
 
     @abc.abstractmethod
     def round_for(self, local: LocalModel, bucket: Bucket) -> OuterRound:
@@ -421,7 +422,8 @@ class OuterLoop(RoundAlgorithm):
         )
         moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)
-        made.placed = weakly(self._supply_after_round) if self.members is not None else None
+        if self.members is not None:
+            made.placed, made.is_met = weakly(self._supply_after_round), weakly(self._is_supplying)
         return made
 
     @property

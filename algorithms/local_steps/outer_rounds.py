@@ -48,6 +48,7 @@ class OuterRounds(Rounds):
         collection: in step, or a quorum.
         outer: the rounds of all buckets.
         placed: called with the number of rounds whose results are in place, after each of them.
+        is_met: returns True if others wait for this rank where it puts a round in place.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class OuterRounds(Rounds):
         self.collection, self.outer, self._moments = collection, list(rounds), moments
         self._quorum = collection if isinstance(collection, Quorum) else None
         self.placed: Callable[[int], object] | None = None
+        self.is_met: Callable[[], bool] = bool
         super().__init__(local, rounds, plan, options)
 
     def make_catch_up(self) -> CatchUp:
@@ -135,9 +137,9 @@ class OuterRounds(Rounds):
         return [names for every, names in kinds if rest == 0 and lap % every == 0]
 
     def before_arrival(self, call: str) -> None:
-        """See `Rounds.before_arrival`; others average their moments with this rank's when they put the round in place."""
+        """See `Rounds.before_arrival`; others may average their moments with this rank's when they put the round in place."""
         reads = self.local.in_step and call in READS
-        if self.under_way and not reads and self._moments_due():
+        if self.under_way and not reads and (self._moments_due() or self.is_met()):
             self.wait()
 
     def take_written(self, values: list[torch.Tensor]) -> None:

@@ -68,13 +68,14 @@ class PacedPlan(Plan):
         told = [reports.get(rank, (0, 0, interval)) for rank in range(ranks)]
         left = [1 if lost else own for _, _, own in told]
         steps = [taken + own for (_, taken, _), own in zip(told, left, strict=True)]
-        return [min(lost) if lost else max(number for number, _, _ in reports.values()), steps, left]
+        return [max(lost) if lost else max(number for number, _, _ in reports.values()), steps, left]
 
-    def go_on(self, steps: int, agreed: Any) -> None:
+    def go_on(self, steps: int, agreed: Any) -> int:
         """See `Plan.go_on`."""
         number, planned, self._left = agreed
         self._planned = self._exchanged = list(planned)
         self._pace.go_on(number, planned, steps, self._left[self._pace.rank])
+        return int(number)
 
     def numbers(self) -> dict[str, Any]:
         """See `Plan.numbers`."""

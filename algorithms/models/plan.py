@@ -89,8 +89,9 @@ class Plan:
         """
         return None
 
-    def go_on(self, steps: int, agreed: Any) -> None:
-        """Goes on with a number of steps, after `restart`, as ranks have agreed."""
+    def go_on(self, steps: int, agreed: Any) -> int:
+        """Goes on with a number of steps, after `restart`, as ranks have agreed; returns the number of the next round."""
+        return self.before(steps)
 
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""

@@ -331,8 +331,12 @@ class Rounds(Loop):
     def take_steps(self, steps: int) -> None:
         """See `Loop.take_steps`."""
         self._begun_at = -1
-        self.known = self.finished = self.plan.before(steps)
+        self.take_rounds(self.plan.before(steps))
         self.plan.restart(steps)
+
+    def take_rounds(self, rounds: int) -> None:
+        """Goes on with a number of rounds, whose results are in place."""
+        self.known = self.finished = rounds
 
     def stats(self, stats: Stats) -> Stats:
         """See `Loop.stats`."""

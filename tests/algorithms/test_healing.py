@@ -40,6 +40,7 @@ ALIKE = (
     "onebit:min_numel=0,exact=none,warmup_steps=0,only_if_faster=True",
     "qadam:freeze_step=3",
     "onebit_adam:freeze_step=3,min_numel=0",
+    "auto",
 )
 APART = (
     "decentralized:peers=ring",
@@ -66,7 +67,8 @@ APART = (
 # They make their optimizer themselves.
 MAKERS = ("qadam", "onebit_adam")
 REFUSED = {
-    "auto": "measured",
+    "auto:exactness=any": "another algorithm",
+    "auto:apply_in_backward=True": "apply_in_backward",
 }
 
 
