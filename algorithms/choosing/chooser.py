@@ -200,6 +200,8 @@ class Chooser(Listener):
     def pass_ended(self, step: int, seconds: float, communicator: Communicator) -> None:
         """See `Listener.pass_ended`."""
         assert self._engine is not None
+        if communicator.size == 1:
+            return  # alone, and others may come
         # The optimizer's step and the next forward pass count, too: some candidates leave them less of the processor.
         ended = self._engine.timer.clock()
         since, self._ended = ended - (self._ended or ended), ended

@@ -662,7 +662,7 @@ class Engine:
     def _report(self, listener: Listener, seconds: float) -> None:
         """Has a listener compare this pass; where ranks were lost meanwhile, no rank does."""
         healing = self._healing
-        if healing is not None and healing.is_complete:
+        if healing is not None and healing.was_complete:
             return
         try:
             listener.pass_ended(self._step, seconds, self.communicators[0])

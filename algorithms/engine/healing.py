@@ -28,6 +28,7 @@ class Healing:
     Attributes:
         members: of which there are fewer after a loss. Then the engine is given other communicators.
         is_complete: True once other ranks are known to have come to the end of the pass in which an exchange failed here.
+        was_complete: True if that was so in the last pass that has ended here.
         is_undone: True once exchanges have gone back to what they remembered before the pass under way, which is repeated.
         commits: True if there is a barrier behind each bucket.
         committed: numbers of the buckets whose means all ranks have, in the pass under way.
@@ -46,7 +47,7 @@ class Healing:
         """
         self.members, self._ended, self.concluded = members, weakly(ended), weakly(concluded)
         self.commits, self.committed = commits, set[int]()
-        self.is_complete = self.is_undone = False
+        self.is_complete = self.was_complete = self.is_undone = False
         self._gradients: dict[int, torch.Tensor | None] = {}
         self._before: dict[Exchange, Callable[[], Mapping[str, Named]]] = {}
         # Memory of the passes before.
@@ -86,6 +87,7 @@ class Healing:
     def end(self) -> None:
         """Frees what was kept, but for memory that the next pass will use."""
         self._spare = {each: spare for each, spare in self._spare.items() if each in self._before}
+        self.was_complete = self.is_complete
         self.begin()
         self.committed = set()
         self._ended()

@@ -285,23 +285,26 @@ def test_ranks_that_are_left_freeze_after_the_same_step() -> None:
         assert torch.equal(own, found[0][1])
 
 
+def lose_the_barrier(communicator: Any, after: Callable[[], object] = lambda: None) -> None:
+    """Lets a rank not learn that all have come to barriers of a communicator."""
+    barrier = communicator.barrier
+
+    class Lost:
+        def wait(self) -> None:
+            barrier().wait()
+            after()
+            raise RankLostError("its connection broke", [0])
+
+    communicator.barrier = Lost
+
+
 def test_a_pass_that_others_have_ended_is_not_repeated() -> None:
     """One rank loses the barrier behind a pass, which all others came through: it goes on with the means that it has."""
     after = threading.Event()
 
     def look(algorithm: Algorithm, name: int, step: int) -> None:
-        engine = algorithm._engine  # type: ignore[attr-defined]
-        if (name, step) != (1, 3):
-            return
-        communicator, barrier = engine.communicators[0], engine.communicators[0].barrier
-
-        class Lost:
-            def wait(self) -> None:
-                barrier().wait()
-                after.set()
-                raise RankLostError("its connection broke", [0])
-
-        communicator.barrier = Lost
+        if (name, step) == (1, 3):
+            lose_the_barrier(algorithm._engine.communicators[0], after.set)  # type: ignore[attr-defined]
 
     found = survivors("onebit:min_numel=0,exact=none,warmup_steps=0", {}, look=look)
     assert after.is_set()

@@ -13,8 +13,7 @@ from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.algorithms.policy.guard import Guard
 from bagua_kernels.algorithms.policy.only_if_faster import BLOCKS, OnlyIfFaster
 from bagua_kernels.comm import Communicator, Membership, run_ranks
-from bagua_kernels.errors import RankLostError
-from tests.algorithms.test_healing import parts_of, step_of, vector, wrapped
+from tests.algorithms.test_healing import lose_the_barrier, parts_of, step_of, vector, wrapped
 
 RANKS, TIMEOUT = 4, 5.0
 SPEC = "sign:min_numel=0,error_feedback=False"
@@ -60,16 +59,8 @@ def test_a_decision_that_one_rank_has_missed() -> None:
     """The guard decides when the first pass ends. Rank 1 does not learn that others have come to that end."""
 
     def look(engine: Engine, rank: int, step: int) -> None:
-        if (rank, step) != (1, 0):
-            return
-        communicator, barrier = engine.communicators[0], engine.communicators[0].barrier
-
-        class Lost:
-            def wait(self) -> None:
-                barrier().wait()
-                raise RankLostError("its connection broke", [0])
-
-        communicator.barrier = Lost  # type: ignore[method-assign, assignment]
+        if (rank, step) == (1, 0):
+            lose_the_barrier(engine.communicators[0])
 
     found = survivors(6, look, guard=Guard(every=100, bound=0.01, action="widen"))
     assert [each["epoch"] for each in found] == [2] * RANKS
