@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from bagua_kernels.comm.backends.sockets.communicator import StripedCommunicator
-from bagua_kernels.comm.communicator import Communicator
+from bagua_kernels.comm.communicator import Communicator, gather_json
 from bagua_kernels.comm.joining.address import own_address
 from bagua_kernels.comm.joining.gate import listen
 from bagua_kernels.comm.joining.installed import Installed
@@ -27,6 +27,7 @@ from bagua_kernels.comm.membership.door import Door, meet
 from bagua_kernels.comm.membership.draft import Drafted, Drafting, lend
 from bagua_kernels.comm.membership.line import MemberLine
 from bagua_kernels.comm.membership.notice import Notice
+from bagua_kernels.comm.membership.pulse import Address, Pulse, why_silent
 from bagua_kernels.comm.membership.transports import EpochTransport, LineTransport
 from bagua_kernels.comm.membership.votes import MOST, Votes
 from bagua_kernels.errors import CommunicationError, MembershipError, MismatchError
@@ -36,6 +37,8 @@ _GLANCE = 0.25  # seconds between two looks at who is silent, or a sixteenth of 
 _GLANCES = 16
 _PAUSED = 1.0  # seconds between two looks after which this process was stopped, and for which it reads then
 _IN_VAIN = 3  # epochs in a row of the same members, in which no round was finished
+_NEW_CONNECTION = 1.0  # seconds for a process to answer whose connections broke, or a quarter of the timeout
+_LEFT = "it left"  # how reasons begin of ranks that have ended in order
 _MEETING = 10.0  # seconds in which all members of an epoch with a new one connect, or the timeout
 # What a system reports of a connection when it has waited in vain: the other host may be alive, behind a network that is cut.
 _UNREACHABLE = tuple(
@@ -69,7 +72,8 @@ class Follower(Protocol):
 class Membership:
     """The living ranks of a job, as a list with a number, its epoch.
 
-    1. A rank is lost if its connections broke, if it has left, or if nothing comes from it for the timeout.
+    1. A rank is lost if its connections broke, if it has left, or if nothing comes from it for the timeout. Where connections
+       broke, a new one shows if its process has ended: else this counts as silence, for it may be training on.
     2. All members that are left come to the end of the epoch, as soon as an exchange of theirs fails, or begins. Where a process
        wants to join that is between two rounds.
     3. They agree on the members of the next one, see `Agreement`. This needs no store and no server.
@@ -206,11 +210,21 @@ class Membership:
         self.notice, self._parting, self.leaving = Notice(), "", ()
         self._door: Door | None = None
         self._listener: socket.socket | None = None
+        self._pulse: Pulse | None = None
+        self._pulses: dict[int, Address] = {}  # of members, by name
+        self._silent: dict[
+            tuple[int, int], str | None
+        ] = {}  # by line and name: what `why_silent` found, None until it has
         self._revoked: tuple[int, str] = (0, "")  # the newest epoch that a member has revoked, and why
         self._votes = self._new_votes()
         self._lines = [MemberLine(anchor, names, agreement.epoch)]
         self._start(self._lines[0])
         try:
+            if isinstance(anchor, StripedCommunicator):
+                self._pulse = Pulse(self._host())
+                # A new member learns of others when all have met.
+                if self.epoch == 1:
+                    self._share_pulses()
             self._communicate(names)
         except BaseException:
             self._end("it could not begin")
@@ -528,6 +542,8 @@ class Membership:
         self._closing = self._closed = True
         if self._door is not None:
             self._door.close()
+        if self._pulse is not None:
+            self._pulse.close()
         self._interrupt(reason)
         for line in self._lines:
             line.end(reason)
@@ -685,11 +701,20 @@ class Membership:
 
     def _meet(self) -> None:
         """Waits until all members have the newest connections, after which nobody needs others."""
-        with self._line.communicator(self.ranks) as meeting:
-            meeting.barrier().wait()
+        self._share_pulses()
         older, self._lines = self._lines[:-1], self._lines[-1:]
         for line in older:
             line.end("its members have other connections now")
+
+    def _share_pulses(self) -> None:
+        """Learns where other members answer; collective over those of the newest connections."""
+        names = self._line.names
+        own = None if self._pulse is None else self._pulse.address
+        with self._line.communicator(names) as meeting:
+            found = gather_json(meeting, own)
+        self._pulses = {
+            name: (each[0], each[1], each[2]) for name, each in zip(names, found, strict=True) if each is not None
+        }
 
     def _communicate(self, names: tuple[int, ...]) -> None:
         communicator = self._transport.communicator(self._line, names, self._check_beginning)
@@ -813,10 +838,32 @@ class Membership:
             line = self._line
             if not self._closing:
                 for rank, reason in line.courier.lost.items():
-                    kind = SILENCE if any(text in reason for text in _UNREACHABLE) else EVIDENCE
-                    self._agreement.suspect(line.names[rank], kind, reason)
+                    self._take_loss(line, line.names[rank], reason)
         self._follow()
         return False
+
+    def _take_loss(self, line: MemberLine, name: int, reason: str) -> None:
+        """Suspects a member whose connection broke, once it is known if a new one is answered."""
+        address, key = self._pulses.get(name), (line.epoch, name)
+        if any(text in reason for text in _UNREACHABLE):
+            self._agreement.suspect(name, SILENCE, reason)
+        elif address is None or reason.startswith(_LEFT):
+            self._agreement.suspect(name, EVIDENCE, reason)
+        elif key not in self._silent:
+            self._silent[key] = None
+            seconds = min(_NEW_CONNECTION, line.mailbox.timeout / 4)
+            call = weakly(self._call)
+            threading.Thread(target=call, args=(key, address, seconds), name="bagua_kernels call", daemon=True).start()
+        elif (found := self._silent[key]) is not None:
+            kind = EVIDENCE if found else SILENCE
+            self._agreement.suspect(name, kind, f"{reason}; {found or 'its process answers a new connection'}")
+
+    def _call(self, key: tuple[int, int], address: Address, seconds: float) -> None:
+        """Finds out if a process lives whose connection broke; on a thread of its own."""
+        found = why_silent(address, seconds)
+        with self._lock:
+            self._silent[key] = found
+        self._line.courier.wake()
 
     def _watch(self) -> None:
         """Looks who is silent, or does not come; on a courier's thread, now and then."""
