@@ -311,15 +311,10 @@ class Algorithm(WrappedModule, abc.ABC):
         try:
             if self.members is not None and self.members.is_arriving:
                 self._arrive(module, optimizer)
-            elif self.communicator.size > 1 or self.acts_alone:
-                if self.communicator.rank == 0:
-                    self._warn(optimizer)
-                self._agree(module, optimizer, options)
-                self._start(module, optimizer)
             elif self.members is not None:
-                # Others may join this rank.
-                self._agree(module, optimizer, options)
-                self._start_alone(module, optimizer)
+                self.members.arrive(lambda world: self._begin_among(world, module, optimizer, options), self)
+            elif self.communicator.size > 1 or self.acts_alone:
+                self._begin(module, optimizer, options)
             elif problem := exchanging(module, Algorithm):
                 raise ValueError(problem)
             else:
@@ -362,12 +357,51 @@ class Algorithm(WrappedModule, abc.ABC):
         return world.members
 
     def _opened(self) -> Communicator:
-        """Returns a duplicate of the communicator of all ranks; at a new member of those that are left, if some are lost."""
-        if self.members is None or not self.members.is_arriving:
+        """Returns a duplicate of the communicator of all ranks; of those that are left, if some are lost and training heals."""
+        if self.members is None:
             return self._world.duplicate()
         made = self.members.arrive(lambda world: world.duplicate())
         self._world = self.members.communicator
         return made
+
+    def _begin(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Recorded) -> None:
+        """Compares ranks, makes replicas equal, and begins to exchange."""
+        if self.communicator.rank == 0:
+            self._warn(optimizer)
+        self._agree(module, optimizer, options)
+        self._start(module, optimizer)
+
+    def _begin_among(
+        self,
+        world: Communicator,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Recorded,
+    ) -> None:
+        """Begins with the members that are left; late, where others have come through this constructor; collective."""
+        assert self.members is not None
+        self._follow_world(world)
+        if self.members.is_arriving:
+            self._prepare(module)
+            self._take_replica(world, module, optimizer)
+        elif world.size > 1 or self.acts_alone:
+            self._begin(module, optimizer, options)
+        else:
+            # Others may join this rank.
+            self._agree(module, optimizer, options)
+            self._start_alone(module, optimizer)
+
+    def _follow_world(self, world: Communicator) -> None:
+        """Gives up what was begun among members of which some are lost."""
+        if world is self._world:
+            return
+        for each in self._communicators():
+            each.abort("a rank was lost while this one began")
+        self._stop()
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        self._world, self.communicator = world, world.duplicate()
 
     def _refuses_healing(self) -> str:
         """Returns why training cannot go on when a rank is lost; empty if it can."""
@@ -520,24 +554,33 @@ class Algorithm(WrappedModule, abc.ABC):
     def _arrive(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Begins as a new member among others, of which one gives this one all that it needs; as the others' `enter`."""
         assert self.members is not None
+        self._prepare(module)
+        self.members.arrive(lambda world: self._arrive_in(world, module, optimizer), self)
+
+    def _arrive_in(self, world: Communicator, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if world is not self._world:
+            self._follow_world(world)
+            self._prepare(module)
+        self._take_replica(world, module, optimizer)
+
+    def _prepare(self, module: torch.nn.Module) -> None:
+        """Takes a module whose parameters another member will give.
+
+        Raises:
+            ValueError: it does not fit this algorithm, or another one has it.
+        """
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if problem := exchanging(module, Algorithm) or taken(trained) or self._misfit(trained):
             raise ValueError(problem)
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._claim = Claim(self, trained)
         self._buffers_of_ranks = Buffers(module)
-        self.members.arrive(lambda world: self._take_replica(world, module, optimizer), self)
 
     def _take_replica(
         self, world: Communicator, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         """Gets from another member all that this new one needs; collective over all members."""
         assert self.members is not None
-        if world is not self._world:
-            for each in self._communicators():
-                each.abort("a rank was lost while this one arrived")
-            self._stop()
-            self._world, self.communicator = world, world.duplicate()
         try:
             with self.members.giving(world) as self._pair:
                 self._give_replica()

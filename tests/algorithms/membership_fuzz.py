@@ -136,6 +136,8 @@ def draw(seed: int, specs: Sequence[str] = SPECS) -> Training:
     # Two models go on together with algorithms on gradients alone.
     if made.spec in alike and dice.random() < 0.4:
         made.second, made.is_joint = dice.choice(alike), dice.random() < 0.6
+    if victims and dice.random() < 0.2:
+        made.ends[victims[0]] = Moment(-1, dice.randint(0, 12))  # within constructors
     return made
 
 
@@ -239,6 +241,7 @@ class Course:
         other: _Trained | None = None
         opened = list[Algorithm]()
         try:
+            end.armed |= end.step < 0
             algorithm = wrapped(training.spec, members, net, optimizer)
             opened.append(algorithm)
             optimizer = algorithm.optimizer or optimizer
