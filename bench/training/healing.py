@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -50,20 +51,24 @@ def main() -> int:
     parser.add_argument("--rates", type=rates_of, default="500,none", help="Mbit/s, or none")
     parser.add_argument("--jobs", type=int, default=3, help="2 to 10")
     parser.add_argument("--rounds", type=int, default=4, help=f"blocks of {_COUNTED} steps in a job")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--output", type=Path, help="a JSON file; rows that are not measured anew stay")
     options = parser.parse_args()
     if reason := netlab.available():
         print(reason, file=sys.stderr)
         return 1
-    found, tunings = {}, dict[str, str]()
+    path, tunings = options.output, dict[str, str]()
+    found: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path and path.exists() else {}
     for model in options.models:
         # The first job compiles its kernels, and measures links.
         job(model, options.names, options.rates, 1, tunings)
         pairs = [job(model, options.names, options.rates, options.rounds, tunings) for _ in range(options.jobs)]
-        found[model] = compared(pairs)
-        show(Console(width=110), found[model], f"{model}, {_HOSTS} hosts: raise (old) and heal (new)")
-        if options.output:
-            options.output.write_text(json.dumps(found, indent=1) + "\n")
+        rows = compared(pairs)
+        show(Console(width=110), rows, f"{model}, {_HOSTS} hosts: raise (old) and heal (new)")
+        new = {(row["name"], row["rate_mbit"]) for row in rows}
+        kept = [row for row in found.get(model, []) if (row["name"], row["rate_mbit"]) not in new]
+        found[model] = [*kept, *rows]
+        if path:
+            path.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

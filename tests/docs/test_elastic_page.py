@@ -70,3 +70,22 @@ def rows_of_goodput() -> list[str]:
 
 def test_goodput_is_that_of_the_file() -> None:
     assert "\n".join(rows_of_goodput()) in (ROOT / "docs/elastic.md").read_text()
+
+
+def rows_of_cost() -> list[str]:
+    found = [
+        "| | Mbit/s | fully connected: ratio | 95 % | transformer: ratio | 95 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    models = json.loads((ROOT / "bench/results/healing_cost.json").read_text())
+    others = {(row["name"], row["rate_mbit"]): row for row in models["tr"]}
+    for one in models["fc"]:
+        rate = "no limit" if one["rate_mbit"] is None else f"{one['rate_mbit']:.0f}"
+        both = (one, others[one["name"], one["rate_mbit"]])
+        figures = [f"{row['ratio']:.2f} | {row['interval'][0]:.2f} to {row['interval'][1]:.2f}" for row in both]
+        found.append(f"| `{one['name']}` | {rate} | {' | '.join(figures)} |")
+    return found
+
+
+def test_cost_is_that_of_the_file() -> None:
+    assert "\n".join(rows_of_cost()) in (ROOT / "docs/elastic.md").read_text()
