@@ -113,6 +113,7 @@ class OuterLoop(RoundAlgorithm):
         setup: what rounds are made with, on several ranks.
     """
 
+    heals_by_mean = False
     takes_drafts = supplies = True
     begins_in_node = False
     fragments = 1
