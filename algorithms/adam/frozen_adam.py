@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,8 +44,11 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
       That makes up for gradients which get smaller in training while v does not.
     - "none": c is 1 from then on, as in 1-bit Adam's paper: steps grow as much at once.
 
-    v is mostly the variance of gradients, which for a mean over fewer ranks is larger. Where their number changes after the
-    freeze from n to k, such as by a loss, v counts as v n / k.
+    A part s of v is the square of gradients without noise. The rest is the variance of noise, which for a mean over fewer
+    ranks is larger. Where the number of ranks changes after the freeze from n to k, v counts as v (s + (1 - s) n / k).
+    When v freezes, s is estimated for all elements together, as (q - d) / (1 - d) between 0 and 1. Here q is the sum of
+    squared m over that of v, with bias corrections. The variance of m adds d to it, which is
+    (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)).
 
     Steps that are not taken, such as those in which a `GradScaler` finds infinities, do not count. The freeze is part
     of the state, in the parameter groups.
@@ -112,6 +116,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             "v_correction": v_correction,
             "norms": [],
             "ranks": 0,
+            "signal": 0.0,
         }
         super().__init__(params, options)
         for group in self.param_groups:
@@ -131,7 +136,8 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         corrects = not group["frozen"] or group["v_correction"] == "continued"
         still, root = 1.0 if group["frozen"] else beta2, (1 - beta2**step) ** 0.5 if corrects else 1.0
         # 0 where v is not frozen, or by a version that did not count.
-        root /= (group["ranks"] / self.ranks) ** 0.5 if group["ranks"] else 1.0
+        if group["ranks"]:
+            root /= (group["signal"] + (1 - group["signal"]) * group["ranks"] / self.ranks) ** 0.5
         decay = 1 - group["lr"] * group["weight_decay"]
         return {
             "weight_decay": 0.0,
@@ -183,11 +189,24 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         if self.frozen:
             return
         for group in self.param_groups:
-            group["frozen"], group["ranks"] = True, self.ranks
+            group["frozen"], group["ranks"], group["signal"] = True, self.ranks, self._signal(group)
             if group["v_correction"] != "frozen":
                 continue
             for state in self._states(group):
                 divide_(state["exp_avg_sq"], 1 - float(group["betas"][1]) ** float(state["step"]))
+
+    def _signal(self, group: Group) -> float:
+        """Returns which part of v is no variance, see the class; the same bits on all ranks, whose m and v are the same."""
+        states, (beta1, beta2) = [state for state in self._states(group) if state["exp_avg"].numel()], group["betas"]
+        first = _sum(lambda: (state["exp_avg"].double().square() for state in states))
+        second = _sum(lambda: (state["exp_avg_sq"] for state in states))
+        if not (second > 0 and math.isfinite(first + second)):
+            return 0.0
+        step = max(float(state["step"]) for state in states)
+        ratio = first / second * (1 - beta2**step) / (1 - beta1**step) ** 2
+        own = (1 - beta1) / (1 + beta1) * (1 + beta1**step) / (1 - beta1**step)
+        # After one step nothing is known.
+        return float(min(max((ratio - own) / (1 - own), 0.0), 1.0)) if step > 1 and own < 1 else 0.0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -235,6 +254,7 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
             group.setdefault("v_correction", "frozen" if frozen else self.v_correction)
             group.setdefault("norms", [])
             group.setdefault("ranks", 0)
+            group.setdefault("signal", 0.0)
 
     def _states(self, group: Group) -> Iterator[dict[str, Any]]:
         return (self.state[p] for p in group["params"] if self.state.get(p))
@@ -265,3 +285,20 @@ class FrozenAdam(Fused, torch.optim.Optimizer):
         ]
         # waits: norms decide once when v is frozen.
         return float(torch.stack([part.cpu() for part in parts]).sum())
+
+
+def _sum(values: Callable[[], Iterable[Tensor]]) -> float:
+    """Returns the sum of numbers that are not negative, by whole numbers: the order does not matter, nor how many threads add.
+
+    Args:
+        values: yields some of the numbers at a time.
+    """
+    # waits: once, when v freezes.
+    told = [(float(each.max()), each.numel()) for each in values()]
+    most = max((highest for highest, _ in told), default=0.0)
+    if not (most > 0 and math.isfinite(most)):
+        return most
+    bits = 62 - sum(numel for _, numel in told).bit_length()
+    unit = 2.0 ** (math.frexp(most)[1] - bits)
+    # waits: likewise.
+    return unit * sum(int((each.double() / unit).round().long().sum()) for each in values())
