@@ -380,7 +380,9 @@ class OuterLoop(RoundAlgorithm):
         """See `RoundAlgorithm.loop_for`."""
         communicator = local.connect()
         pace = (
-            Pace(self.interval, communicator.rank, communicator.size, least=self.delay + 1) if self.by_speed else None
+            Pace(self.interval, communicator.rank, communicator.size, least=self.delay + 1, waited=local.wait_seconds)
+            if self.by_speed
+            else None
         )
         self._plan = Plan(self.interval, self.first_phase) if pace is None else PacedPlan(pace, self.interval)
         # Plain means of parameters do not depend on `start`.

@@ -24,7 +24,13 @@ class Pace:
     """
 
     def __init__(
-        self, interval: int, rank: int, size: int, least: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        interval: int,
+        rank: int,
+        size: int,
+        least: int,
+        clock: Callable[[], float] = time.perf_counter,
+        waited: float = 0.0,
     ) -> None:
         """Begins with `interval` steps for each rank.
 
@@ -34,6 +40,7 @@ class Pace:
             size: the number of ranks.
             least: no rank takes fewer steps.
             clock: seconds.
+            waited: seconds for which training has waited for exchanges before.
         """
         self._interval, self.rank, self._least, self._clock = interval, rank, least, clock
         self.steps = [interval] * size
@@ -41,7 +48,7 @@ class Pace:
         self._speeds: list[float] = []
         self.end = self._timed = interval
         self._began = clock()
-        self._waited = 0.0
+        self._waited = waited
 
     def is_end(self, step: int) -> bool:
         """True if the round under way ends with a step of this rank, counted from 0."""

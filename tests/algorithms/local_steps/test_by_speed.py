@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from bagua_kernels.algorithms import DiLoCo, LocalSGD, PostLocalSGD, SparseLoCo
 from bagua_kernels.algorithms.local_steps.pace import Pace
-from bagua_kernels.comm import Communicator, run_ranks
+from bagua_kernels.comm import Communicator, Membership, run_ranks
 from tests.algorithms import parts
 from tests.algorithms.gossip.common import flat
 from tests.algorithms.local_steps.clocked import Clock, N, Vector, on_clock
@@ -205,3 +206,31 @@ def test_what_is_refused() -> None:
             pass
 
     run_ranks(1, rank)
+
+
+def test_waits_before_a_change_of_members_are_no_work() -> None:
+    """Ranks that have waited long before another one is lost have the same speeds as ever."""
+
+    def rank(communicator: Communicator) -> list[list[int]] | None:
+        members = Membership(communicator)
+        module = Vector()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        options: Any = {"communicator": members.communicator, "on_failure": "heal"}
+        model = LocalSGD(module, optimizer, interval=4, by_speed=True, **options)
+        model.local.wait_seconds = 1000.0 * communicator.rank
+        steps = []
+        for step in range(20):
+            if communicator.rank == 2 and step == 5:
+                return None
+            model()
+            module.x.grad = torch.ones(N)
+            time.sleep(0.005)
+            optimizer.step()
+            steps.append(model.steps_of_ranks)
+        model.close()
+        members.prepare_close()
+        members.close()
+        return steps
+
+    for steps in run_ranks(3, rank):
+        assert steps is None or all(min(each) > 1 for each in steps if len(each) == 2), steps
