@@ -100,11 +100,11 @@ class Quota:
     def rivalry(self, before: Sequence[int], asked: Sequence[int], suspicions: Mapping[int, Suspicion]) -> str:
         """Returns why ranks that are not asked may decide something else on their own; empty if they cannot."""
         others = [rank for rank in before if rank not in asked and (self.majority or suspicions[rank].kind == SILENCE)]
-        if 2 * len(others) <= len(before):
+        if not others or 2 * len(asked) > len(before):
             return ""
         return (
-            f"nothing is known of ranks {', '.join(map(str, others))}, which are more than half of {len(before)}: they may be "
-            "training on, behind a network that is cut"
+            f"nothing is known of ranks {', '.join(map(str, others))}, and ranks {', '.join(map(str, asked))} are not more than "
+            f"half of {len(before)}: the others may be training on, behind a network that is cut"
         )
 
 
@@ -243,7 +243,7 @@ class Agreement:
         """
         if not self.is_ending:
             self._ending_since = None
-        elif self._ending_since is None:
+        elif self._ending_since is None or now < self._ending_since:
             self._ending_since = now
         elif now > self._ending_since + timeout:
             for rank in self.waiting:
@@ -277,7 +277,9 @@ class Agreement:
                 self._add(int(rank), kind, reason)
 
     def _hear_prepare(self, sender: int, letter: Letter) -> None:
-        self._questions.pop(sender, None)
+        kept = self._questions.pop(sender, None)
+        if kept is not None and tuple(kept["ballot"]) > tuple(letter["ballot"]):
+            letter = kept
         if self._trusted()[0] < sender:
             self._questions[sender] = letter
             return
@@ -362,7 +364,10 @@ class Agreement:
             lost = {rank: f"{each.kind}: {each.reason}" for rank, each in sorted(self.suspicions.items())}
             reports = {rank: self._reports[rank] for rank in trusted}
             asked = [each for _, each in sorted(self.wanting.items()) if each["sponsor"] in trusted]
-            joined = dict(enumerate(asked if self._admits(reports) else [], self.next_name))
+            # A silent rank may live, and not have this decision. A member that is new has no part in what came before, so that it
+            # could go on alone beside that one. It waits for the next epoch.
+            is_sure = all(each.kind != SILENCE for each in self.suspicions.values())
+            joined = dict(enumerate(asked if is_sure and self._admits(reports) else [], self.next_name))
             value = Census(self.epoch + 1, (*trusted, *joined), lost, reports, joined)
         leading.value = value
         leading.accepted = {self.rank}

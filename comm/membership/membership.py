@@ -27,7 +27,7 @@ from bagua_kernels.comm.membership.door import Door, meet
 from bagua_kernels.comm.membership.draft import Drafted, Drafting, lend
 from bagua_kernels.comm.membership.line import MemberLine
 from bagua_kernels.comm.membership.notice import Notice
-from bagua_kernels.comm.membership.pulse import Address, Pulse, why_silent
+from bagua_kernels.comm.membership.pulse import Address, Pulse, has_ended
 from bagua_kernels.comm.membership.transports import EpochTransport, LineTransport
 from bagua_kernels.comm.membership.votes import MOST, Votes
 from bagua_kernels.errors import CommunicationError, MembershipError, MismatchError
@@ -212,9 +212,8 @@ class Membership:
         self._listener: socket.socket | None = None
         self._pulse: Pulse | None = None
         self._pulses: dict[int, Address] = {}  # of members, by name
-        self._silent: dict[
-            tuple[int, int], str | None
-        ] = {}  # by line and name: what `why_silent` found, None until it has
+        # By line and name: what `has_ended` returned; None until it has.
+        self._ended: dict[tuple[int, int], tuple[bool, str] | None] = {}
         self._revoked: tuple[int, str] = (0, "")  # the newest epoch that a member has revoked, and why
         self._votes = self._new_votes()
         self._lines = [MemberLine(anchor, names, agreement.epoch)]
@@ -726,6 +725,11 @@ class Membership:
         if self._agreement.epoch > self.epoch or self.has_changed or self._failed:
             raise CommunicationError(self._failed or f"epoch {self.epoch} ends as it begins")
 
+    def _renew_votes(self) -> None:
+        """Begins with the votes of another epoch, before any letter about them is read."""
+        if self._votes.epoch != self._agreement.epoch:
+            self._votes = self._new_votes()
+
     def _new_votes(self) -> Votes:
         agreement = self._agreement
         return Votes(self.name, agreement.members, weakly(self._post_vote), agreement.terms, agreement.epoch)
@@ -758,6 +762,7 @@ class Membership:
     def _hear(self, sender: int, body: bytes) -> None:
         with self._lock:
             self._agreement.hear(sender, json.loads(body))
+            self._renew_votes()
         self._follow()
 
     def _hear_notice(self, sender: int, body: bytes) -> None:
@@ -849,20 +854,20 @@ class Membership:
             self._agreement.suspect(name, SILENCE, reason)
         elif address is None or reason.startswith(_LEFT):
             self._agreement.suspect(name, EVIDENCE, reason)
-        elif key not in self._silent:
-            self._silent[key] = None
+        elif key not in self._ended:
+            self._ended[key] = None
             seconds = min(_NEW_CONNECTION, line.mailbox.timeout / 4)
             call = weakly(self._call)
             threading.Thread(target=call, args=(key, address, seconds), name="bagua_kernels call", daemon=True).start()
-        elif (found := self._silent[key]) is not None:
-            kind = EVIDENCE if found else SILENCE
-            self._agreement.suspect(name, kind, f"{reason}; {found or 'its process answers a new connection'}")
+        elif (found := self._ended[key]) is not None:
+            is_certain, what = found
+            self._agreement.suspect(name, EVIDENCE if is_certain else SILENCE, f"{reason}; {what}")
 
     def _call(self, key: tuple[int, int], address: Address, seconds: float) -> None:
         """Finds out if a process lives whose connection broke; on a thread of its own."""
-        found = why_silent(address, seconds)
+        found = has_ended(address, seconds)
         with self._lock:
-            self._silent[key] = found
+            self._ended[key] = found
         self._line.courier.wake()
 
     def _watch(self) -> None:
@@ -872,19 +877,18 @@ class Membership:
         if self._closing or threading.current_thread() is not line.courier._thread:
             return
         # A process that was stopped reads what has come meanwhile before it judges others by their silence.
-        if now > self._watched + _PAUSED:
+        if not self._watched <= now <= self._watched + _PAUSED:
             self._awake_since = now
         self._watched = now
         if now < self._awake_since + _PAUSED:
             return
         with self._lock:
-            others = [
-                line.rank_of(name)
-                for name in agreement.members
-                if name != self.name and name not in agreement.suspicions and line.has(name)
-            ]
+            others = [line.rank_of(name) for name in agreement.members if name != self.name and line.has(name)]
             for rank in line.courier.silent(others):
-                agreement.suspect(line.names[rank], SILENCE, f"nothing came from it for {timeout:g} s")
+                reason = f"nothing came from it for {timeout:g} s"
+                agreement.suspect(line.names[rank], SILENCE, reason)
+                # It may have refuted an earlier suspicion there.
+                self._votes.find_silent(line.names[rank], reason)
             reason = f"it answers, but did not come to the end of the epoch within {timeout:g} s"
             agreement.suspect_late(now, timeout, reason)
             self._votes.watch(now, timeout)
@@ -894,8 +898,7 @@ class Membership:
         """Ends the waits of the thread that trains, once this epoch is to end."""
         agreement = self._agreement
         with self._lock:
-            if self._votes.epoch != agreement.epoch:
-                self._votes = self._new_votes()
+            self._renew_votes()
             self._votes.suspect(agreement.suspicions)
         # Where a process wants to join, exchanges under way end first.
         is_changing = agreement.epoch == self.epoch and self._is_ending

@@ -81,8 +81,10 @@ def _serve(listener: socket.socket, token: bytes, ended: threading.Event) -> Non
             caller.sendall(token)
 
 
-def why_silent(address: Address, seconds: float) -> str:
-    """Returns why a process does not answer a new connection; empty if it does. Blocks.
+def has_ended(address: Address, seconds: float) -> tuple[bool, str]:
+    """Returns if it is certain that a process has ended, as its host answers in its place; and what was found. Blocks.
+
+    Where nothing comes back in time, or this host could not ask, the process may live: behind a network that is cut, or stopped.
 
     Args:
         address: of its `Pulse`.
@@ -94,8 +96,10 @@ def why_silent(address: Address, seconds: float) -> str:
         with socket.create_connection((host, port), seconds) as sock:
             while len(found) < len(expected) and (more := sock.recv(len(expected) - len(found))):
                 found += more
+    except (ConnectionRefusedError, ConnectionResetError) as error:
+        return True, f"a new connection failed: {error}"
     except OSError as error:
-        return f"a new connection failed: {error}"
+        return False, f"a new connection failed: {error}"
     if found == expected:
-        return ""
-    return "another process listens at its port" if found else "a new connection ended without an answer"
+        return False, "its process answers a new connection"
+    return True, "another process listens at its port" if found else "a new connection ended without an answer"

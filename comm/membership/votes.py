@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bagua_kernels.comm.mailbox.courier import weakly
-from bagua_kernels.comm.membership.agreement import Agreement, Letter, Quota, Suspicion
+from bagua_kernels.comm.membership.agreement import SILENCE, Agreement, Letter, Quota, Suspicion
 
 MOST = (1 << 63) - 1  # the largest number that a member may give
 
@@ -71,6 +71,10 @@ class Votes:
             if (name, each.kind) not in self._known:
                 self._known.add((name, each.kind))
                 self._agreement.suspect(name, each.kind, each.reason)
+
+    def find_silent(self, name: int, reason: str) -> None:
+        """Counts no more on a member from which nothing has come for the timeout, whatever was known of it before."""
+        self._agreement.suspect(name, SILENCE, reason)
 
     def watch(self, now: float, timeout: float) -> None:
         """Counts no more on members that answer, and give no number within a time.

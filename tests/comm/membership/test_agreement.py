@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bagua_kernels.comm.membership.agreement import EVIDENCE, NOTICE, SILENCE, Agreement, Census, Quota
+from bagua_kernels.comm.membership.agreement import EVIDENCE, NOTICE, SILENCE, Agreement, Census, Quota, Suspicion
+from bagua_kernels.comm.membership.votes import Votes
 from tests.comm.membership.agreement_fuzz import faults, main
 
 
@@ -253,8 +254,103 @@ def test_a_leader_that_is_cut_off_decides_nothing_alone() -> None:
         network.ranks[rank].suspect(0, SILENCE, "no word")
     network.drain(draws)
     assert [one.epoch for one in network.living] == [1, 2, 2, 2]
-    assert "ranks 1, 2, 3, which are more than half of 5" in network.ranks[0].refusal
+    assert "ranks 1, 2, 3, and ranks 0 are not more than half of 5" in network.ranks[0].refusal
     assert {one.members for one in network.living[1:]} == {(1, 2, 3)}
+
+
+def carry(network: Network, *pairs: tuple[int, int]) -> None:
+    """Delivers all that waits between ranks, in this order."""
+    for pair in pairs:
+        while network.waiting.get(pair):
+            network.deliver(pair)
+
+
+def test_a_proposal_of_a_few_is_not_made_again_beside_a_decision() -> None:
+    """Rank 0 has proposed all three, which nobody else has heard. The others leave it out, and one of them ends."""
+    network = Network(3)
+    for one in network.ranks:
+        one.report(None)
+    carry(network, (1, 0), (2, 0), (0, 1), (0, 2), (1, 2), (2, 1), (1, 0), (2, 0))
+    assert network.ranks[0]._accepted is not None
+    for rank in (2, 1):
+        network.ranks[rank].suspect(0, SILENCE, "no word")
+    carry(network, *[(1, 2), (2, 1)] * 3)
+    assert [one.members for one in network.ranks[1:]] == [(1, 2)] * 2
+    network.ranks[0].suspect(2, EVIDENCE, "gone")
+    network.ranks[0].suspect(1, SILENCE, "no word")
+    assert network.ranks[0].ended == {}
+    assert "ranks 1" in network.ranks[0].refusal
+
+
+@pytest.mark.parametrize("majority", [False, True])
+def test_two_halves_do_not_both_make_a_proposal_again(majority: bool) -> None:
+    """Each half has a rank that had accepted something else before."""
+    network = Network(4, Quota(majority=majority))
+    network.ranks[0].suspect(2, SILENCE, "no word")
+    for one in network.ranks:
+        one.report(None)
+    carry(network, *[(src, dst) for src in (1, 2, 3) for dst in range(4) if dst != src])
+    carry(network, (0, 1), (0, 2), (0, 3), (1, 0), (3, 0))
+    for rank in (1, 2, 3):
+        network.ranks[rank].suspect(0, SILENCE, "no word")
+    carry(network, (1, 2), (2, 1), (1, 3), (3, 1))
+    assert [one._accepted is not None for one in network.ranks[:2]] == [True, True]
+    network.ranks[0].suspect(1, SILENCE, "no word")
+    carry(network, *[(0, 3), (3, 0)] * 3)
+    network.ranks[1].suspect(3, SILENCE, "no word")
+    carry(network, *[(1, 2), (2, 1)] * 4)
+    taken = {census.members for one in network.ranks for census in one.ended.values()}
+    assert len(taken) <= 1
+
+
+def test_nobody_joins_where_a_silent_rank_is_left_out() -> None:
+    """It waits for the epoch that follows: alone it could go on beside those that were left out and live."""
+    network, draws = Network(3), random.Random(0)
+    about = {"sponsor": 0, "address": ["here", 1]}
+    network.cut = {frozenset((2, rank)) for rank in (0, 1)}
+    for rank in (0, 1):
+        network.ranks[rank].invite("x", about)
+        network.ranks[rank].suspect(2, SILENCE, "no word")
+        network.ranks[rank].report({"address": ["there", rank]})
+    network.drain(draws)
+    assert [one.members for one in network.ranks[:2]] == [(0, 1)] * 2
+    assert all(one.is_changing for one in network.ranks[:2])
+    for rank in (0, 1):
+        network.ranks[rank].report({"address": ["there", rank]})
+    network.drain(draws)
+    assert [one.members for one in network.ranks[:2]] == [(0, 1, 3)] * 2
+
+
+def test_an_older_question_does_not_replace_a_newer_one() -> None:
+    one = Agreement(2, range(3), lambda dst, letter: None, Quota())
+    for ballot in ([5, 1], [3, 1]):
+        one.hear(1, {"epoch": 1, "what": "prepare", "ballot": ballot})
+    assert one._questions[1]["ballot"] == [5, 1]
+
+
+def test_a_clock_that_goes_back_begins_a_wait_anew() -> None:
+    one = Agreement(0, range(2), lambda dst, letter: None, Quota())
+    one.report(None)
+    for now in (1000.0, 0.0, 5.0):
+        one.suspect_late(now, 10.0, "late")
+        assert not one.suspicions
+    one.suspect_late(10.5, 10.0, "late")
+    assert list(one.suspicions) == [1]
+
+
+def test_a_rank_that_refuted_a_suspicion_may_be_lost_later() -> None:
+    """In a vote, where a suspicion that is known already does not count again."""
+    sent: list[Any] = []
+    votes = Votes(1, range(3), lambda dst, letter: sent.append(letter), Quota(), 1)
+    silence = Suspicion(SILENCE, "no word")
+    votes.suspect({0: silence})
+    votes.give(3)
+    votes.hear(0, {"epoch": 1, "letter": {"epoch": 1, "what": "prepare", "ballot": [1, 0]}})
+    assert not votes._agreement.suspicions
+    votes.suspect({0: silence})
+    assert not votes._agreement.suspicions
+    votes.find_silent(0, "no word")
+    assert list(votes._agreement.suspicions) == [0]
 
 
 def test_a_refusal_ends_nobody_who_is_not_counted_on() -> None:

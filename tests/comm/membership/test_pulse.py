@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -14,13 +15,14 @@ import pytest
 from bagua_kernels.comm import LocalCommunicator, Membership, run_ranks
 from bagua_kernels.comm.joining.secret import Secret
 from bagua_kernels.comm.membership import membership
-from bagua_kernels.comm.membership.pulse import Pulse, why_silent
+from bagua_kernels.comm.membership.pulse import Pulse, has_ended
 from bagua_kernels.errors import CommunicationError, MembershipError
 from tests import limits
 from tests.comm.membership.over_sockets import listening
 
 SECRET = Secret.from_text("known to the ranks of this test alone")
 TIMEOUT = 8.0
+ANSWERS = (False, "its process answers a new connection")
 
 
 @pytest.fixture
@@ -33,25 +35,38 @@ def pulse() -> Iterator[Pulse]:
 
 def test_a_process_answers_until_it_ends(pulse: Pulse) -> None:
     for _ in range(3):
-        assert why_silent(pulse.address, limits.seconds(1.0)) == ""
+        assert has_ended(pulse.address, limits.seconds(1.0)) == ANSWERS
     pulse.close()
-    assert "refused" in why_silent(pulse.address, limits.seconds(1.0))
+    gone, why = has_ended(pulse.address, limits.seconds(1.0))
+    assert gone
+    assert "refused" in why
     limits.until(lambda: all(each.name != "bagua_kernels pulse" for each in threading.enumerate()), "the thread ends")
 
 
 def test_callers_that_take_nothing_keep_nobody_waiting(pulse: Pulse) -> None:
     host, port, _ = pulse.address
     with socket.create_connection((host, port)), socket.create_connection((host, port)):
-        assert why_silent(pulse.address, limits.seconds(1.0)) == ""
+        assert has_ended(pulse.address, limits.seconds(1.0)) == ANSWERS
 
 
 def test_another_process_at_the_port_is_no_answer(pulse: Pulse) -> None:
     host, port, token = pulse.address
     other = "0" * len(token)
-    assert why_silent((host, port, other), limits.seconds(1.0)) == "another process listens at its port"
+    assert has_ended((host, port, other), limits.seconds(1.0)) == (True, "another process listens at its port")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = ("127.0.0.1", silent.getsockname()[1], token)
-        assert "timed out" in why_silent(place, 0.05)
+        # As a process that is stopped, or one behind a firewall.
+        gone, why = has_ended(place, 0.05)
+        assert not gone
+        assert "timed out" in why
+
+
+def test_who_cannot_ask_is_not_certain(pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket, "create_connection", full)
+    assert not has_ended(pulse.address, 1.0)[0]
 
 
 def test_a_forked_child_does_not_answer_for_its_parent() -> None:
@@ -64,11 +79,12 @@ def test_a_forked_child_does_not_answer_for_its_parent() -> None:
         os._exit(0)
     os.read(ready[0], 1)
     made.close()
-    found = why_silent(made.address, limits.seconds(1.0))
+    gone, found = has_ended(made.address, limits.seconds(1.0))
     os.write(go[1], b"x")
     os.waitpid(child, 0)
     for end in (*ready, *go):
         os.close(end)
+    assert gone
     assert "refused" in found
 
 
@@ -121,6 +137,6 @@ def test_of_two_that_live_one_is_left_out_by_a_majority() -> None:
 
 
 def test_a_broken_connection_alone_is_evidence_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "why_silent", lambda address, seconds: "a new connection failed: refused")
+    monkeypatch.setattr(membership, "has_ended", lambda address, seconds: (True, "refused"))
     found = after_a_cut(2, (0, 1))
     assert (0,) in found or (1,) in found
