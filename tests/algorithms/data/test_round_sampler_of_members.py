@@ -11,12 +11,14 @@ import torch
 
 from bagua_kernels.algorithms import RoundSampler, from_spec
 from bagua_kernels.algorithms.data.places import Places
+from bagua_kernels.algorithms.local_steps import outer_loop
 from bagua_kernels.algorithms.local_steps.outer_rounds import OuterRounds
+from bagua_kernels.algorithms.local_steps.pace import Pace
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.comm import Communicator, Membership, run_ranks
 from bagua_kernels.comm.joining.secret import Secret
 from tests import limits
-from tests.algorithms.local_steps.clocked import Clock, N, Vector, on_clock
+from tests.algorithms.local_steps.clocked import Clock, N, Vector
 from tests.comm.membership.over_sockets import ends, with_joiner
 from tests.grids import grid
 
@@ -32,6 +34,7 @@ class Drawn:
         self.names: dict[LocalModel, int] = {}
         self.whole: dict[int, int] = {}
         self.placed: dict[int, int] = {}
+        self.clocks: dict[threading.Thread, Clock] = {}
 
     def note(self, rounds: OuterRounds) -> None:
         name = self.names[rounds.local]
@@ -49,7 +52,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
         if was_under_way:
             made.note(rounds)
 
+    def paced(*arguments: Any, **options: Any) -> Pace:
+        return Pace(*arguments, clock=made.clocks[threading.current_thread()], **options)
+
     monkeypatch.setattr(OuterRounds, "wait", noted)
+    # In each epoch there is another one.
+    monkeypatch.setattr(outer_loop, "Pace", paced)
     return made
 
 
@@ -57,10 +65,8 @@ def trains(members: Membership, spec: str, end: int | None, drawn: Drawn, *hooks
     """Trains some epochs; returns False where it ends two steps after those of so many rounds that are in place."""
     module = Vector()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    clock = drawn.clocks[threading.current_thread()] = Clock()
     model: Any = from_spec(spec, module, optimizer, communicator=members.communicator, on_failure="heal")
-    clock = Clock()
-    if "by_speed" in spec:
-        on_clock(model, clock)
     sampler = RoundSampler(SAMPLES, BATCH, model, seed=1)
     drawn.names[model.local] = members.name
     drawn.whole[members.name] = drawn.placed[members.name] = taken = 0
