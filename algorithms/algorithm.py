@@ -309,9 +309,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._setup_bytes = 0
         options: Recorded = self.__dict__.pop("_options")
         try:
-            if self.members is not None and self.members.is_arriving:
-                self._arrive(module, optimizer)
-            elif self.members is not None:
+            if self.members is not None:
                 self.members.arrive(lambda world: self._begin_among(world, module, optimizer, options), self)
             elif self.communicator.size > 1 or self.acts_alone:
                 self._begin(module, optimizer, options)
@@ -378,9 +376,10 @@ class Algorithm(WrappedModule, abc.ABC):
         optimizer: torch.optim.Optimizer | None,
         options: Recorded,
     ) -> None:
-        """Begins with the members that are left; late, where others have come through this constructor; collective."""
+        """Begins with the members that are left; as a new one, where others have come through this constructor; collective."""
         assert self.members is not None
-        self._follow_world(world)
+        if world is not self._world:
+            self._follow(world)
         if self.members.is_arriving:
             self._prepare(module)
             self._take_replica(world, module, optimizer)
@@ -391,10 +390,8 @@ class Algorithm(WrappedModule, abc.ABC):
             self._agree(module, optimizer, options)
             self._start_alone(module, optimizer)
 
-    def _follow_world(self, world: Communicator) -> None:
-        """Gives up what was begun among members of which some are lost."""
-        if world is self._world:
-            return
+    def _follow(self, world: Communicator) -> None:
+        """Gives up the communicators of members of which some are lost, and all that was begun among these."""
         for each in self._communicators():
             each.abort("a rank was lost while this one began")
         self._stop()
@@ -538,7 +535,7 @@ class Algorithm(WrappedModule, abc.ABC):
             self._supply, self._lapsed = None, error
 
     def _is_supplying(self) -> bool:
-        """Returns True while this member is behind, or gives others what they lack."""
+        """Returns True while there is a `Supply`, in which this member gives or takes."""
         return self._supply is not None
 
     def _advance_supply(self, boundary: int) -> None:
@@ -550,18 +547,6 @@ class Algorithm(WrappedModule, abc.ABC):
             # What it has sent counts.
             self._setup_bytes -= supply.among.bytes_sent
             self._supply, self._is_behind = None, False
-
-    def _arrive(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Begins as a new member among others, of which one gives this one all that it needs; as the others' `enter`."""
-        assert self.members is not None
-        self._prepare(module)
-        self.members.arrive(lambda world: self._arrive_in(world, module, optimizer), self)
-
-    def _arrive_in(self, world: Communicator, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        if world is not self._world:
-            self._follow_world(world)
-            self._prepare(module)
-        self._take_replica(world, module, optimizer)
 
     def _prepare(self, module: torch.nn.Module) -> None:
         """Takes a module whose parameters another member will give.
@@ -579,7 +564,7 @@ class Algorithm(WrappedModule, abc.ABC):
     def _take_replica(
         self, world: Communicator, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Gets from another member all that this new one needs; collective over all members."""
+        """Gets from another member all that this new one needs; collective over all members, as their `enter`."""
         assert self.members is not None
         try:
             with self.members.giving(world) as self._pair:

@@ -174,7 +174,7 @@ class AutoTune(GradientAlgorithm):
         """See `GradientAlgorithm._give_engine`: members begin anew with exact means, a rank that was alone among them."""
         self._is_given = self._pair is not None
         if self._is_given and self._engine is not None and not self.chooser.is_plain:
-            self._engine.begin_otherwise(*self.chooser.restart())
+            self._engine.begin_otherwise(*self.chooser.restart(), {})
         super()._give_engine(state, steps)
 
     def exchange_for(self, bucket: Bucket, communicator: Communicator) -> Exchange:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from bagua_kernels.algorithms.data.places import Shares
+from bagua_kernels.algorithms.data.shares import Shares
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop
 from bagua_kernels.algorithms.wrapping.agreement import agreed
 from bagua_kernels.comm import Communicator, Membership
@@ -44,7 +44,7 @@ class RoundSampler(Sampler[list[int]]):
         self._orders: dict[int, list[int]] = {}
         self._shares = Shares()  # of the endless sequence of all epochs' samples, since ranks have become others
         self._rank = model.communicator.rank
-        self._place = 0  # in what is left, where the round under way begins
+        self._place = 0  # index in the places of the shares, at which the round under way begins
         self._drawn = 0  # this rank's batches of the round
         self._steps: list[int] = []  # of all ranks in the round, once it has begun here
         self._last: tuple[int, list[int]] = (0, [])  # where the round before it begins, and its steps
@@ -112,7 +112,7 @@ class RoundSampler(Sampler[list[int]]):
         return self._orders[epoch][index]
 
     def report(self) -> dict[str, Any]:
-        """See `Follower.report`: what is left, where the round begins, the steps of its ranks, and the batches of this one.
+        """See `Follower.report`: the shares, where the round begins, the steps of its ranks, and the batches of this one.
 
         It may have drawn a batch for a step that is still to be taken.
         """
@@ -147,7 +147,7 @@ class RoundSampler(Sampler[list[int]]):
                 among.broadcast_object([self._arguments(), self._shares.to_json(), self._steps])
 
     def _begin(self, steps: list[int]) -> None:
-        """Begins with what is left, in the middle of a round."""
+        """Begins to deal the places of the shares, in the middle of a round."""
         self._steps, self._place, self._drawn = steps, 0, 0
         self._rank, self._after = self._model.communicator.rank, _begun(self._model)
 
@@ -155,7 +155,7 @@ class RoundSampler(Sampler[list[int]]):
         return {"samples": self._samples, "batch_size": self._batch_size, "seed": self._seed}
 
     def _arrive(self, members: Membership) -> None:
-        """Takes what is left from another member, as a new one."""
+        """Takes the shares of another member, as a new one."""
 
         def call(world: Communicator) -> Any:
             with members.giving(world) as among:

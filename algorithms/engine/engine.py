@@ -189,10 +189,16 @@ class Engine:
         self._take_manner(place, manner)
         self.lay_out(self.buckets.order if self.order_is_known else None, {}, self.buckets)
 
-    def begin_otherwise(self, place: Place, manner: Manner) -> None:
-        """As `exchange_otherwise`, on a new rank that is about to get what exchanges of others remember."""
+    def begin_otherwise(self, place: Place, manner: Manner, state: Mapping[str, Named]) -> None:
+        """Begins with other exchanges, where ranks are others; not collective.
+
+        Args:
+            place: as for `exchange_otherwise`.
+            manner: as for `exchange_otherwise`.
+            state: that the exchanges remember, in place of what the ones before do.
+        """
         self._take_manner(place, manner)
-        self.lay_out(self.buckets.order, {})
+        self.lay_out(self.buckets.order, state, self.buckets)
 
     def _take_manner(self, place: Place, manner: Manner) -> None:
         self.members[:] = [member.placed(place) for member in self.members]
@@ -561,16 +567,12 @@ class Engine:
                 self.lay_out(self.buckets.order, state, self.buckets)
             elif self._running and healing.is_complete:
                 # The means of this pass lie in buckets of before.
-                self._later = lambda: self._lay_out_otherwise(*otherwise, state)
+                self._later = lambda: self.begin_otherwise(*otherwise, state)
             else:
-                self._lay_out_otherwise(*otherwise, state)
+                self.begin_otherwise(*otherwise, state)
             healing.forget()
         healing.is_undone = undo
         return state
-
-    def _lay_out_otherwise(self, place: Place, manner: Manner, state: Mapping[str, Named]) -> None:
-        self._take_manner(place, manner)
-        self.lay_out(self.buckets.order, state, self.buckets)
 
     def share_committed(self, pair: Communicator) -> None:
         """Gives new members the means of buckets that are committed, and the names of what has been updated; collective.
