@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     nodes: Nodes | Iterable[Iterable[int]] | None
     broadcast_buffers: bool
     average_buffers: bool | str | Sequence[str]
+    verify_every: int | None
     on_failure: str
 
 
@@ -218,11 +219,13 @@ class Algorithm(WrappedModule, abc.ABC):
         needs_even_nodes: True if ranks of a node average first only where all nodes have as many.
         takes_drafts: True if a new member may begin with parameters that are near those of the others.
         supplies: True if a new member gets the rest of a draft of the model while it trains along, see `Supply`.
+        refuses_verification: why ranks cannot be compared, which then have nothing in common; empty if they can.
         acts_alone: True if it changes the training of one rank alone, too.
         heals_on_streams: True if it can heal where `Work.wait` blocks no caller, as over NCCL. It then learns of a failure before
             it uses what it has received.
         broadcast_buffers: True if a forward pass in training begins with rank 0's buffers, or their means.
         average_buffers: patterns of the names of those whose means it begins with; True for running statistics.
+        verify_every: steps from one comparison of ranks to the next; None for none.
         members: of the job, among whom training heals when ranks are lost; None if it does not.
     """
 
@@ -230,7 +233,7 @@ class Algorithm(WrappedModule, abc.ABC):
     registered: ClassVar[dict[str, type[Algorithm]]] = {}
     may_differ: ClassVar[frozenset[str]] = frozenset({"module", "communicator"})
     synonyms: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    refuses_tiers = ""
+    refuses_tiers = refuses_verification = ""
     needs_even_nodes = False
     takes_drafts = supplies = heals_on_streams = False
     acts_alone = False
@@ -253,6 +256,7 @@ class Algorithm(WrappedModule, abc.ABC):
         nodes: Nodes | Iterable[Iterable[int]] | None = None,
         broadcast_buffers: bool = True,
         average_buffers: bool | str | Sequence[str] = False,
+        verify_every: int | None = None,
         on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -269,6 +273,8 @@ class Algorithm(WrappedModule, abc.ABC):
             broadcast_buffers: True to begin each forward pass in training mode with rank 0's buffers on all ranks.
             average_buffers: a pattern of names, as of `fnmatch`, or several. A forward pass begins with the means over all ranks
                 of buffers of floating point that match, and with rank 0's others. True: `*running_mean` and `*running_var`.
+            verify_every: steps from one comparison of what all ranks have alike to the next; None for none. Parameters are
+                compared, and with local steps outer parameters. Where ranks differ, all raise a `ReplicaError`.
             on_failure: "raise", or "heal": when ranks are lost, those that are left go on without an error. That needs
                 `comm.init(elastic=True)`.
 
@@ -289,6 +295,7 @@ class Algorithm(WrappedModule, abc.ABC):
         self._averaged_buffers = patterns_of(average_buffers)
         self.broadcast_buffers = broadcast_buffers or bool(self._averaged_buffers)
         self.average_buffers = average_buffers
+        self.verify_every = self._checked_every(verify_every)
         self._steps_alone = 0
         self._pair: Communicator | None = None
         self._supply: Supply | None = None
@@ -326,6 +333,18 @@ class Algorithm(WrappedModule, abc.ABC):
             except Exception as second:
                 error.add_note(f"What it had opened could not be closed: {type(second).__name__}: {second}")
             raise
+
+    def _checked_every(self, every: int | None) -> int | None:
+        """Returns how often ranks are compared.
+
+        Raises:
+            ValueError: that is no number of steps, or these ranks have nothing in common.
+        """
+        if every is not None and self.refuses_verification:
+            raise ValueError(f"{self.refuses_verification}: leave out verify_every={every}, and see consensus()")
+        if every is not None and every < 1:
+            raise ValueError(f"verify_every must be at least 1 step, or None, got {every}")
+        return every
 
     def _members_of(self, world: Communicator, on_failure: str, hierarchical: bool | None) -> Membership | None:
         """Returns the members of a job among which training heals; None if it does not.

@@ -97,6 +97,7 @@ class CompressedAllReduce(GradientAlgorithm):
         nodes=None               which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         broadcast_buffers=True   True to begin each forward pass in training mode with rank 0's buffers on all ranks
         average_buffers=False    a pattern of names, as of `fnmatch`, or several
+        verify_every=None        steps from one comparison of what all ranks have alike to the next; None for none
         on_failure='raise'       "raise", or "heal": when ranks are lost, those that are left go on without an error
 
     Attributes:

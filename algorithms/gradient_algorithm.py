@@ -28,6 +28,7 @@ from bagua_kernels.algorithms.wrapping.clipping import is_clipping
 from bagua_kernels.algorithms.wrapping.equal import make_equal, share_state
 from bagua_kernels.algorithms.wrapping.frozen import check_frozen
 from bagua_kernels.algorithms.wrapping.replicas import sparse_parameters
+from bagua_kernels.algorithms.wrapping.verification import compare
 from bagua_kernels.algorithms.wrapping.weights import check_weights
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, LocalCommunicator
@@ -253,7 +254,17 @@ class GradientAlgorithm(Algorithm):
         """Synchronizes buffers for a forward pass, unless that was done in a change of epochs."""
         if self._synced < self._forwards:
             self._synchronize_buffers(source, average=not self._joining)
+            self._verify()
             self._synced = self._forwards
+
+    def _verify(self) -> None:
+        """Compares parameters in some passes, where all ranks take part."""
+        passes, every = self._forwards - 1, self.verify_every
+        if every is None or not passes or passes % every or self._joining:
+            return
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        for work in compare(self.communicator, trained, "parameters", passes, counts=not self.is_behind):
+            work.wait()
 
     def _refuses_healing(self) -> str:
         """See `Algorithm._refuses_healing`."""

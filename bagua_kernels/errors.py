@@ -67,6 +67,24 @@ class DeadlockError(AssertionError):
     """
 
 
+class ReplicaError(RuntimeError):
+    """What all ranks should have alike differs; the message has the first tensor that does. See `verify_every`.
+
+    No `CommunicationError`: nobody is lost, and to go on with fewer ranks would not help.
+
+    Attributes:
+        ranks: those that differ from most others, in ascending order.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(ranks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets an error be copied, and sent to another process."""
+        return type(self), (*self.args, self.ranks), self.__dict__
+
+
 class DivergenceError(RuntimeError):
     """An algorithm diverges; the message has the figures, the cause and the cure."""
 

@@ -58,8 +58,13 @@ def load(path: Path | None = None) -> Corpus:
     elif GCIDE.exists():
         name, text = "gcide", _read(GCIDE)
     else:
-        name, text = f"source of Python {platform.python_version()}", _standard_library()
+        return library()
     return _divided(name, text)
+
+
+def library() -> Corpus:
+    """Returns the source of Python's standard library, as far as it is used."""
+    return _divided(f"source of Python {platform.python_version()}", _standard_library())
 
 
 def manual() -> Corpus:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Unpack
 
 import torch
@@ -14,12 +14,15 @@ from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundOptions
 from bagua_kernels.algorithms.models.round import Round
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.wrapping.verification import compare_copies
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.topology import whole
 from bagua_kernels.compression import Codec, Unbiased, decode_apply
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.gossip import ADDED, CHOCO, TOWARDS
+
+_ROUNDING = 32 * 2.0**-24  # of float32, times what random roundings seldom come to
 
 
 @register
@@ -54,6 +57,7 @@ class Choco(Differences):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        verify_every=None      steps from one comparison of what all ranks have alike to the next; None for none
         on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
@@ -100,6 +104,31 @@ class Choco(Differences):
         assert self.eta is not None
         return PublicRound(local, bucket, self._neighbourhood, self.remedy, self.eta)
 
+    @torch.no_grad()
+    def _compare(self, steps: int) -> None:
+        """See `RoundAlgorithm._compare`: how far neighbours are from this rank's public copy, but for rounding."""
+        assert self.rounds is not None
+        hood, own, gaps, least = self._neighbourhood, dict[str, float](), dict[str, float](), dict[str, float]()
+        for each in self.rounds.all:
+            assert isinstance(each, PublicRound)
+            for name, span in zip(each.bucket.names, each.bucket.own, strict=True):
+                public, gap = each.public[span], each.gap[span]
+                # waits: once in verify_every steps.
+                own[name], gaps[name] = float(public.sum(dtype=torch.float64)), float(gap.sum(dtype=torch.float64))
+                # Of each of so many sums, elements are rounded once in each round, at random.
+                spread = float(public.norm(dtype=torch.float64)) * (steps + 1) ** 0.5
+                least[name] = _ROUNDING * spread + 1e-30
+        weights = hood.by_rank(hood.weights)
+
+        def first(originals: Mapping[int, Mapping[str, float]]) -> str:
+            for name, gap in gaps.items():
+                mean = sum(weight * originals[member][name] for member, weight in weights.items())
+                if not abs(gap - (mean - own[name])) <= least[name]:
+                    return f"{name!r} in what neighbours have sent"
+            return ""
+
+        compare_copies(self.communicator, hood.rank, own, first, steps)
+
 
 class PublicRound(DifferenceRound):
     """Keeps the public copy of this rank's parameters, and how far the neighbours' are from it."""
@@ -122,6 +151,16 @@ class PublicRound(DifferenceRound):
         factors[hood.rank] -= self._divisor
         # As whole numbers, weights of what a rank sent sum to zero over all ranks.
         self._weights = list(factors.values())
+
+    @property
+    def public(self) -> torch.Tensor:
+        """The public copy of this rank's parameters."""
+        return self._own
+
+    @property
+    def gap(self) -> torch.Tensor:
+        """The weighted mean of the neighbourhood's public copies, less this rank's."""
+        return self._gap
 
     def restart(self) -> None:
         """See `Round.restart`."""

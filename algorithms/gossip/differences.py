@@ -85,6 +85,7 @@ class Differences(RoundAlgorithm):
     """
 
     needs_even_nodes = True
+    refuses_verification = ""
     remedy = "Choco, which scales what it sends"
 
     def __init__(

@@ -14,6 +14,7 @@ from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.models.model_algorithm import RoundOptions
 from bagua_kernels.algorithms.models.round import Round, When
 from bagua_kernels.algorithms.registry import register
+from bagua_kernels.algorithms.wrapping.verification import compare_copies, state_hash
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Work
 from bagua_kernels.comm.topology import weighted_sum
@@ -54,6 +55,7 @@ class LowPrecisionDecentralized(Differences):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        verify_every=None      steps from one comparison of what all ranks have alike to the next; None for none
         on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 
@@ -93,6 +95,23 @@ class LowPrecisionDecentralized(Differences):
         self._made.append(ReplicaRound(local, bucket, self._neighbourhood, self.remedy))
         return self._made[-1]
 
+    @torch.no_grad()
+    def _compare(self, steps: int) -> None:
+        """See `RoundAlgorithm._compare`: replicas with what they are replicas of, bit by bit."""
+        assert self.rounds is not None
+        rows: dict[int, dict[str, int]] = {member: {} for member in self._neighbourhood.ranks}
+        for each in self.rounds.all:
+            assert isinstance(each, ReplicaRound)
+            for member, row in self._neighbourhood.by_rank(each.rows).items():
+                for name, span in zip(each.bucket.names, each.bucket.own, strict=True):
+                    rows[member][name] = state_hash([row[span]])
+
+        def first(originals: Mapping[int, Mapping[str, int]]) -> str:
+            differing = ((n, m) for m, row in rows.items() for n, own in row.items() if originals[m][n] != own)
+            return next((f"{name!r} in the replica of rank {member}" for name, member in differing), "")
+
+        compare_copies(self.communicator, self._neighbourhood.rank, rows[self._neighbourhood.rank], first, steps)
+
     def replicas(self) -> dict[int, dict[int, torch.Tensor]]:
         """Returns copies of the replicas, by number of the bucket and by rank; padding between parameters is left out."""
         if self.rounds is not None:
@@ -116,6 +135,11 @@ class ReplicaRound(DifferenceRound):
         super().__init__(local, bucket, hood, remedy)
         self._carries = 0  # rounds in which parameters that were written get what is still lacking
         self._rows = local.flat.rows(bucket, "replica of rank", hood.ranks)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The replicas of the neighbourhood's ranks, a row each."""
+        return self._rows
 
     def restart(self) -> None:
         """See `Round.restart`."""

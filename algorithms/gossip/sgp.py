@@ -48,6 +48,7 @@ class StochasticGradientPush(RoundAlgorithm):
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
         scaler=None            a `GradScaler` that may leave out this optimizer's step on one rank alone
+        verify_every=None      steps from one comparison of what all ranks have alike to the next; None for none
         on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 

@@ -50,6 +50,8 @@ class LocalSGD(OuterLoop):
         nodes=None             which ranks share a node, such as `[[0, 1], [2, 3]]`; found by the hosts if None
         bucket_bytes=10485760  parameters are exchanged in buckets of about this size
         average_states=False   True if `synchronize` averages the optimizer's states, too
+        verify_every=None      steps from one comparison of what all ranks have alike to the next; None for none, at the
+                               first round after so many steps
         on_failure='raise'     "raise", or "heal": when ranks are lost, those that are left go on without an error
     """
 

@@ -29,6 +29,7 @@ from bagua_kernels.algorithms.models.plan import Plan
 from bagua_kernels.algorithms.models.rounds import RoundsOptions
 from bagua_kernels.algorithms.models.writes import digest
 from bagua_kernels.algorithms.policy.schedule import Assignment, Encoding
+from bagua_kernels.algorithms.wrapping.verification import compare
 from bagua_kernels.bucket import Bucket
 from bagua_kernels.comm import Communicator, Nodes
 from bagua_kernels.comm.hierarchical import TieredCommunicator
@@ -53,6 +54,7 @@ class LoopOptions(TypedDict, total=False):
     nodes: Nodes | Iterable[Iterable[int]] | None
     bucket_bytes: int
     average_states: bool
+    verify_every: int | None
     on_failure: str
 
 
@@ -114,6 +116,7 @@ class OuterLoop(RoundAlgorithm):
     """
 
     heals_by_mean = False
+    refuses_verification = ""
     takes_drafts = supplies = True
     begins_in_node = False
     fragments = 1
@@ -148,6 +151,7 @@ class OuterLoop(RoundAlgorithm):
         nodes: Nodes | Iterable[Iterable[int]] | None = None,
         bucket_bytes: int = 10 << 20,
         average_states: bool = False,
+        verify_every: int | None = None,
         on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks. All arguments are equal on all ranks.
@@ -176,6 +180,7 @@ class OuterLoop(RoundAlgorithm):
             nodes: as for `Algorithm`.
             bucket_bytes: as for `ModelAlgorithm`.
             average_states: as for `ModelAlgorithm`.
+            verify_every: as for `Algorithm`, at the first round after so many steps.
             on_failure: as for `Algorithm`.
 
         Raises:
@@ -194,6 +199,7 @@ class OuterLoop(RoundAlgorithm):
             raise ValueError(f"{type(self).__name__} needs all ranks in step, got {quorum=}: use DiLoCo instead")
         if quorum is not None:
             self.refuses_tiers = "with a quorum each rank posts to all others, and waits for none of its node"
+            self.refuses_verification = "with a quorum ranks have outer parameters of different rounds"
         self.delay, self.blend = delay, blend
         self.assignment = Assignment.make(codec, 0, None, exact, min_numel)
         self.feedback = Feedback(error_feedback, owner_feedback, seed)
@@ -213,6 +219,7 @@ class OuterLoop(RoundAlgorithm):
             nodes=nodes,
             bucket_bytes=bucket_bytes,
             average_states=average_states,
+            verify_every=verify_every,
             on_failure=on_failure,
         )
 
@@ -425,9 +432,21 @@ class OuterLoop(RoundAlgorithm):
         )
         moments = None if self.sync_state is None else Moments(communicator, self.sync_state, self.fragments)
         self.rounds = made = OuterRounds(local, rounds, self._plan, options, collection, moments)
+        self._watch(made)
         if self.members is not None:
             made.placed, made.is_met = weakly(self._supply_after_round), weakly(self._is_supplying)
         return made
+
+    @torch.no_grad()
+    def _compare(self, steps: int) -> None:
+        """See `RoundAlgorithm._compare`: outer parameters."""
+        found = {
+            name: self.local.flat.kept(bucket, "start")[span]
+            for bucket in self.local.flat.buckets
+            for name, span in zip(bucket.names, bucket.own, strict=True)
+        }
+        for work in compare(self.communicator, found, "outer parameters", steps, counts=not self.is_behind):
+            work.wait()
 
     @property
     def steps_of_ranks(self) -> list[int]:

@@ -6,7 +6,8 @@ import abc
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -44,6 +45,7 @@ class ModelOptions(TypedDict, total=False):
     bucket_bytes: int
     average_states: bool
     scaler: torch.amp.GradScaler | None
+    verify_every: int | None
     on_failure: str
 
 
@@ -63,6 +65,7 @@ class ModelAlgorithm(Algorithm):
             own.
     """
 
+    refuses_verification = "each rank has parameters of its own, which are never equal"
     heals_by_mean = True
     # Ranks that mix with neighbours have no common mean of gradients that weights could change.
     weighable = False
@@ -80,6 +83,7 @@ class ModelAlgorithm(Algorithm):
         bucket_bytes: int = BUCKET_BYTES,
         average_states: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        verify_every: int | None = None,
         on_failure: str = "raise",
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -94,6 +98,7 @@ class ModelAlgorithm(Algorithm):
             average_states: True if `synchronize` averages the optimizer's states, too.
             scaler: a `GradScaler` that may leave out this optimizer's step on one rank alone. Its `step` then counts that step.
                 Its states may differ between ranks. Optimizers of this package need no scaler here.
+            verify_every: as for `Algorithm`.
             on_failure: as for `Algorithm`.
 
         Raises:
@@ -119,6 +124,7 @@ class ModelAlgorithm(Algorithm):
             hierarchical=hierarchical,
             nodes=nodes,
             broadcast_buffers=False,
+            verify_every=verify_every,
             on_failure=on_failure,
         )
 
@@ -593,7 +599,28 @@ class RoundAlgorithm(ModelAlgorithm):
         """
         rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
         self.rounds = Rounds(local, rounds, Plan(self.interval), options)
+        self._watch(self.rounds)
         return self.rounds
+
+    def _watch(self, rounds: Rounds) -> None:
+        """Lets ranks be compared before some rounds, if that is asked for."""
+        if self.verify_every is not None:
+            rounds.comparison = weakly(self._comparison)
+
+    def _comparison(self, number: int) -> Callable[[], None] | None:
+        """See `Rounds.comparison`."""
+        assert self.verify_every is not None
+        if not number or number % -(-self.verify_every // self.interval):
+            return None
+        return partial(self._compare, number * self.interval)
+
+    @torch.no_grad()
+    def _compare(self, steps: int) -> None:
+        """Raises, on all ranks, if what they have alike differs; collective.
+
+        Args:
+            steps: that have been taken, about.
+        """
 
     def skip_step(self) -> None:
         """Takes part in a round without an optimizer's step, for example because this rank leaves out a bad batch."""

@@ -70,6 +70,7 @@ class Rounds(Loop):
         under_way: True from the beginning of exchanges until their results are in place.
         number: of the round that began last.
         tells: True if each round is announced to all other ranks when it begins.
+        comparison: returns, for the number of a round, what compares all ranks before their exchanges; None if nothing does.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Rounds(Loop):
         self.all, self.plan, self.options = list(rounds), plan, options
         self.begun = self.known = self.number = self.finished = 0
         self.under_way = self.tells = False
+        self.comparison: Callable[[int], Callable[[], None] | None] | None = None
         self._runtime: Runtime | None = None
         self._tasks: list[tuple[Round, Task]] = []
         self._taken: list[Round] = []  # whose results are taken and not yet in place
@@ -186,8 +188,12 @@ class Rounds(Loop):
         self.number, self._until, self.under_way = number, local.steps + 1 + self.options.delay, True
         self._begun_at, self.known = local.steps, number + 1
         self.begun += 1
-        if self.tells or (self.options.announces and not local.is_through):
+        compare = None if self.comparison is None else self.comparison(number)
+        if self.tells or ((self.options.announces or compare is not None) and not local.is_through):
             self.catch_up.tell()
+        if compare is not None:
+            with local.failing():
+                compare()
         most = self.options.at_once
         with local.failing(), torch.no_grad():
             for part in self.parts(number):

@@ -1,0 +1,106 @@
+"""Outer steps that the study compares, of many ways at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from bagua_kernels.compression import ChunkedTopK
+
+Numbers = Callable[[int, float], tuple[float, float]]
+Family = Literal["nesterov", "slow", "sparse"]
+CODEC = ChunkedTopK()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One outer step.
+
+    Attributes:
+        name: in tables.
+        family: "nesterov" of DiLoCo and MuLoCo, "slow" of SlowMo, or "sparse" of SparseLoCo.
+        numbers: the outer learning rate and the momentum, of SparseLoCo beta, by the number of the round, from 1, and the
+            share of the mean pseudo-gradient's square norm in which ranks agree.
+        codec: of SparseLoCo.
+    """
+
+    name: str
+    family: Family
+    numbers: Numbers
+    codec: ChunkedTopK = CODEC
+
+
+def fixed(lr: float, momentum: float, family: Family = "nesterov") -> Way:
+    """A pair that stays the same."""
+    return Way(f"{family} {lr:g} {momentum:g}", family, lambda *_: (lr, momentum))
+
+
+class Outer:
+    """The outer parameters of some ways of one family, in each of which as many ranks train."""
+
+    def __init__(self, ways: list[Way], ranks: int, parameters: dict[str, torch.Tensor]) -> None:
+        """Begins at the parameters, of shape (ways x ranks, ...)."""
+        self._ways, self._ranks = ways, ranks
+        self._parameters = {name: p.detach().view(len(ways), ranks, -1) for name, p in parameters.items()}
+        self._starts = {name: p[:, 0].clone() for name, p in self._parameters.items()}
+        self._memory = {
+            name: torch.zeros_like(p if self._is_sparse(name) else p[:, 0]) for name, p in self._parameters.items()
+        }
+        self._round, self._rate = 0, 0.0
+
+    def _is_sparse(self, name: str) -> bool:
+        return self._ways[0].family == "sparse" and self._parameters[name].shape[-1] >= 4096
+
+    @torch.no_grad()
+    def step(self, inner_rate: float) -> None:
+        """Takes the outer step of all ways, after a round whose last step had this learning rate of the optimizer."""
+        self._round += 1
+        shares = self._agreement()
+        numbers = torch.tensor([way.numbers(self._round, share) for way, share in zip(self._ways, shares, strict=True)])
+        lr, momentum = numbers[:, :1], numbers[:, 1:]
+        for name, p in self._parameters.items():
+            start, memory = self._starts[name], self._memory[name]
+            difference = start.unsqueeze(1) - p
+            match self._ways[0].family:
+                case "nesterov":
+                    mean = difference.mean(dim=1)
+                    memory.mul_(momentum).add_(mean)
+                    start.sub_(lr * (mean + momentum * memory))
+                case "slow":
+                    mean = difference.mean(dim=1)
+                    memory.mul_(momentum * (inner_rate / self._rate if self._rate else 0.0)).add_(mean)
+                    start.sub_(lr * memory)
+                case "sparse" if self._is_sparse(name):
+                    memory.mul_(momentum.unsqueeze(1)).add_(difference)
+                    sent = torch.stack([self._decoded(way, memory[i]) for i, way in enumerate(self._ways)])
+                    memory.sub_(sent)
+                    senders = (sent != 0).sum(dim=1).clamp_min(1)
+                    start.sub_(lr * sent.sum(dim=1) / senders)
+                case "sparse":
+                    start.sub_(lr * difference.mean(dim=1))
+            p.copy_(start.unsqueeze(1))
+        self._rate = inner_rate
+
+    def _agreement(self) -> list[float]:
+        """The share of each way's mean pseudo-gradient, by its square norm, that is not noise of ranks' own."""
+        own, mean = torch.zeros(2, len(self._ways))
+        for name, p in self._parameters.items():
+            difference = self._starts[name].unsqueeze(1) - p
+            own += difference.square().sum(dim=2).mean(dim=1)
+            mean += difference.mean(dim=1).square().sum(dim=1)
+        # E|mean|^2 = signal + noise / ranks, and E|own|^2 = signal + noise.
+        signal = (self._ranks * mean - own) / (self._ranks - 1)
+        return (signal / mean.clamp_min(1e-30)).tolist()
+
+    def _decoded(self, way: Way, residuals: torch.Tensor) -> torch.Tensor:
+        # Chunks of one copy end with it: all copies are one vector to the codec.
+        out = torch.empty_like(residuals)
+        way.codec.decode(way.codec.encode(residuals.flatten()), out.view(-1))
+        return out
+
+    def ends(self) -> dict[str, torch.Tensor]:
+        """The outer parameters of all ways, shape (ways, elements)."""
+        return self._starts

@@ -1,0 +1,17 @@
+"""Local steps, of which the largest changes are sent."""
+
+from __future__ import annotations
+
+import torch
+
+from bagua_kernels import algorithms, comm
+from bench.track.loop import Loop
+
+TITLE, PACKAGE = "SparseLoCo", "bagua_kernels"
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+    """See `bench.track.measure`."""
+    comm.init()
+    with algorithms.SparseLoCo(model, optimizer) as wrapped:
+        loop.run(wrapped, optimizer)
