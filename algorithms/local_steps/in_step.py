@@ -39,11 +39,17 @@ class InStep:
         speed = self._plan.speed(local.wait_seconds)
         # The training thread goes on from here.
         yield FINISHED
+        if part.agreement is not None:
+            yield from part.agreement.begin(part.bucket.index)
         if weighing is not None:
             yield from weighing.weigh(difference, samples, speed)
+        if part.agreement is not None:
+            part.agreement.sent(part.bucket.index, difference.flat)
         if local.communicator.size > 1:
             yield from part.exchange.run(number)
             difference.clear_gaps(difference.flat)
+        if part.agreement is not None:
+            part.agreement.received(part.bucket.index, difference.flat)
         if weighing is not None:
             yield from weighing.clip(difference)
 

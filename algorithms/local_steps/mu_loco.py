@@ -8,6 +8,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo
 from bagua_kernels.algorithms.local_steps.outer_loop import DenseOptions
+from bagua_kernels.algorithms.local_steps.outer_rule import Momentum
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.algorithms.registry import register
 
@@ -28,7 +29,7 @@ class MuLoCo(DiLoCo):
 
         interval=30            optimizer's steps from one exchange of a parameter to its next
         outer_lr=0.7           of step 3
-        outer_momentum=0.8     of step 3
+        outer_momentum='auto'  of step 3, as for `DiLoCo`
         fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
         codec='absmax_int4'    of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
                                used
@@ -67,7 +68,7 @@ class MuLoCo(DiLoCo):
         *,
         interval: int = 30,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.8,
+        outer_momentum: Momentum = "auto",
         fragments: int = 1,
         codec: Encoding = "absmax_int4",
         error_feedback: bool | None = False,
@@ -80,7 +81,7 @@ class MuLoCo(DiLoCo):
             optimizer: a Muon, or a `ChainedOptimizer` that has one.
             interval: as for `DiLoCo`.
             outer_lr: of step 3.
-            outer_momentum: of step 3. The paper has 0.6 for one rank, and 0.8 to 0.9 for 8 to 16.
+            outer_momentum: of step 3, as for `DiLoCo`. The paper has 0.6 for one rank, and 0.8 to 0.9 for 8 to 16.
             fragments: as for `DiLoCo`.
             codec: as for `OuterLoop`.
             error_feedback: as for `OuterLoop`. Four bits need none, two do (section 5 of the paper).

@@ -14,7 +14,7 @@ from bagua_kernels.algorithms.engine.healing import states_of_ranks
 from bagua_kernels.algorithms.exchanges.compressed import Feedback
 from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.kind import OuterKind
-from bagua_kernels.algorithms.local_steps.outer_round import OuterRound, OuterSettings
+from bagua_kernels.algorithms.local_steps.outer_round import OuterRound, OuterSettings, common_numbers
 from bagua_kernels.algorithms.local_steps.outer_rounds import Moments, OuterRounds
 from bagua_kernels.algorithms.local_steps.outer_setup import AT_ONCE, OuterSetup, Turns, Weights
 from bagua_kernels.algorithms.local_steps.pace import Pace
@@ -111,6 +111,7 @@ class OuterLoop(RoundAlgorithm):
         takes_quorum: True if an outer step needs no more of other ranks than their mean.
         plain_means: True if the outer step makes the parameters the mean of all ranks'.
         first_phase: the number of first steps that have a round each.
+        follows_agreement: True if outer steps follow how far ranks agree.
         parts: the parts of the model to which parameters belong, by name; 0 for others. A bucket has parameters of one part.
         setup: what rounds are made with, on several ranks.
     """
@@ -124,6 +125,7 @@ class OuterLoop(RoundAlgorithm):
     takes_quorum = True
     plain_means = False
     first_phase = 0
+    follows_agreement = False
     parts: Mapping[str, int] = MappingProxyType({})
     setup: OuterSetup
 
@@ -416,6 +418,7 @@ class OuterLoop(RoundAlgorithm):
             self.feedback,
             self.quorum is not None,
             Turns(local.flat.buckets, self.fragments) if one_by_one else None,
+            {} if self.follows_agreement and self.quorum is None else None,
         )
         rounds = [self.round_for(local, bucket) for bucket in local.flat.buckets]
         if isinstance(collection, Quorum):
@@ -484,4 +487,4 @@ class OuterLoop(RoundAlgorithm):
 
 def _numbers_of_all(loop: OuterRounds) -> dict[str, Any]:
     """Returns numbers of a loop that others go on with: those of its ranks' steps are of these ranks alone."""
-    return {name: each for name, each in loop.numbers().items() if name != "pace"}
+    return common_numbers(loop.numbers())

@@ -106,9 +106,10 @@ class OuterNesterov:
         self.close()
 
 
-def check_outer(outer_lr: float, outer_momentum: float) -> None:
-    """Raises a ValueError unless an outer step can be taken with these."""
-    if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+def check_outer(outer_lr: float, outer_momentum: float | str) -> None:
+    """Raises a ValueError unless an outer step can be taken with these; a momentum may be "auto"."""
+    fits = outer_momentum == "auto" if isinstance(outer_momentum, str) else 0 <= outer_momentum < 1
+    if not outer_lr > 0 or not fits:
         raise ValueError(
             f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
         )

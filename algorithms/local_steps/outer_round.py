@@ -12,6 +12,7 @@ import torch
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.exchanges.vectors import Named
+from bagua_kernels.algorithms.local_steps.agreement import Agreement
 from bagua_kernels.algorithms.local_steps.kind import OuterKind, kind_of
 from bagua_kernels.algorithms.local_steps.weighing import Weighing
 from bagua_kernels.algorithms.models.local_model import LocalModel
@@ -78,6 +79,7 @@ class OuterParts:
         collection: lets ranks exchange it.
         weighing: of the ranks; None where all weigh the same.
         settings: what all buckets have in common.
+        agreement: of the ranks in this part of the model, by which momentum is chosen; None where it is not.
     """
 
     difference: Bucket
@@ -86,6 +88,7 @@ class OuterParts:
     collection: Collection
     weighing: Weighing | None
     settings: OuterSettings
+    agreement: Agreement | None = None
 
 
 class OuterRound(Round):
@@ -96,6 +99,7 @@ class OuterRound(Round):
         exchange: replaces it by its mean.
         gathered: the same, if all ranks decode the payloads of all; None otherwise.
         weighing: of the ranks; None where all weigh the same.
+        agreement: of the ranks, by which momentum is chosen; None where it is not.
     """
 
     def __init__(self, local: LocalModel, bucket: Bucket, parts: OuterParts, rule: OuterRule) -> None:
@@ -108,7 +112,7 @@ class OuterRound(Round):
             rule: of the outer step.
         """
         super().__init__(local, bucket)
-        self.difference, self.weighing = parts.difference, parts.weighing
+        self.difference, self.weighing, self.agreement = parts.difference, parts.weighing, parts.agreement
         self.exchange, self.gathered = parts.exchange, parts.gathered
         self._settings, self._rule = parts.settings, rule
         self._before: tuple[int, dict[str, Named]] = (-1, {})
@@ -211,12 +215,31 @@ class OuterRound(Round):
 
     def numbers(self) -> dict[str, Any]:
         """See `Round.numbers`."""
-        return {} if self.weighing is None else self.weighing.numbers()
+        found = {} if self.weighing is None else self.weighing.numbers()
+        if self.agreement is not None and self.agreement.first == self.bucket.index:
+            found = {**found, "agreement": {str(self.kind.part): self.agreement.numbers()}}
+        return found
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         if self.weighing is not None:
             self.weighing.load(numbers)
+        self._load_agreement(numbers)
 
     def load_common(self, numbers: Mapping[str, Any]) -> None:
         """Restores numbers that are the same on all ranks, so that another number of ranks has them, too."""
+        self._load_agreement(common_numbers(numbers))
+
+    def _load_agreement(self, numbers: Mapping[str, Any]) -> None:
+        if self.agreement is not None and self.agreement.first == self.bucket.index:
+            self.agreement.load(numbers.get("agreement", {}).get(str(self.kind.part), {}))
+
+
+def common_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers of rounds without those that belong to these ranks alone: their paces, and what they have found."""
+    found = {name: each for name, each in numbers.items() if name != "pace"}
+    if "agreement" in found:
+        found["agreement"] = {
+            part: {"rounds": each["rounds"], "share": each["share"]} for part, each in found["agreement"].items()
+        }
+    return found

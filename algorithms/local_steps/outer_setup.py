@@ -12,6 +12,7 @@ from bagua_kernels.algorithms.exchanges.compressed import CompressedExchange, Fe
 from bagua_kernels.algorithms.exchanges.exchange import Exchange
 from bagua_kernels.algorithms.exchanges.gathered import GatheredMean
 from bagua_kernels.algorithms.exchanges.mean import Mean
+from bagua_kernels.algorithms.local_steps.agreement import Agreement
 from bagua_kernels.algorithms.local_steps.in_step import InStep
 from bagua_kernels.algorithms.local_steps.kind import kind_of
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterSettings
@@ -93,6 +94,7 @@ class OuterSetup:
         feedback: of the codecs.
         decodes_all: True if each rank decodes the payloads of all, as a quorum needs it.
         turns: the memory of pseudo-gradients that are exchanged in turn; None if each has its own.
+        agreements: of each part of the model that has buckets; None where nothing follows how far ranks agree.
     """
 
     communicator: Communicator
@@ -103,6 +105,7 @@ class OuterSetup:
     feedback: Feedback
     decodes_all: bool
     turns: Turns | None = None
+    agreements: dict[int, Agreement] | None = None
 
     def parts_for(self, bucket: Bucket, gathered: GatheredMean | None = None) -> OuterParts:
         """Returns what the rounds of a bucket are made of; called for each bucket, in the same order on all ranks.
@@ -126,7 +129,11 @@ class OuterSetup:
         if self.turns is not None:
             self.turns.place(bucket, difference)
         weighing = self.weights.weighing(bucket.index)
-        return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings)
+        agreement = None
+        if self.agreements is not None:
+            agreement = self.agreements.setdefault(kind_of(bucket).part, Agreement(self.communicator))
+            agreement.add(bucket.index)
+        return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings, agreement)
 
 
 def pseudo_gradient(bucket: Bucket) -> Bucket:

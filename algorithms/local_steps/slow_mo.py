@@ -9,6 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound
+from bagua_kernels.algorithms.local_steps.outer_rule import Momentum, momentum_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -35,7 +36,8 @@ class SlowMo(OuterLoop):
 
         interval=16            optimizer's steps from one round to the next
         slow_lr=1.0            of step 3
-        slow_momentum=0.5      of step 3, at least 0 and below 1
+        slow_momentum='auto'   of step 3, at least 0 and below 1; "auto" for one that follows the rounds, see
+                               `Agreement`
         codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
                                used
         error_feedback=None    True if each rank keeps what its payloads lack; by default if the codec is biased
@@ -75,7 +77,7 @@ class SlowMo(OuterLoop):
         *,
         interval: int = 16,
         slow_lr: float = 1.0,
-        slow_momentum: float = 0.5,
+        slow_momentum: Momentum = "auto",
         **options: Unpack[OuterOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -85,18 +87,19 @@ class SlowMo(OuterLoop):
             optimizer: as for `OuterLoop`; each of its groups may have a learning rate of its own.
             interval: as for `OuterLoop`.
             slow_lr: of step 3.
-            slow_momentum: of step 3, at least 0 and below 1.
+            slow_momentum: of step 3, at least 0 and below 1; "auto" for one that follows the rounds, see `Agreement`.
             **options: as for `OuterLoop`.
 
         Raises:
             TypeError: as for `OuterLoop`.
             ValueError: a number does not fit, or as for `OuterLoop`.
         """
-        if not slow_lr > 0 or not 0 <= slow_momentum < 1:
+        if not slow_lr > 0 or not (slow_momentum == "auto" or 0 <= slow_momentum < 1):
             raise ValueError(
                 f"slow_lr must be above 0, slow_momentum from 0 to below 1, got {slow_lr=} and {slow_momentum=}"
             )
         self.slow_lr, self.slow_momentum = slow_lr, slow_momentum
+        self.follows_agreement = slow_momentum == "auto"
         if optimizer is not None:
             # Each group has a learning rate of its own.
             groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -117,7 +120,7 @@ class SlowMomentum:
         last: that of the round before; None in the first one.
     """
 
-    def __init__(self, lr: float, momentum: float) -> None:
+    def __init__(self, lr: float, momentum: Momentum) -> None:
         """Begins before the first round; arguments as of `SlowMo`."""
         self._lr, self._momentum = lr, momentum
         self.rate: float | None = None
@@ -130,7 +133,8 @@ class SlowMomentum:
         # Without a learning rate there was no step that a momentum could be made of.
         ratio = self.rate / before if before else 0.0
         momentum = part.kept("slow_momentum")
-        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self._lr, self._momentum * ratio])
+        decay = momentum_of(part, self._momentum, self._lr) * ratio
+        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self._lr, decay])
         self.last = self.rate
 
 
@@ -164,10 +168,14 @@ class SlowRound(OuterRound):
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """See `Round.load_numbers`."""
         super().load_numbers(numbers)
-        self.load_common(numbers)
+        self._load_rate(numbers)
 
     def load_common(self, numbers: Mapping[str, Any]) -> None:
-        """See `OuterRound.load_common`: the learning rate that belongs to the momentum."""
+        """See `OuterRound.load_common`: the learning rate that belongs to the momentum, too."""
+        super().load_common(numbers)
+        self._load_rate(numbers)
+
+    def _load_rate(self, numbers: Mapping[str, Any]) -> None:
         self._slow.rate = self._slow.last = numbers.get("learning_rates", {}).get(self._group)
 
     @property

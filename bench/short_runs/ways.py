@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from bagua_kernels.algorithms.local_steps.agreement import momentum_after
 from bagua_kernels.compression import ChunkedTopK
 
 Numbers = Callable[[int, float], tuple[float, float]]
@@ -50,6 +51,7 @@ class Outer:
             name: torch.zeros_like(p if self._is_sparse(name) else p[:, 0]) for name, p in self._parameters.items()
         }
         self._round, self._rate = 0, 0.0
+        self._shares = [0.0] * len(ways)
 
     def _is_sparse(self, name: str) -> bool:
         return self._ways[0].family == "sparse" and self._parameters[name].shape[-1] >= 4096
@@ -58,7 +60,8 @@ class Outer:
     def step(self, inner_rate: float) -> None:
         """Takes the outer step of all ways, after a round whose last step had this learning rate of the optimizer."""
         self._round += 1
-        shares = self._agreement()
+        # Those of the last round, as ranks have them.
+        shares, self._shares = self._shares, self._agreement()
         numbers = torch.tensor([way.numbers(self._round, share) for way, share in zip(self._ways, shares, strict=True)])
         lr, momentum = numbers[:, :1], numbers[:, 1:]
         for name, p in self._parameters.items():
@@ -93,7 +96,7 @@ class Outer:
             mean += difference.mean(dim=1).square().sum(dim=1)
         # E|mean|^2 = signal + noise / ranks, and E|own|^2 = signal + noise.
         signal = (self._ranks * mean - own) / (self._ranks - 1)
-        return (signal / mean.clamp_min(1e-30)).tolist()
+        return (signal / mean.clamp_min(1e-30)).clamp(0.0, 1.0).tolist()
 
     def _decoded(self, way: Way, residuals: torch.Tensor) -> torch.Tensor:
         # Chunks of one copy end with it: all copies are one vector to the codec.
@@ -104,3 +107,33 @@ class Outer:
     def ends(self) -> dict[str, torch.Tensor]:
         """The outer parameters of all ways, shape (ways, elements)."""
         return self._starts
+
+
+def auto(family: Family, lr: float) -> Way:
+    """What the algorithms take by default."""
+
+    def numbers(number: int, share: float) -> tuple[float, float]:
+        return lr, momentum_after(number, share, lr)
+
+    return Way(f"{family} auto", family, numbers)
+
+
+MEANS = "nesterov 1 0"
+WAYS = {
+    way.name: way
+    for way in (
+        *(fixed(0.7, momentum) for momentum in (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
+        *(fixed(1.0, momentum) for momentum in (0.0, 0.3, 0.5)),
+        auto("nesterov", 0.7),
+        *(fixed(1.0, momentum, "slow") for momentum in (0.3, 0.5, 0.7)),
+        auto("slow", 1.0),
+        *(fixed(lr, beta, "sparse") for lr, beta in ((1.0, 0.9), (1.0, 0.95), (1.0, 1.0), (0.7, 0.95), (1.4, 0.95))),
+    )
+}
+# The default of each family, and the fixed pairs that it is compared with; SlowMo with a momentum of 0 is plain means.
+AUTO = {"nesterov": "nesterov auto", "slow": "slow auto", "sparse": "sparse 1 0.95"}
+FIXED = {
+    family: [name for name in WAYS if name.startswith(family) and name != AUTO[family]]
+    + ([MEANS] if family == "slow" else [])
+    for family in AUTO
+}

@@ -1,0 +1,1 @@
+"""The working tree against another commit: whole jobs of both take turns."""

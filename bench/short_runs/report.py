@@ -1,0 +1,90 @@
+"""What the study has found: the default beside the best fixed pair and beside plain means, in each cell."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.short_runs.ways import AUTO, FIXED, MEANS, WAYS
+
+Results = dict[str, Any]
+
+
+def means(losses: Results, cell: str, names: list[str]) -> dict[str, float]:
+    """Mean losses of ways in a cell, over the seeds that have all of them."""
+    runs = [run for run in losses[cell].values() if all(name in run for name in names)]
+    return {name: statistics.fmean(run[name] for run in runs) for name in names} if runs else {}
+
+
+def summary(losses: Results) -> list[dict[str, Any]]:
+    """A row for each cell that is measured: how far the default of each family is above its best fixed pair, in nats."""
+    rows = []
+    for cell in losses:
+        found = means(losses, cell, list(WAYS))
+        if not found:
+            continue
+        row: dict[str, Any] = {"cell": cell, "seeds": len(losses[cell])}
+        for family, auto in AUTO.items():
+            best = min(FIXED[family], key=lambda name: found[name])
+            row[family] = {"best": best, "loss": found[auto], "above_best": found[auto] - found[best]}
+            row[family]["above_means"] = found[auto] - found[MEANS]
+        row |= {"above_best": row["nesterov"]["above_best"], "above_means": row["nesterov"]["above_means"]}
+        row["paper_above_best"] = found["nesterov 0.7 0.9"] - min(found[name] for name in FIXED["nesterov"])
+        rows.append(row)
+    return rows
+
+
+def show(console: Console, losses: Results) -> None:
+    """Prints a row for each cell."""
+    table = Table(title="nats above the best fixed pair of each family", title_justify="left")
+    headings = ("", "seeds", "best pair", "default", "above plain means", "0.7 and 0.9", "SlowMo", "SparseLoCo")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("", "best pair") else "right")
+    for row in summary(losses):
+        own = row["nesterov"]
+        numbers = own["above_best"], own["above_means"], row["paper_above_best"]
+        numbers += row["slow"]["above_best"], row["sparse"]["above_best"]
+        best = own["best"].removeprefix("nesterov ")
+        table.add_row(row["cell"], str(row["seeds"]), best, *(f"{number:+.3f}" for number in numbers))
+    console.print(table)
+
+
+def plot(losses: Results, path: Path) -> None:
+    """Draws the differences to the best fixed pair by the number of rounds."""
+    import matplotlib.pyplot as plt
+
+    rows = summary(losses)
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, sharey=True, layout="constrained")
+    shown = {
+        AUTO["nesterov"]: "default",
+        MEANS: "plain means (1, 0)",
+        "nesterov 0.7 0.9": "0.7 and 0.9",
+        "nesterov 0.7 0.5": "0.7 and 0.5",
+    }
+    places = [(start, optimizer) for start in ("scratch", "trained") for optimizer in ("adamw", "muon")]
+    for axis, (start, optimizer) in zip(axes.flat, places, strict=True):
+        for style, (name, label) in zip(("o-", "s--", "x:", "^:"), shown.items(), strict=True):
+            points: dict[int, list[float]] = {}
+            for row in rows:
+                rounds, ranks, begins, inner = row["cell"].split(", ")
+                if (begins, inner) == (start, optimizer):
+                    found = means(losses, row["cell"], [name, *FIXED["nesterov"]])
+                    best = min(found[each] for each in FIXED["nesterov"])
+                    points.setdefault(int(rounds.split()[0]), []).append(found[name] - best)
+            ordered = sorted(points)
+            axis.plot(ordered, [statistics.fmean(points[each]) for each in ordered], style, label=label)
+        axis.set_title(f"{start}, {'AdamW' if optimizer == 'adamw' else 'Muon'}", fontsize="medium")
+        axis.set_xscale("log")
+        axis.set_ylim(-0.05, 0.3)
+        axis.axhline(0, color="black", linewidth=0.6)
+    for axis in axes[1]:
+        axis.set_xlabel("rounds of 15 steps")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("nats above the best fixed pair")
+    axes[0, 0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
