@@ -16,7 +16,8 @@ from bagua_kernels.comm import Tuning
 from bench.training.models import batch, model
 
 HOOK = "hook "  # of DDP, with the spec of ours behind it
-HEALS = " healing"  # of one of ours, behind its name
+# Of one of ours, behind its name.
+HEALS, VERIFIES = " healing", " verified"
 _WARM = 3  # steps: DDP lays out buckets anew in the second, its PowerSGD begins with the third
 OURS: dict[str, tuple[type[algorithms.Algorithm], dict[str, Any]]] = {
     "allreduce": (algorithms.GradientAllReduce, {}),
@@ -142,7 +143,8 @@ class Rival:
         """Builds it; collective.
 
         Args:
-            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`, also with `HEALS`.
+            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`, also with `HEALS` or
+                `VERIFIES`, which compares ranks in each step.
             of: the model's name.
             keep: True if gradients are zeroed instead of dropped before a step.
             wrapper: the algorithm, instead of the one of that name.
@@ -152,6 +154,8 @@ class Rival:
         if name.endswith(HEALS):
             assert members is not None
             options |= {"communicator": members.communicator, "on_failure": "heal"}
+        elif name.endswith(VERIFIES):
+            options |= {"verify_every": 1}
         self.name, self.keep = name, keep
         module = model(of)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
@@ -160,8 +164,8 @@ class Rival:
         self.module = module
         if wrapper is not None:
             self.module = self.algorithm = wrapper(module, broadcast_buffers=False)
-        elif name.removesuffix(HEALS) in OURS:
-            kind, arguments = OURS[name.removesuffix(HEALS)]
+        elif (plain := name.removesuffix(HEALS).removesuffix(VERIFIES)) in OURS:
+            kind, arguments = OURS[plain]
             if arguments.get("apply_in_backward"):
                 self.optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
             self.module = self.algorithm = kind(module, self.optimizer, **arguments, **options)
