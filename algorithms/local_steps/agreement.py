@@ -1,4 +1,4 @@
-"""How far ranks agree on where to go, by which an outer loop chooses its momentum."""
+"""How far ranks agree on where to go, by which an outer loop chooses its step."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import torch
 
 from bagua_kernels.comm import Communicator, Work
 
-# Of the rule in `Agreement.momentum`, found by `bench.short_runs`.
-_FAR = 3.0  # times as far as the mean pseudo-gradient goes, if ranks agree entirely
-_SLOW = 12  # rounds: how slowly momentum may rise
+# Of the rule in `Agreement`, found by `bench.short_runs`.
+_FAR = 16.0
+_SLOW = 18  # rounds: how slowly momentum may rise
 _MOST = 0.8
-WITHOUT = 0.5  # where no rank can be compared with another: of one rank alone, and with a quorum
+_RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
+# Where no rank can be compared with another: of one rank alone, and with a quorum.
+ALONE = (0.7, 0.5)
 
 
 class Agreement:
-    """The share of the mean pseudo-gradient on which ranks agree, and the outer momentum that suits it.
+    """The share of the mean pseudo-gradient on which ranks agree, and the outer step that suits it.
 
     Let the ranks' pseudo-gradients be d_i = s + n_i, with noise that is each rank's own. Then |mean d|^2 has |s|^2 and 1 / P of
-    the noise, and the mean of |d_i|^2 has |s|^2 and all of it. Of two successive rounds the second uses what the first has shown:
+    the noise, and the mean of |d_i|^2 has |s|^2 and all of it. For round t, counted from 1, with what round t - 1 has shown:
 
-    1. share = |s|^2 / |mean d|^2 = (P |mean d|^2 - mean |d_i|^2) / ((P - 1) |mean d|^2), from the last round, at least 0.
-    2. far = 3 share, from `lr` to 3.5: so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
-    3. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 12) in round t, and 0.8.
+    1. share = |s|^2 / |mean d|^2 = (P |mean d|^2 - mean |d_i|^2) / ((P - 1) |mean d|^2), from 0 to 1; in the first round 0.
+    2. lr = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
+    3. far = 16 share^2, at least lr: so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
+    4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 18), and 0.8.
 
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
     add up. In the first rounds it would add up steps of a learning rate that still rises.
@@ -96,14 +99,18 @@ class Agreement:
             self._means[index] = _square(mean)
             self._is_whole = True
 
+    def outer_lr(self) -> float:
+        """Returns the learning rate of this round: step 2."""
+        return ALONE[0] if self._communicator.size == 1 else lr_after(self.share)
+
     def momentum(self, lr: float) -> float:
-        """Returns the momentum of this round.
+        """Returns the momentum of this round: steps 3 and 4.
 
         Args:
             lr: the outer learning rate: without momentum outer parameters go so many times as far as a pseudo-gradient.
         """
         if self._communicator.size == 1:
-            return min(WITHOUT, _rising(self.rounds))
+            return min(ALONE[1], _rising(self.rounds))
         return momentum_after(self.rounds, self.share, lr)
 
     def numbers(self) -> dict[str, Any]:
@@ -124,15 +131,21 @@ class Agreement:
         self._is_whole = bool(self._means)
 
 
+def lr_after(share: float) -> float:
+    """Returns the outer learning rate of a round, if ranks have agreed on a share in the last one."""
+    place = (share - _SHARES[0]) / (_SHARES[1] - _SHARES[0])
+    return _RATES[0] + (_RATES[1] - _RATES[0]) * min(max(place, 0.0), 1.0)
+
+
 def momentum_after(rounds: int, share: float, lr: float) -> float:
-    """Returns the momentum of a round: steps 2 and 3 of `Agreement`.
+    """Returns the momentum of a round.
 
     Args:
         rounds: that have begun, with this one.
-        share: on which ranks have agreed.
+        share: on which ranks have agreed in the last one.
         lr: the outer learning rate.
     """
-    far = max(lr, _FAR * share)
+    far = max(lr, _FAR * share * share)
     return max(0.0, min(1 - lr / far, _rising(rounds), _MOST))
 
 

@@ -7,11 +7,12 @@ from typing import Unpack, cast
 
 import torch
 
+from bagua_kernels.algorithms.local_steps.agreement import ALONE
 from bagua_kernels.algorithms.local_steps.fragments import fragments_of
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_nesterov import check_outer
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
-from bagua_kernels.algorithms.local_steps.outer_rule import Momentum, Nesterov
+from bagua_kernels.algorithms.local_steps.outer_rule import Nesterov, Number
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -38,15 +39,14 @@ class DiLoCo(OuterLoop):
 
     With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
 
-    The paper's momentum is 0.9. In runs of some hundred rounds that is too much: by default it follows the number of the round,
-    and how far ranks agree. `docs/outer-momentum.md` has what was found.
+    The paper has 0.7 and 0.9. In runs of some hundred rounds that is too much: by default both follow the number of the round,
+    and how far ranks agree. `docs/outer-steps.md` has what was found.
 
     Options and their defaults, all by keyword::
 
         interval=30            optimizer's steps from one exchange of a parameter to its next
-        outer_lr=0.7           of step 3
-        outer_momentum='auto'  of step 3, at least 0 and below 1; "auto" for one that follows the rounds, see
-                               `Agreement`
+        outer_lr='auto'        of step 3, above 0; "auto" for one that follows how far ranks agree, see `Agreement`
+        outer_momentum='auto'  of step 3, at least 0 and below 1; "auto" for one that follows the rounds, too
         fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
         codec=None             of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
                                used
@@ -88,8 +88,8 @@ class DiLoCo(OuterLoop):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         interval: int = 30,
-        outer_lr: float = 0.7,
-        outer_momentum: Momentum = "auto",
+        outer_lr: Number = "auto",
+        outer_momentum: Number = "auto",
         fragments: int = 1,
         **options: Unpack[DiLoCoOptions],
     ) -> None:
@@ -99,8 +99,9 @@ class DiLoCo(OuterLoop):
             module: as for `OuterLoop`.
             optimizer: as for `OuterLoop`.
             interval: optimizer's steps from one exchange of a parameter to its next.
-            outer_lr: of step 3. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
-            outer_momentum: of step 3, at least 0 and below 1; "auto" for one that follows the rounds, see `Agreement`.
+            outer_lr: of step 3, above 0; "auto" for one that follows how far ranks agree, see `Agreement`. With a momentum that is
+                a number "auto" is 0.7. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
+            outer_momentum: of step 3, at least 0 and below 1; "auto" for one that follows the rounds, too.
             fragments: a divisor of `interval`; `delay` is less than `interval` / `fragments`.
             **options: as for `OuterLoop`.
 
@@ -116,10 +117,12 @@ class DiLoCo(OuterLoop):
                 f"momentum_every must be 1, got {momentum_every=}: leave it out, since a quorum trains to a lower loss with the "
                 "momentum in every outer step"
             )
+        if outer_lr == "auto" and outer_momentum != "auto":
+            outer_lr = ALONE[0]
         self.outer_lr, self.outer_momentum, self.fragments = outer_lr, outer_momentum, fragments
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parts = fragments_of(names, fragments)
-        self.follows_agreement = outer_momentum == "auto"
+        self.follows_agreement = "auto" in (outer_lr, outer_momentum)
         self.acts_alone = (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
         super().__init__(module, optimizer, interval=interval // fragments, **cast(OuterOptions, options))
 

@@ -8,7 +8,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.diloco import DiLoCo
 from bagua_kernels.algorithms.local_steps.outer_loop import DenseOptions
-from bagua_kernels.algorithms.local_steps.outer_rule import Momentum
+from bagua_kernels.algorithms.local_steps.outer_rule import Number
 from bagua_kernels.algorithms.policy.schedule import Encoding
 from bagua_kernels.algorithms.registry import register
 
@@ -28,7 +28,7 @@ class MuLoCo(DiLoCo):
     Options and their defaults, all by keyword::
 
         interval=30            optimizer's steps from one exchange of a parameter to its next
-        outer_lr=0.7           of step 3
+        outer_lr='auto'        of step 3
         outer_momentum='auto'  of step 3, as for `DiLoCo`
         fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
         codec='absmax_int4'    of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
@@ -67,8 +67,8 @@ class MuLoCo(DiLoCo):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         interval: int = 30,
-        outer_lr: float = 0.7,
-        outer_momentum: Momentum = "auto",
+        outer_lr: Number = "auto",
+        outer_momentum: Number = "auto",
         fragments: int = 1,
         codec: Encoding = "absmax_int4",
         error_feedback: bool | None = False,

@@ -106,10 +106,11 @@ class OuterNesterov:
         self.close()
 
 
-def check_outer(outer_lr: float, outer_momentum: float | str) -> None:
-    """Raises a ValueError unless an outer step can be taken with these; a momentum may be "auto"."""
-    fits = outer_momentum == "auto" if isinstance(outer_momentum, str) else 0 <= outer_momentum < 1
-    if not outer_lr > 0 or not fits:
+def check_outer(outer_lr: float | str, outer_momentum: float | str) -> None:
+    """Raises a ValueError unless an outer step can be taken with these; both may be "auto"."""
+    fits = outer_lr == "auto" if isinstance(outer_lr, str) else outer_lr > 0
+    fits &= outer_momentum == "auto" if isinstance(outer_momentum, str) else 0 <= outer_momentum < 1
+    if not fits:
         raise ValueError(
             f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
         )

@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.agreement import WITHOUT
+from bagua_kernels.algorithms.local_steps.agreement import ALONE
 from bagua_kernels.algorithms.local_steps.outer_round import OuterRound
 from bagua_kernels.launchers import elementwise
 from bagua_kernels.rules.outer import NESTEROV
 
-Momentum = float | Literal["auto"]
+Number = float | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,30 @@ class Nesterov:
     """m = momentum m + d; start -= lr (d + momentum m).
 
     Attributes:
-        lr: the outer learning rate.
+        lr: the outer learning rate; "auto" for what suits the round.
         momentum: at least 0 and below 1; "auto" for what suits the round.
     """
 
-    lr: float
-    momentum: Momentum
+    lr: Number
+    momentum: Number
 
     def step(self, part: OuterRound, start: torch.Tensor, mean: torch.Tensor) -> None:
         """See `OuterRule.step`."""
-        momentum = momentum_of(part, self.momentum, self.lr)
-        elementwise.apply(NESTEROV, [start, part.kept("outer_momentum"), mean], [self.lr, momentum])
+        numbers = numbers_of(part, self.lr, self.momentum)
+        elementwise.apply(NESTEROV, [start, part.kept("outer_momentum"), mean], [*numbers])
 
 
-def momentum_of(part: OuterRound, given: Momentum, lr: float) -> float:
-    """Returns the momentum of a round.
+def numbers_of(part: OuterRound, lr: Number, momentum: Number) -> tuple[float, float]:
+    """Returns the outer learning rate and the momentum of a round.
 
     Args:
         part: of the bucket.
-        given: the number, or "auto".
-        lr: the outer learning rate.
+        lr: the number, or "auto".
+        momentum: the number, or "auto".
     """
-    if given != "auto":
-        return given
-    return WITHOUT if part.agreement is None else part.agreement.momentum(lr)
+    agreement = part.agreement
+    if lr == "auto":
+        lr = ALONE[0] if agreement is None else agreement.outer_lr()
+    if momentum == "auto":
+        momentum = ALONE[1] if agreement is None else agreement.momentum(lr)
+    return lr, momentum

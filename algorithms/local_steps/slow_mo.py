@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound
-from bagua_kernels.algorithms.local_steps.outer_rule import Momentum, momentum_of
+from bagua_kernels.algorithms.local_steps.outer_rule import Number, numbers_of
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -77,7 +77,7 @@ class SlowMo(OuterLoop):
         *,
         interval: int = 16,
         slow_lr: float = 1.0,
-        slow_momentum: Momentum = "auto",
+        slow_momentum: Number = "auto",
         **options: Unpack[OuterOptions],
     ) -> None:
         """Wraps a module; collective over all ranks.
@@ -120,7 +120,7 @@ class SlowMomentum:
         last: that of the round before; None in the first one.
     """
 
-    def __init__(self, lr: float, momentum: Momentum) -> None:
+    def __init__(self, lr: float, momentum: Number) -> None:
         """Begins before the first round; arguments as of `SlowMo`."""
         self._lr, self._momentum = lr, momentum
         self.rate: float | None = None
@@ -133,8 +133,8 @@ class SlowMomentum:
         # Without a learning rate there was no step that a momentum could be made of.
         ratio = self.rate / before if before else 0.0
         momentum = part.kept("slow_momentum")
-        decay = momentum_of(part, self._momentum, self._lr) * ratio
-        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self._lr, decay])
+        lr, decay = numbers_of(part, self._lr, self._momentum)
+        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [lr, decay * ratio])
         self.last = self.rate
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.agreement import momentum_after
+from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after
 from bagua_kernels.compression import ChunkedTopK
 
 Numbers = Callable[[int, float], tuple[float, float]]
@@ -109,11 +109,12 @@ class Outer:
         return self._starts
 
 
-def auto(family: Family, lr: float) -> Way:
-    """What the algorithms take by default."""
+def auto(family: Family, lr: float | None = None) -> Way:
+    """What the algorithms take by default; with a learning rate that follows ranks, too, if none is given."""
 
     def numbers(number: int, share: float) -> tuple[float, float]:
-        return lr, momentum_after(number, share, lr)
+        rate = lr_after(share) if lr is None else lr
+        return rate, momentum_after(number, share, rate)
 
     return Way(f"{family} auto", family, numbers)
 
@@ -124,7 +125,7 @@ WAYS = {
     for way in (
         *(fixed(0.7, momentum) for momentum in (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
         *(fixed(1.0, momentum) for momentum in (0.0, 0.3, 0.5)),
-        auto("nesterov", 0.7),
+        auto("nesterov"),
         *(fixed(1.0, momentum, "slow") for momentum in (0.3, 0.5, 0.7)),
         auto("slow", 1.0),
         *(fixed(lr, beta, "sparse") for lr, beta in ((1.0, 0.9), (1.0, 0.95), (1.0, 1.0), (0.7, 0.95), (1.4, 0.95))),
