@@ -99,8 +99,8 @@ class DiLoCo(OuterLoop):
             module: as for `OuterLoop`.
             optimizer: as for `OuterLoop`.
             interval: optimizer's steps from one exchange of a parameter to its next.
-            outer_lr: of step 3, above 0; "auto" for one that follows how far ranks agree, see `Agreement`. With a momentum that is
-                a number "auto" is 0.7. A constant pseudo-gradient moves parameters outer_lr / (1 - outer_momentum) times as far.
+            outer_lr: of step 3, above 0; "auto" for one that follows how far ranks agree, see `Agreement`. With a momentum that
+                is a number that is 0.7. A constant pseudo-gradient goes outer_lr / (1 - outer_momentum) times as far.
             outer_momentum: of step 3, at least 0 and below 1; "auto" for one that follows the rounds, too.
             fragments: a divisor of `interval`; `delay` is less than `interval` / `fragments`.
             **options: as for `OuterLoop`.

@@ -108,9 +108,9 @@ class OuterNesterov:
 
 def check_outer(outer_lr: float | str, outer_momentum: float | str) -> None:
     """Raises a ValueError unless an outer step can be taken with these; both may be "auto"."""
-    fits = outer_lr == "auto" if isinstance(outer_lr, str) else outer_lr > 0
-    fits &= outer_momentum == "auto" if isinstance(outer_momentum, str) else 0 <= outer_momentum < 1
-    if not fits:
+    steps = outer_lr == "auto" if isinstance(outer_lr, str) else outer_lr > 0
+    decays = outer_momentum == "auto" if isinstance(outer_momentum, str) else 0 <= outer_momentum < 1
+    if not (steps and decays):
         raise ValueError(
             f"outer_lr must be above 0, outer_momentum from 0 to below 1, got {outer_lr=} and {outer_momentum=}"
         )

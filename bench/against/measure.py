@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.against.ratios import MOST, compared, show, verdict
 from bench.against.suites import SUITES, Job, Suite
 from bench.netlab import lab as netlab
+from bench.ratios import MOST, compared, show, verdict
 from tests import reach
 
 ROOT = Path(__file__).resolve().parents[2]

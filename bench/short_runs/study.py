@@ -5,7 +5,7 @@ ranks, weights that are new or that another text has trained, and AdamW or Muon.
 same parameters, and a rank draws the same text in all of them. What counts is the loss of the outer parameters over text that
 is held back.
 
-In each cell the best pair of a learning rate and a momentum that stay the same is what the default is compared with, and
+A pair is a learning rate and a momentum that stay the same. In each cell the default is compared with the best pair, and with
 `LocalSGD`, whose pair is 1 and 0. SlowMo and SparseLoCo have their own pairs. A cell whose default is not surely within the bars
 gets three seeds.
 

@@ -23,8 +23,8 @@ class Way:
     Attributes:
         name: in tables.
         family: "nesterov" of DiLoCo and MuLoCo, "slow" of SlowMo, or "sparse" of SparseLoCo.
-        numbers: the outer learning rate and the momentum, of SparseLoCo beta, by the number of the round, from 1, and the
-            share of the mean pseudo-gradient's square norm in which ranks agree.
+        numbers: the outer learning rate and the momentum; of SparseLoCo beta instead of that. They follow from the number of
+            the round, from 1, and from the share on which ranks have agreed: see `Agreement`.
         codec: of SparseLoCo.
     """
 

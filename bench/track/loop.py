@@ -116,8 +116,8 @@ class Loop:
 
         Args:
             optimizer: whose rates rise in the first twentieth of the time, and fall to a tenth then.
-            pace: "together" if a step of one rank may wait for another's: all take as many steps as the rank that has begun
-                most when the time is over. "own" if each ends by itself.
+            pace: "together" if a step of one rank may wait for another's, "own" if each ends by itself. In the former all take as
+                many steps as the rank that has begun most when the time is over.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.meet("start")

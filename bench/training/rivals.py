@@ -143,8 +143,8 @@ class Rival:
         """Builds it; collective.
 
         Args:
-            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`, also with `HEALS` or
-                `VERIFIES`, which compares ranks in each step.
+            name: "alone", "ddp", "ddp" and a hook of PyTorch's, `HOOK` and one of ours, or one of `OURS`. Behind that may be
+                `HEALS`, or `VERIFIES`, which compares ranks in each step.
             of: the model's name.
             keep: True if gradients are zeroed instead of dropped before a step.
             wrapper: the algorithm, instead of the one of that name.

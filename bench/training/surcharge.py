@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.against.ratios import MOST, compared, show
 from bench.netlab import lab as netlab
+from bench.ratios import MOST, compared, show
 from bench.training.measure import rates_of, run
 from bench.training.rivals import HEALS, VERIFIES
 

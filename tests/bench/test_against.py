@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.against import measure
-from bench.against.ratios import compared, verdict
 from bench.against.suites import SUITES, Suite
+from bench.ratios import compared, verdict
 
 OLD = Path("old")
 

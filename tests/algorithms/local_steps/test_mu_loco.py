@@ -41,7 +41,7 @@ def test_is_diloco_with_its_numbers(size: int) -> None:
         model.close()
         return flat(module)
 
-    numbers = {"outer_lr": 0.7, "outer_momentum": 0.8, "codec": "absmax_int4", "error_feedback": False}
+    numbers = {"outer_lr": "auto", "outer_momentum": "auto", "codec": "absmax_int4", "error_feedback": False}
     ours, theirs = run_ranks(size, rank, MuLoCo, {}), run_ranks(size, rank, DiLoCo, numbers)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     float32 = run_ranks(size, rank, MuLoCo, {"codec": None})
