@@ -214,6 +214,7 @@ def test_index_says_what_goes_with_which_optimizer(name: str) -> None:
         assert goes_with.split()[0] == expected
 
 
+@pytest.mark.figures
 def test_figures_with_adam_are_those_measured() -> None:
     """The table of what goes with Adam has rows of bench/results/convergence.json."""
     text = INDEX.partition("## What goes with Adam")[2].partition("\n## ")[0]
@@ -228,6 +229,7 @@ def test_figures_with_adam_are_those_measured() -> None:
     assert f"{exact:.3f}" in text
 
 
+@pytest.mark.figures
 def test_figures_of_local_steps_are_those_measured() -> None:
     """The table of what local steps cost has the rows of the task text, whose bars are met."""
     text = INDEX.partition("## Local steps")[2].partition("\n## ")[0]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.figures
 
 
 def rows() -> list[str]:

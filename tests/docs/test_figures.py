@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
 EXAMPLES = (ROOT / "docs" / "examples.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorials" / "first-slow-link.md").read_text()
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 PAGES = ("README.md", "docs/choosing.md", "docs/results.md", "docs/examples.md", "docs/installing.md", "docs/overview.md",
-         "docs/development.md")  # fmt: skip
+         "docs/development.md", "docs/README.md")  # fmt: skip
+pytestmark = pytest.mark.figures
 MOST_WORDS, MOST_BEFORE_INSTALLING = 1100, 300
 
 
@@ -204,6 +206,7 @@ def in_examples() -> list[str]:
 EXPECTED: Mapping[str, tuple[str, Callable[[], Iterable[str]]]] = {
     "README.md": (README, in_readme),
     "docs/examples.md": (EXAMPLES, in_examples),
+    "docs/tutorials/first-slow-link.md": (TUTORIAL, of_slow_line),
     "docs/choosing.md": (CHOOSING, lambda: [*in_choosing(), *in_table_of_all()]),
 }
 
