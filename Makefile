@@ -36,7 +36,7 @@ test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 # Workers keep all cores busy: threads of PyTorch's own took a tenth more of the processors' time.
 test test-all test-rest test-overlay: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-text finetune adoption tradeoff test test-all test-doors test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
+.PHONY: help train train-text finetune adoption tradeoff test test-all test-doors docs docs-look test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
@@ -49,6 +49,7 @@ help:
 	@echo "make test-overlay tests with packages of the machine that has a GPU, which make overlay installs into .overlay"
 	@echo "make test-doors   tests with Lightning, Accelerate, Transformers and Ray, in an environment of their own; ten minutes"
 	@echo "make test-oldest  make test for ten minutes with the oldest versions that are allowed; make test-newest with the newest ones"
+	@echo "make docs         the documentation site, in build/docs; minutes      make docs-look   pictures of it, by chromium"
 	@echo "make lint         ruff and mypy          make format   let ruff rewrite the code"
 	@echo "make finetune     LoRA on two emulated hosts, through Accelerate; eight minutes, as root"
 	@echo "make adoption     ten programs with DDP, and with an algorithm in its place; ten minutes"
@@ -93,6 +94,24 @@ test-doors: export OMP_NUM_THREADS ?= 1
 test-doors: $(DOORS)/installed
 	$(DOORS)/bin/python -m pytest -q -n 2 tests/doors $(OPTIONS)
 
+# What builds the documentation site. Pages import the package, but none of what needs a GPU.
+DOCS := .venv-docs
+
+$(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
+	@echo "installing into $(DOCS), which takes a minute or two"
+	@python3 -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip|mlxtend|numba-cuda|cuda-.*|nvidia-.*)=' constraints.txt constraints-docs.txt)
+	@touch $@
+
+docs docs-look: export OMP_NUM_THREADS ?= 1
+docs: $(DOCS)/installed
+	$(DOCS)/bin/python -m docs.site $(OPTIONS)
+
+# Debian's chromium takes the pictures.
+docs-look: $(DOCS)/installed
+	@test -f build/docs/index.html || $(MAKE) docs
+	$(DOCS)/bin/python -m docs.site --look
+
 # LoRA through PEFT and Accelerate on two emulated hosts; eight minutes, as root.
 finetune: $(DOORS)/installed
 	$(DOORS)/bin/python examples/finetune_lora.py $(OPTIONS)
@@ -127,6 +146,7 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --package docs.site
 	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py examples/elastic_restart.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
 
 format: $(INSTALLED)
@@ -156,5 +176,5 @@ release: $(INSTALLED)
 	$(PYTHON) -m tests.release --tag $(RELEASE_TAG)
 
 clean:
-	rm -rf $(VENV) $(OVERLAY) $(DOORS) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
+	rm -rf $(VENV) $(OVERLAY) $(DOORS) $(DOCS) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 # Floors beside the package, which it links to.
 LINKS = {"comm": "../comm", "algorithms": "../algorithms"}
 FLOORS = ("bagua_kernels", *LINKS)
-FOLDERS = (*FLOORS, "bench", "examples", "tests")
+FOLDERS = (*FLOORS, "bench", "docs", "examples", "tests")
 # Programs that import each other by their bare names.
 PROGRAMS = "examples"
 HARNESS = "tests/conftest.py"

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 FLOORS = ("bagua_kernels", "comm", "algorithms")
 SOURCES = [
     file
-    for folder in (*FLOORS, "bench", "examples")
+    for folder in (*FLOORS, "bench", "docs", "examples")
     for file in sorted((ROOT / folder).rglob("*.py"))
     if not any(parent.is_symlink() for parent in file.parents)
 ]

@@ -1,0 +1,1 @@
+"""Builds the documentation site: stages the pages for Sphinx, builds them, and checks the result."""
