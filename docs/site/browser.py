@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -81,6 +82,10 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            if not select.select([self._read], [], [], LIMIT)[0]:
+                raise BrowserError(
+                    f"the browser has not answered for {LIMIT:.0f} s; try again on a machine with less work"
+                )
             part = os.read(self._read, 1 << 20)
             if not part:
                 raise BrowserError("the browser has ended; try its command by hand")

@@ -18,6 +18,8 @@ myst_heading_anchors = 6
 # A page may link an anchor that is no head. docs/site/links.py checks all anchors in the finished pages.
 suppress_warnings = ["myst.xref_missing"]
 highlight_language = "text"
+# Furo's own style for dark pages underlines names in code, which then look like links.
+pygments_dark_style = "github-dark"
 
 # Docstrings have names in single backticks. Those of public objects become links.
 default_role = "py:obj"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ PAGES = (
     *("reference/environment", "api/index", "api/bagua_kernels.algorithms", "source/comm/communicator.py"),
 )
 SEARCHED = "SparseLoCo"
+TRIES, PAUSE = 100, 0.2  # looks at the results of a search, and seconds between two of them
 
 
 def write(site: Path, folder: Path) -> None:
@@ -49,5 +51,8 @@ def too_wide(browser: Browser, site: Path) -> Iterator[str]:
 def results_of_search(browser: Browser, site: Path) -> int:
     """Returns how many pages a search finds."""
     browser.open(f"{(site / 'search.html').as_uri()}?q={SEARCHED}", WIDTHS[1], HEIGHT, is_dark=False)
-    waits = "new Promise(done => setTimeout(() => done(document.querySelectorAll('ul.search > li').length), 2000))"
-    return int(browser.value(waits) or 0)
+    for _ in range(TRIES):
+        if found := browser.value("document.querySelectorAll('ul.search > li').length"):
+            return int(found)
+        time.sleep(PAUSE)
+    return 0
