@@ -51,8 +51,10 @@ def too_wide(browser: Browser, site: Path) -> Iterator[str]:
 def results_of_search(browser: Browser, site: Path) -> int:
     """Returns how many pages a search finds."""
     browser.open(f"{(site / 'search.html').as_uri()}?q={SEARCHED}", WIDTHS[1], HEIGHT, is_dark=False)
+    # Results come one after the other.
+    count = "document.body.innerText.includes('Search finished') && document.querySelectorAll('ul.search > li').length"
     for _ in range(TRIES):
-        if found := browser.value("document.querySelectorAll('ul.search > li').length"):
+        if found := browser.value(count):
             return int(found)
         time.sleep(PAUSE)
     return 0
