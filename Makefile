@@ -36,7 +36,7 @@ test test-all test-rest test-overlay: export PYTHONDONTWRITEBYTECODE :=
 # Workers keep all cores busy: threads of PyTorch's own took a tenth more of the processors' time.
 test test-all test-rest test-overlay: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-text finetune adoption tradeoff test test-all test-doors docs docs-look test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
+.PHONY: help train train-text finetune adoption tradeoff track test test-all test-doors docs docs-look test-rest test-oldest test-newest reach mutations overlay test-overlay lint format bench gpu-check gpu-digests wheel release clean
 
 help:
 	@echo "make train        train a small network with two processes (NPROC=$(NPROC) ALGORITHM=$(ALGORITHM) EPOCHS=$(EPOCHS) DATASET=$(DATASET))"
@@ -54,6 +54,7 @@ help:
 	@echo "make finetune     LoRA on two emulated hosts, through Accelerate; eight minutes, as root"
 	@echo "make adoption     ten programs with DDP, and with an algorithm in its place; ten minutes"
 	@echo "make tradeoff     which algorithm reaches an accuracy first, on two emulated networks; minutes, as root"
+	@echo "make track        ways of training, other packages' too, for the same time on slow links; CELLS=...; 45 minutes a cell, as root"
 	@echo "make bench        benchmarks             make gpu-check   checks this machine's GPU (STAGES=...)"
 	@echo "make release      wheel and sdist in dist/, tried in a fresh environment, and a tag on this machine (RELEASE_TAG=no for none)"
 	@echo "make wheel        wheel and sdist in dist/   make clean   remove what the other targets made"
@@ -95,6 +96,20 @@ test-doors: $(DOORS)/installed
 	$(DOORS)/bin/python -m pytest -q -n 2 tests/doors $(OPTIONS)
 
 # What builds the documentation site. Pages import the package, but none of what needs a GPU.
+# Other packages, which the track compares with this one.
+TRACK := .venv-track
+
+$(TRACK)/installed: pyproject.toml constraints.txt constraints-track.txt
+	@echo "installing into $(TRACK), which takes a minute or two"
+	@python3 -m venv $(TRACK)
+	@$(TRACK)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip|mlxtend|numba.*|cuda-.*|nvidia-.*)=' constraints.txt constraints-track.txt)
+	@touch $@
+
+# CELLS="10-0-equal 10-0-slow 100-0-equal 100-0-slow" take three quarters of an hour each, as root; what is measured already stays.
+CELLS ?= 10-0-equal 10-0-slow 100-0-equal 100-0-slow
+track: $(INSTALLED) $(TRACK)/installed
+	$(PYTHON) -m bench.track --cells $(CELLS) --output bench/results/track.json --plot bench/results/track.png $(OPTIONS)
+
 DOCS := .venv-docs
 
 $(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
@@ -176,5 +191,5 @@ release: $(INSTALLED)
 	$(PYTHON) -m tests.release --tag $(RELEASE_TAG)
 
 clean:
-	rm -rf $(VENV) $(OVERLAY) $(DOORS) $(DOCS) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
+	rm -rf $(VENV) $(OVERLAY) $(DOORS) $(DOCS) $(TRACK) .venv-oldest .venv-newest build dist results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .coverage .kernel_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,7 @@ class MuLoCo(DiLoCo):
 
         interval=30            optimizer's steps from one exchange of a parameter to its next
         outer_lr='auto'        of step 3
-        outer_momentum='auto'  of step 3, as for `DiLoCo`
+        outer_momentum='auto'  of step 3; "auto" for one that follows the rounds
         fragments=1            a divisor of `interval`; `delay` is less than `interval` / `fragments`
         codec='absmax_int4'    of pseudo-gradients: a codec, its spec, or codecs by the round from which on they are
                                used
@@ -81,7 +81,8 @@ class MuLoCo(DiLoCo):
             optimizer: a Muon, or a `ChainedOptimizer` that has one.
             interval: as for `DiLoCo`.
             outer_lr: of step 3.
-            outer_momentum: of step 3, as for `DiLoCo`. The paper has 0.6 for one rank, and 0.8 to 0.9 for 8 to 16.
+            outer_momentum: of step 3; "auto" for one that follows the rounds. The paper has 0.6 for one rank, and 0.8 to 0.9 for 8
+                to 16.
             fragments: as for `DiLoCo`.
             codec: as for `OuterLoop`.
             error_feedback: as for `OuterLoop`. Four bits need none, two do (section 5 of the paper).

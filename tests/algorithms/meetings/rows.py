@@ -191,8 +191,10 @@ ROWS: dict[str, Row] = {
     "post_local_sgd": Row(
         "post_local_sgd", "local", "outer", {"first_phase": 2, "interval": 3}, {"first": 2, "interval": 3}
     ),
-    "slow_mo": Row("slow_mo", "local", "slow", {"interval": 2}, {"interval": 2, "momentum": 0.5}),
-    "diloco": Row("diloco", "local", "outer", {"interval": 2}, {"interval": 2, "lr": 0.7, "momentum": 0.9}),
+    "slow_mo": Row("slow_mo", "local", "slow", {"interval": 2, "slow_momentum": 0.5}, {"interval": 2, "momentum": 0.5}),
+    "diloco": Row(
+        "diloco", "local", "outer", {"interval": 2, "outer_momentum": 0.9}, {"interval": 2, "lr": 0.7, "momentum": 0.9}
+    ),
     "diloco_delay": Row(
         "diloco",
         "local",
@@ -204,7 +206,7 @@ ROWS: dict[str, Row] = {
         "diloco",
         "local",
         "outer",
-        {"interval": 2, "delay": 1, "blend": 0.5},
+        {"interval": 2, "delay": 1, "blend": 0.5, "outer_momentum": 0.9},
         {"interval": 2, "delay": 1, "blend": 0.5, "lr": 0.7, "momentum": 0.9},
     ),
     "diloco_int8": Row("diloco", "local", options={"interval": 2, "codec": "absmax_int8", **WHOLE}, dtype=F32),
