@@ -81,8 +81,8 @@ class MuLoCo(DiLoCo):
             optimizer: a Muon, or a `ChainedOptimizer` that has one.
             interval: as for `DiLoCo`.
             outer_lr: of step 3.
-            outer_momentum: of step 3; "auto" for one that follows the rounds. The paper has 0.6 for one rank, and 0.8 to 0.9 for 8
-                to 16.
+            outer_momentum: of step 3; "auto" for one that follows the rounds. The paper has 0.6 for one rank, and 0.8 to 0.9
+                for 8 to 16.
             fragments: as for `DiLoCo`.
             codec: as for `OuterLoop`.
             error_feedback: as for `OuterLoop`. Four bits need none, two do (section 5 of the paper).

@@ -4,8 +4,8 @@ Four hosts train a transformer for characters for 150 s, each way of training in
 loss over text that is held back, of the mean of all ranks' parameters after that time. What counts next are the bytes sent.
 
 A cell is a rate in Mbit/s, a delay in ms, and "equal" or "slow". In the latter the last rank sleeps after each step for as long
-as a step takes. All entrants of a cell take 45 minutes. What is in the file is not measured again: a cell that was stopped goes on
-with the next entrant. `make track` runs the cells of 10 and 100 Mbit/s.
+as a step takes. All entrants of a cell take 45 minutes. What is in the file is not measured again: a cell that was stopped goes
+on with the next entrant. `make track` runs the cells of 10 and 100 Mbit/s.
 
 An entrant is a file in `bench/track/entrants`, or any other file that is named on the command line. It has a docstring, which is
 shown, and these:

@@ -103,7 +103,12 @@ def parts_of(spec: str) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def wrapped(spec: str, members: Membership, net: Net, optimizer: torch.optim.Optimizer, **options: Any) -> Algorithm:
-    """Wraps a model for healing; its `optimizer` is that which is given, or where the algorithm makes one, another."""
+    """Wraps a model for healing; its `optimizer` is that which is given, or where the algorithm makes one, another.
+
+    What ranks should have alike is compared in every other step, so that nothing else has to notice that it differs.
+    """
+    if not Algorithm.named(spec)[0].refuses_verification and "quorum" not in spec:
+        options.setdefault("verify_every", 2)
     return from_spec(
         spec, net, *given(spec, optimizer), communicator=members.communicator, on_failure="heal", **options
     )
