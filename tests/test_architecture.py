@@ -106,6 +106,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "bench": (
         "adoption",
         "waiting",
+        "resume",
         "workloads",
         "suite_table",
         "speed",
@@ -114,6 +115,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "compilation",
         "netlab",
         "network",
+        "models",
         "convergence",
         "short_runs",
         "training",

@@ -1,7 +1,7 @@
-"""Starts `measure.main`."""
+"""Starts `command.main`."""
 
 import sys
 
-from bench.convergence.measure import main
+from bench.convergence.command import main
 
 sys.exit(main())

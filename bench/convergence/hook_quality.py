@@ -47,7 +47,7 @@ def on_rank(hook: str, seed: int) -> None:
     bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
     same = len({*comm.world().all_gather_object(bits)}) == 1
     if comm.rank() == 0:
-        loss, accuracy = evaluate(module, data.test_x, data.test_y)
+        loss, accuracy = evaluate(task, module, data.test_x, data.test_y)
         print("FOUND", json.dumps({"accuracy": accuracy, "loss": loss, "same_bits": same}), flush=True)
     comm.shutdown()
 

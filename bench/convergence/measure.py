@@ -34,38 +34,34 @@ how codecs change what they exchange.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-import json
 import math
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 
 from bagua_kernels import algorithms
-from bagua_kernels.algorithms import Algorithm, OptimizerFitWarning, Stats
+from bagua_kernels.algorithms import Algorithm, Stats
 from bagua_kernels.algorithms.adam.momentum import MomentumAllReduce
 from bagua_kernels.algorithms.gossip.differences import Differences
 from bagua_kernels.comm import Communicator, run_ranks
-from bench import speed
-from bench.convergence.dealing import order_by_label, order_of
-from bench.convergence.report import finite, judge, summary, table, unread
+from bench.convergence.dealing import deal, order_by_label, order_of
+from bench.convergence.report import judge, summary, table, unread
 from bench.convergence.row import BASELINE, Row
 from bench.convergence.rows import ROWS
-from bench.convergence.tasks import TASKS, Data, Task, up
+from bench.convergence.tasks import Data, Task, up
+from bench.models.data import Inputs, outputs
 
 DECAY = 0.01  # of AdamW
 _WARM = 1000  # seeds of warm-ups begin here, so that their orders of examples are others
 _LOOKS = 40  # steps from one look at an algorithm's noise to the next
+_PART = 1000  # examples that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -113,6 +109,8 @@ def wrap(
     elif kind == "sgd":
         kept = 0.0 if row.kind is algorithms.DGC else momentum
         optimizer = torch.optim.SGD(model.parameters(), lr=(1 - momentum) * rate, momentum=kept)
+    elif kind == "adagrad":
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=rate)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay[kind])
     return row.kind(model, optimizer, communicator=communicator, **options), optimizer
@@ -139,6 +137,8 @@ def train(
         ends: takes this rank's end if it raises.
     """
     model = copy.deepcopy(start)
+    if row.dense:
+        make_dense(model)
     algorithm, optimizer = wrap(communicator, task, row, model, len(order))
     try:
         noise = take_steps(algorithm, optimizer, task, data, order[:, communicator.rank])
@@ -160,6 +160,13 @@ def train(
     return Trained(model, stats, told)
 
 
+def make_dense(model: torch.nn.Module) -> None:
+    """Gives all tables of a model dense gradients."""
+    for part in model.modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            part.sparse = False
+
+
 def take_steps(
     algorithm: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -178,7 +185,7 @@ def take_steps(
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * task.schedule(step / len(mine))
         optimizer.zero_grad()
-        F.cross_entropy(algorithm(data.x[batch]), data.y[batch]).backward()
+        task.loss(outputs(algorithm, data.x[batch]), data.y[batch]).backward()
         optimizer.step()
         if isinstance(algorithm, Differences) and step % _LOOKS == 0:
             noise.append(algorithm.noise())
@@ -187,11 +194,14 @@ def take_steps(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """Mean loss, and share of right answers."""
+def evaluate(
+    task: Task, model: torch.nn.Module, x: Inputs, y: torch.Tensor, most: int | None = None
+) -> tuple[float, float]:
+    """Mean loss, and metric, of the first `most` examples; of all if None."""
     model.eval()
-    outputs = torch.cat([model(part) for part in x.split(1000)])
-    return F.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).float().mean().item()
+    y = y[:most]
+    found = [outputs(model, x[first : min(first + _PART, len(y))]) for first in range(0, len(y), _PART)]
+    return task.loss(torch.cat(found), y).item(), task.metric(torch.cat(found), y)
 
 
 def begun(task: Task, data: Data, seed: int) -> torch.nn.Module:
@@ -223,7 +233,7 @@ def run(
         RuntimeError: the ranks do not end with the same bits.
     """
     start = begun(task, data, seed) if start is None else start
-    order = order_by_label(data.y, task, steps, seed) if row.by_label else order_of(len(data.x), task, steps, seed)
+    order = order_by_label(data.y, task, steps, seed) if row.by_label else deal(data, task, steps, seed)
     ends: list[End] = []
     began = time.perf_counter()
     try:
@@ -234,23 +244,24 @@ def run(
         if not expected:
             raise
         told = {"error": f"{type(expected[0]).__name__}: {expected[0]}", "finite": all(end.finite for end in ends)}
-        lost = dict.fromkeys(("loss", "accuracy", "bytes_per_step"), math.nan)
+        lost = dict.fromkeys(("loss", task.metric_name, "bytes_per_step"), math.nan)
         return {"seed": seed, **lost, "seconds": time.perf_counter() - began, **told}
     seconds = time.perf_counter() - began
     first, *others = ([p.detach().view(torch.int32) for p in one.model.parameters()] for one in trained)
     if not all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True)):
         raise RuntimeError(f"{row.label} on {task.name}: the ranks ended with different parameters")
-    loss, accuracy = evaluate(trained[0].model, data.test_x, data.test_y)
+    loss, metric = evaluate(task, trained[0].model, data.test_x, data.test_y)
     if not task.validates:
-        loss, _ = evaluate(trained[0].model, data.x[: task.looked_at], data.y[: task.looked_at])
+        loss, _ = evaluate(task, trained[0].model, data.x, data.y, task.looked_at)
     sent = max(one.stats.bytes_sent for one in trained) / steps
     told = {name: statistics.fmean(one.told[name] for one in trained) for name in trained[0].told}
-    return {"seed": seed, "loss": loss, "accuracy": accuracy, "bytes_per_step": sent, "seconds": seconds, **told}
+    found = {"loss": loss, task.metric_name: metric, "bytes_per_step": sent, "seconds": seconds}
+    return {"seed": seed, **found, **told}
 
 
-def wanted(task: Task, only: list[str] | None) -> list[Row]:
-    """The rows with these labels, or whose labels contain one of the names, and what they are compared with."""
-    rows = [row for row in ROWS if task.name in row.tasks]
+def wanted(task: Task, only: list[str] | None, rows: Sequence[Row] = ROWS) -> list[Row]:
+    """The rows of a task with these labels, or whose labels contain one of the names, and what they are compared with."""
+    rows = [row for row in rows if task.name in row.tasks]
     if only is None:
         return rows
     labels = {row.label for row in rows}
@@ -293,40 +304,3 @@ def compare(
     if results:
         judge(task, results)
         console.print(table(task, results))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, help="one of them; all by default")
-    parser.add_argument(
-        "--only",
-        "--algorithms",
-        nargs="+",
-        metavar="NAMES",
-        help="whole labels of rows, or parts of labels, separated by commas; all by default",
-    )
-    parser.add_argument("--new", action="store_true", help="only rows that --output does not hold yet")
-    parser.add_argument("--steps", type=int, help="of each run")
-    parser.add_argument("--seeds", type=int, help="runs of each row (default: 2, of text 3)")
-    parser.add_argument(
-        "--output", type=Path, help="JSON file to write; tasks and rows that are not run keep what it holds"
-    )
-    options = parser.parse_args()
-    if any(count is not None and count < 1 for count in (options.seeds, options.steps)):
-        parser.error("steps and seeds must be 1 or more")
-    # What does not go together is measured all the same.
-    warnings.simplefilter("ignore", OptimizerFitWarning)
-    # The ranks fill a small machine without further threads.
-    torch.set_num_threads(1)
-    console = speed.console()
-    report: dict[str, Any] = {}
-    if options.output and options.output.exists():
-        report = json.loads(options.output.read_text())
-    for name in [options.task] if options.task else TASKS:
-        task = TASKS[name]
-        steps = options.steps or task.steps
-        rows, old = wanted(task, options.only), report.get(name, {})
-        for known in compare(task, rows, steps, options.seeds or task.seeds, console, old, options.new):
-            report |= {name: finite(known), "machine": speed.machine()}
-            if options.output:
-                speed.write(options.output, report)

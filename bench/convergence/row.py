@@ -38,6 +38,7 @@ class Row:
         by_label: True if each rank sees only its own part of the examples, which are sorted by label.
         most: the loss may be so many times the baseline's, at most; None for no such bar.
         least: the loss has to be so many times the baseline's, at least; None for no such bar.
+        dense: True if tables have dense gradients, also those whose model gives them sparse ones.
         raises: the error with which each run has to end, before any parameter is not finite; None if runs train to the end.
     """
 
@@ -55,6 +56,7 @@ class Row:
     most: float | None = None
     least: float | None = None
     raises: type[Exception] | None = None
+    dense: bool = False
 
     def arguments(self, steps: int) -> dict[str, Any]:
         """The options of a run of so many steps."""

@@ -14,33 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from bench.models import metrics
+from bench.models.data import Data
 from examples import corpus, image_data
 from examples.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS_FOLDER = Path("data/scikit-learn")
 DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
-
-
-@dataclass(frozen=True)
-class Data:
-    """A training and a test set.
-
-    Attributes:
-        x: inputs: float32, or the numbers of characters.
-        y: labels.
-        test_x: inputs of the test set.
-        test_y: labels of the test set.
-        digest: start of the data's SHA-256 where the data may differ between machines; else empty.
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,10 +42,13 @@ class Task:
         schedule: factor of the learning rate, of the part of all steps that is done.
         looked_at: training examples of which the final loss is taken; all if there are fewer.
         ranks: how many train together.
-        optimizer: "sgd" or "adamw".
+        optimizer: "sgd", "adagrad" or "adamw".
         seeds: runs of each row, by default.
         validates: True if the loss is that of the test set, which no rank trains on.
         warm: steps with exact means before those that are counted. All rows of a seed begin with the model that they lead to.
+        loss: of a model's outputs and labels, a mean over examples.
+        metric: of outputs and labels; a larger one is better.
+        metric_name: in results and tables.
     """
 
     name: str
@@ -78,6 +65,9 @@ class Task:
     seeds: int = 2
     validates: bool = False
     warm: int = 0
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy
+    metric: Callable[[torch.Tensor, torch.Tensor], float] = metrics.accuracy
+    metric_name: str = "accuracy"
 
 
 def digits() -> Data:

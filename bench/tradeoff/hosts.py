@@ -5,18 +5,26 @@ from __future__ import annotations
 import gc
 import random
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bagua_kernels import algorithms, comm
-from bench.convergence.measure import wrap
+from bench.convergence.measure import make_dense, wrap
+from bench.convergence.models import MODELS
+from bench.convergence.tasks import Task
+from bench.models.data import outputs
 from bench.network.rank import together
-from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, perceptron, ways
+from bench.tradeoff import models
+from bench.tradeoff.ways import CLASSES, PIXELS, TASK, Way, ways
 from bench.training import rank
 from bench.training.rivals import HOOK, Rival, ddp, hooked
 from bench.training.turns import host, measure, tuned
+
+Batch = tuple[Any, torch.Tensor]
 
 _STEPS = 10  # of a run, of which the first two may be those of exact means
 _WARM = 4  # steps before those that are measured
@@ -26,29 +34,41 @@ _ROUNDS = 2  # of local steps
 
 
 class Trainee(Rival):
-    """A copy of the study's model, and one way to train it."""
+    """A copy of a task's model, and one way to train it."""
 
-    def __init__(self, way: Way, batch: int) -> None:
-        """Builds it; collective."""
+    def __init__(self, way: Way, task: Task, batches: Sequence[Batch]) -> None:
+        """Builds it; collective.
+
+        Args:
+            way: to train.
+            task: with the model, the loss and the learning rate.
+            batches: of this rank, which its steps use in turn.
+        """
         torch.manual_seed(0)
-        module = perceptron()
+        module = task.model()
+        if way.row.dense:
+            make_dense(module)
         self.name, self.way, self.keep = way.name, way, False
+        self.task, self.batches = task, batches
         self.algorithm: algorithms.Algorithm | None = None
         self.hook: algorithms.ddp.Hook | None = None
         self.module: torch.nn.Module
         self.nap, self.steps = False, 0
         if way.ddp:
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=TASK.rate)
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=task.rate)
             if way.ddp.startswith(HOOK):
                 self.module, self.hook = hooked(module, way.ddp)
             else:
                 self.module = ddp(module, way.ddp.removeprefix("ddp").strip())
         else:
-            self.algorithm, self.optimizer = wrap(comm.world(), TASK, way.row, module, _STEPS)
+            self.algorithm, self.optimizer = wrap(comm.world(), task, way.row, module, _STEPS)
             self.module = self.algorithm
-        generator = torch.Generator().manual_seed(1 + comm.rank())
-        self.x = torch.randn(batch, 1, 28, PIXELS // 28, generator=generator)
-        self.y = torch.randint(CLASSES, (batch,), generator=generator)
+
+    def loss(self) -> torch.Tensor:
+        """See `Rival.loss`."""
+        self.optimizer.zero_grad(set_to_none=not self.keep)
+        x, y = self.batches[self.steps % len(self.batches)]
+        return self.task.loss(outputs(self.module, x), y)
 
     def step(self) -> None:
         """Takes a step; a straggler sleeps for as long again."""
@@ -108,33 +128,78 @@ def rounds(c: comm.Communicator, trainee: Trainee) -> list[float]:
     return found
 
 
+def images(batch: int) -> Batch:
+    """Random images and classes of this rank."""
+    generator = torch.Generator().manual_seed(1 + comm.rank())
+    x = torch.randn(batch, 1, 28, PIXELS // 28, generator=generator)
+    return x, torch.randint(CLASSES, (batch,), generator=generator)
+
+
 def on_rank(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Runs on each host: all ways, for each cell of one delay."""
     wanted = [way for way in ways() if way.name in settings["ways"]]
     rows, order, tunings = [], random.Random(7), dict(settings["tunings"])
     for batch in sorted({cell["batch"] for cell in settings["cells"]}):
-        # Unlimited, for parameters are broadcast when a wrapper is made.
-        links.set(None)
-        trainees = {way.name: Trainee(way, batch) for way in wanted}
-        for trainee in trainees.values():
-            trainee.run(True)
-            for _ in range(_WARM):
-                trainee.step()
-            trainee.run(False)
-        for cell in [cell for cell in settings["cells"] if cell["batch"] == batch]:
-            links.set(cell["rate"])
-            tuning = tuned(c, settings["budget"], tunings.get(str(cell["rate"])))
-            if tuning is not None:
-                tunings[str(cell["rate"])] = replace(tuning, measured={}).to_json()
-            for trainee in trainees.values():
-                trainee.follow(tuning)
-                trainee.nap = bool(cell["straggler"]) and c.rank == c.size - 1
-            rows.append({**cell, **timed(c, trainees, cell["rate"], order)})
-        for trainee in trainees.values():
-            trainee.close()
-        trainees.clear()
-        gc.collect()
+        cells = [cell for cell in settings["cells"] if cell["batch"] == batch]
+        rows += measured(c, links, (wanted, TASK, [images(batch)]), cells, settings["budget"], tunings, order)
     return {"rows": rows, "tunings": tunings}
+
+
+def on_model(c: comm.Communicator, links: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each host: rows of a model, with batches of its data from a file."""
+    warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
+    wanted = [way for way in models.ways(settings["model"]) if way.name in settings["ways"]]
+    batches: list[Batch] = torch.load(settings["batches"])[c.rank]
+    tunings = dict(settings["tunings"])
+    given = wanted, MODELS[settings["model"]], batches
+    rows = measured(c, links, given, settings["cells"], settings["budget"], tunings, random.Random(7))
+    return {"rows": rows, "tunings": tunings}
+
+
+def measured(
+    c: comm.Communicator,
+    links: Any,
+    given: tuple[list[Way], Task, Sequence[Batch]],
+    cells: list[dict[str, Any]],
+    budget: float,
+    tunings: dict[str, str],
+    order: random.Random,
+) -> list[dict[str, Any]]:
+    """Makes all trainees, and times their steps for each cell.
+
+    Args:
+        c: all hosts.
+        links: whose rate is set.
+        given: what a `Trainee` is made of, for each way.
+        cells: networks and stragglers.
+        budget: seconds for the tuning of a network.
+        tunings: of networks, by rate; new ones are added.
+        order: of turns.
+    """
+    wanted, task, batches = given
+    # Unlimited, for parameters are broadcast when a wrapper is made.
+    links.set(None)
+    trainees = {way.name: Trainee(way, task, batches) for way in wanted}
+    for trainee in trainees.values():
+        trainee.run(True)
+        for _ in range(_WARM):
+            trainee.step()
+        trainee.run(False)
+    rows = []
+    for cell in cells:
+        links.set(cell["rate"])
+        tuning = tuned(c, budget, tunings.get(str(cell["rate"])))
+        if tuning is not None:
+            tunings[str(cell["rate"])] = replace(tuning, measured={}).to_json()
+        for trainee in trainees.values():
+            trainee.follow(tuning)
+            trainee.nap = bool(cell["straggler"]) and c.rank == c.size - 1
+        rows.append({**cell, **timed(c, trainees, cell["rate"], order)})
+    for trainee in trainees.values():
+        trainee.close()
+    trainees.clear()
+    gc.collect()
+    return rows
 
 
 def timed(
@@ -157,4 +222,4 @@ def timed(
 
 
 if __name__ == "__main__":
-    rank.main({"tradeoff": on_rank})
+    rank.main({"tradeoff": on_rank, "model": on_model})

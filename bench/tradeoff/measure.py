@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from bench import resume
 from bench.convergence.tasks import Data
 from bench.netlab import lab as netlab
+from bench.resume import Missing, Results, study, write
 from bench.tradeoff import quality, report
 from bench.tradeoff.ways import FEW, FULL, PAIRED, TASK, Cell, Way, chosen
 from bench.training.measure import run
@@ -36,9 +36,6 @@ from examples import image_data
 HOSTS = 4
 STEPS, SEEDS = {False: 200, True: TASK.steps}, {False: 1, True: 3}
 
-Results = dict[str, Any]
-Task = tuple[str, Callable[[], None]]
-
 
 def images(full: bool) -> Data:
     """What is trained on."""
@@ -46,30 +43,12 @@ def images(full: bool) -> Data:
     return Data(*train.tensors, *test.tensors)
 
 
-def read(path: Path | None, settings: dict[str, Any]) -> Results:
-    """What earlier runs with the same settings have found.
-
-    Raises:
-        ValueError: the file holds a study with others, which would be lost.
-    """
-    if path is None or not path.exists():
-        return {"settings": settings, "curves": {}, "cells": [], "tunings": {}}
-    found: Results = json.loads(path.read_text())
-    if found.get("settings") != settings:
-        raise ValueError(f"{path} holds another study, with {found.get('settings')}: name another file, or remove it")
-    return found
+def read(path: Path | None, settings: Results) -> Results:
+    """What earlier runs with the same settings have found, see `resume.begun`."""
+    return resume.begun(resume.read(path), settings, path, {"curves": {}, "cells": [], "tunings": {}})
 
 
-def write(path: Path | None, results: Results) -> None:
-    """Writes everything, whole or not at all: a study may be killed at any time."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(new, path)
-
-
-def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, full: bool) -> Iterator[Task]:
+def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, full: bool) -> Iterator[Missing]:
     """What is to be measured yet, each with its name."""
     data: list[Data] = []
 
@@ -106,19 +85,6 @@ def missing(results: Results, ways: list[Way], cells: list[Cell], seeds: int, fu
     for network in networks.values():
         name = report.place(dataclasses.asdict(network[0]))
         yield name, lambda network=network: timed(network)
-
-
-def study(
-    results: Results, tasks: list[Task], path: Path | None, progress: Progress, only: Callable[[str], bool]
-) -> None:
-    """Measures what is missing, and writes each result at once."""
-    bar = progress.add_task("", total=len(tasks))
-    for name, measure in tasks:
-        progress.update(bar, description=name)
-        if only(name):
-            measure()
-            write(path, results)
-        progress.advance(bar)
 
 
 def main() -> int:

@@ -59,11 +59,15 @@ def steps_of(results: Results, way: Way) -> int | None:
     """
     if statistics.fmean(differences(results, way)) < -HALF_A_POINT:
         return None
-    return _steps(means(runs_of(results, way)), means(plain_of(results, way)), results["settings"]["steps"])
+    return steps_beside(means(runs_of(results, way)), means(plain_of(results, way)), results["settings"]["steps"])
 
 
-def _steps(points: list[float], plain: list[float], steps: int) -> int:
-    until = steps_until(points[:-1], plain[-2] - HALF_A_POINT, steps * (len(points) - 1) // len(points))
+def steps_beside(points: list[float], plain: list[float], steps: int, margin: float = HALF_A_POINT) -> int:
+    """Steps until a curve is where another one ends, less a margin; all steps if it is there at the end only.
+
+    On the way that is where the other one has its last look before the end.
+    """
+    until = steps_until(points[:-1], plain[-2] - margin, steps * (len(points) - 1) // len(points))
     return steps if until is None else round(until)
 
 
@@ -80,7 +84,7 @@ def times(results: Results, row: dict[str, Any], ways: list[Way]) -> dict[str, t
     for way in ways:
         if (count := steps_of(results, way)) is not None:
             plain = means(plain_of(results, way))
-            same = _steps(plain, plain, steps) * statistics.median(row["seconds"][DDP])
+            same = steps_beside(plain, plain, steps) * statistics.median(row["seconds"][DDP])
             found[way.name] = seconds_of(row, way, count, steps), same
     return found
 
