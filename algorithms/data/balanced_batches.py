@@ -25,7 +25,7 @@ class LoadBalancingDistributedBatchSampler(SharedEpoch[list[int], Batches]):
     3. Shuffle runs of batches whose costs are nearest, as the sampler does with samples. The two that are not full come last.
     4. Halve as many of the last batches as it takes until the number of ranks divides their number.
 
-    Batches have different sizes. Call `model.weigh(len(batch))` before the backward pass, so that gradients are the mean over
+    Batches have different sizes. Call `model.weigh(len(batch))` before the forward pass, so that gradients are the mean over
     samples and not over batches. No batch exceeds `max_cost`, and all ranks take as many steps. Each sample comes once, but where
     batches of one sample, which cannot be halved, are fewer than ranks.
     """

