@@ -12,7 +12,7 @@ import torch
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms import GradientAllReduce
 from bench.convergence.measure import evaluate, make_dense, run
-from bench.convergence.models import MODELS
+from bench.convergence.models import MODELS, ROWS
 from bench.convergence.row import Row
 from bench.convergence.tasks import Task
 from bench.models import bert, flights, metrics, resnet, speech, vgg
@@ -95,6 +95,20 @@ def test_two_ranks_learn(name: str) -> None:
     assert found["loss"] < 0.95 * before
     assert 0 < found[task.metric_name] <= 1
     assert found["bytes_per_step"] > 0
+
+
+@not_about_invariants
+@pytest.mark.filterwarnings("ignore::bagua_kernels.algorithms.OptimizerFitWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_runs(name: str) -> None:
+    """Past the first round of those with local steps."""
+    task = small(name)
+    data = task.data()
+    for row in (row for row in ROWS if name in row.tasks):
+        found = run(task, row, data, 33, 0)
+        assert 0 < found["loss"] < 20, row.label
+        assert found["bytes_per_step"] > 0, row.label
 
 
 @pytest.mark.parametrize(
