@@ -259,7 +259,8 @@ class GradientAlgorithm(Algorithm):
 
     def _verify(self) -> None:
         """Compares parameters in some passes, where all ranks take part."""
-        passes, every = self._forwards - 1, self.verify_every
+        # Of these all ranks have ended as many, also just after others were lost.
+        passes, every = self._counters().steps, self.verify_every
         if every is None or not passes or passes % every or self._joining:
             return
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}

@@ -221,16 +221,19 @@ TRAININGS = {
     "sgp_unequal": Training("sgp", {"peers": unequal(3)}),
     "local_sgd": Training("local_sgd:interval=4", {"sync_state": (1, 2)}),
     "post_local_sgd": Training("post_local_sgd:interval=4,first_phase=3"),
-    "diloco": Training("diloco:interval=4"),
+    "diloco": Training("diloco:interval=4,outer_momentum=0.9"),
     "diloco_fragments": Training(
-        "diloco:interval=4,fragments=2,delay=1,codec=absmax_int4,min_numel=0", {"error_feedback": True}
+        "diloco:interval=4,fragments=2,delay=1,codec=absmax_int4,min_numel=0,outer_momentum=0.9",
+        {"error_feedback": True},
     ),
     "diloco_penalty": Training(
-        "diloco:interval=2", {"penalty": Penalty(warmup=2, threshold=1.0, clip=0.5)}, exact=False
+        "diloco:interval=2,outer_momentum=0.9", {"penalty": Penalty(warmup=2, threshold=1.0, clip=0.5)}, exact=False
     ),
-    "diloco_by_speed": Training("diloco:interval=4,by_speed=true", ranks=2, paced=True),
-    "diloco_quorum": Training("diloco:interval=2,quorum=2,codec=absmax_int8,min_numel=0", timed=True),
-    "slow_mo": Training("slow_mo:interval=4", optimizer=two_groups),
+    "diloco_by_speed": Training("diloco:interval=4,by_speed=true,outer_momentum=0.9", ranks=2, paced=True),
+    "diloco_quorum": Training(
+        "diloco:interval=2,quorum=2,codec=absmax_int8,min_numel=0,outer_momentum=0.9", timed=True
+    ),
+    "slow_mo": Training("slow_mo:interval=4,slow_momentum=0.5", optimizer=two_groups),
     "sparse_loco": Training(
         "sparse_loco:interval=4", {"codec": "chunked_topk:k=4,chunk=32", "dense": "absmax_int8:block=32"}
     ),
@@ -247,4 +250,4 @@ TRAININGS = {
 }
 # PyTorch 2.9.
 if hasattr(torch.optim, "Muon"):
-    TRAININGS["mu_loco"] = Training("mu_loco:interval=4,min_numel=0", optimizer=muon)
+    TRAININGS["mu_loco"] = Training("mu_loco:interval=4,min_numel=0,outer_momentum=0.8", optimizer=muon)

@@ -33,10 +33,14 @@ MORE = {
     "decentralized_states": Training("decentralized:average_states=true"),
     "choco_identity": Training("choco:codec=identity,eta=0.5,interval=2"),
     "local_sgd_encoded": Training("local_sgd:interval=3,codec=minmax_uint8,min_numel=0,average_states=true"),
-    "diloco_delay": Training("diloco:interval=4,delay=2"),
-    "diloco_blend": Training("diloco:interval=4,delay=1,blend=0.5"),
-    "diloco_codecs": Training("diloco:interval=3,min_numel=0", {"codec": {0: "absmax_int8", 2: "sign"}, "exact": ()}),
-    "diloco_quorum_fragments": Training("diloco:interval=4,fragments=2,quorum=2,grace=50", timed=True),
+    "diloco_delay": Training("diloco:interval=4,delay=2,outer_momentum=0.9"),
+    "diloco_blend": Training("diloco:interval=4,delay=1,blend=0.5,outer_momentum=0.9"),
+    "diloco_codecs": Training(
+        "diloco:interval=3,min_numel=0,outer_momentum=0.9", {"codec": {0: "absmax_int8", 2: "sign"}, "exact": ()}
+    ),
+    "diloco_quorum_fragments": Training(
+        "diloco:interval=4,fragments=2,quorum=2,grace=50,outer_momentum=0.9", timed=True
+    ),
     "sparse_loco_delay": Training(
         "sparse_loco:interval=3,delay=1,reduce=mean", {"codec": "chunked_topk:k=4,chunk=32", "dense": None}
     ),
