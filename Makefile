@@ -161,8 +161,8 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py examples/train_flights.py examples/train_speech.py examples/elastic_restart.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
 	$(PYTHON) -m mypy --package docs.site
+	$(PYTHON) -m mypy examples/train_images.py examples/train_text.py examples/train_flights.py examples/train_speech.py examples/elastic_restart.py tests/algorithms/misspelled_options.py tests/algorithms/classes_of_specs.py
 
 format: $(INSTALLED)
 	$(PYTHON) -m ruff check --fix .
