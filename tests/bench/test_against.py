@@ -15,6 +15,7 @@ import pytest
 from bench.against import measure
 from bench.against.suites import SUITES, Suite
 from bench.ratios import compared, verdict
+from tests import reach
 
 OLD = Path("old")
 
@@ -75,12 +76,18 @@ def test_an_unknown_revision_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_tests_are_those_that_the_difference_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"diff": "bench/against/ratios.py\n", "ls-files": "", "rev-parse": "0" * 40}
-    monkeypatch.setattr(measure.reach, "git", lambda _, name, *rest: given[name])
-    assert "tests/bench/test_against.py" in measure.tests_of("HEAD", "reached")
+    def reached_by(change: reach.Change) -> reach.Reached:
+        names = change.files or ()
+        everything = "it changed" if "pyproject.toml" in names else ""
+        return reach.Reached(change, everything, {f"tests/test_{name}": name for name in names})
+
+    given = {"diff": "b.py\na.py\n", "ls-files": "new.py\n", "rev-parse": "0" * 40}
+    monkeypatch.setattr(reach, "git", lambda _, name, *rest: given[name])
+    monkeypatch.setattr(reach, "reached_by", reached_by)
+    assert measure.tests_of("HEAD", "reached")[-3:] == ["tests/test_a.py", "tests/test_b.py", "tests/test_new.py"]
     given["diff"] = "pyproject.toml\n"
     assert measure.tests_of("HEAD", "reached")[-1] == "tests"
-    given["diff"] = ""
+    given["diff"] = given["ls-files"] = ""
     assert measure.tests_of("HEAD", "reached") == measure.tests_of("HEAD", "none") == []
 
 
