@@ -80,13 +80,18 @@ $(OVERLAY)/installed: constraints-gpu.txt | $(INSTALLED)
 	@$(OVERLAY_PIP) --target $(OVERLAY)/triton triton "numpy; python_version >= '3.12'"
 	@touch $@
 
+# An environment of its own: what constraints.txt has, but for some packages, and what another file has.
+define environment
+	@echo "installing into $(@D), which takes a minute or two"
+	@python3 -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^($(1))=' constraints.txt $(2))
+endef
+
 # Libraries that doors lead into, which .venv does without.
 DOORS := .venv-doors
 
 $(DOORS)/installed: pyproject.toml constraints.txt constraints-doors.txt
-	@echo "installing into $(DOORS), which takes a minute or two"
-	@python3 -m venv $(DOORS)
-	@$(DOORS)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip)=' constraints.txt constraints-doors.txt)
+	$(call environment,triton|pip,constraints-doors.txt)
 	@$(DOORS)/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -95,14 +100,11 @@ test-doors: export OMP_NUM_THREADS ?= 1
 test-doors: $(DOORS)/installed
 	$(DOORS)/bin/python -m pytest -q -n 2 tests/doors $(OPTIONS)
 
-# What builds the documentation site. Pages import the package, but none of what needs a GPU.
 # Other packages, which the track compares with this one.
 TRACK := .venv-track
 
 $(TRACK)/installed: pyproject.toml constraints.txt constraints-track.txt
-	@echo "installing into $(TRACK), which takes a minute or two"
-	@python3 -m venv $(TRACK)
-	@$(TRACK)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip|mlxtend|numba.*|cuda-.*|nvidia-.*)=' constraints.txt constraints-track.txt)
+	$(call environment,triton|pip|mlxtend|numba.*|cuda-.*|nvidia-.*,constraints-track.txt)
 	@touch $@
 
 # CELLS="10-0-equal 10-0-slow 100-0-equal 100-0-slow" take three quarters of an hour each, as root; what is measured already stays.
@@ -110,12 +112,11 @@ CELLS ?= 10-0-equal 10-0-slow 100-0-equal 100-0-slow
 track: $(INSTALLED) $(TRACK)/installed
 	$(PYTHON) -m bench.track --cells $(CELLS) --output bench/results/track.json --plot bench/results/track.png $(OPTIONS)
 
+# What builds the documentation site. Pages import the package, but none of what needs a GPU.
 DOCS := .venv-docs
 
 $(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
-	@echo "installing into $(DOCS), which takes a minute or two"
-	@python3 -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install -qq --no-deps --no-compile $$(grep -hvE '^#|^(triton|pip|mlxtend|numba-cuda|cuda-.*|nvidia-.*)=' constraints.txt constraints-docs.txt)
+	$(call environment,triton|pip|mlxtend|numba-cuda|cuda-.*|nvidia-.*,constraints-docs.txt)
 	@touch $@
 
 docs docs-look: export OMP_NUM_THREADS ?= 1

@@ -38,45 +38,38 @@ class Agreement:
     Attributes:
         rounds: that have begun.
         share: of the last round that all ranks have finished; 0 before.
-        first: the index of the bucket with which a round begins; None without buckets.
+        first: the index of the bucket with which a round begins.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, first: int) -> None:
         """Begins before the first round.
 
         Args:
             communicator: of the exchanges.
+            first: the index of the bucket that is exchanged first.
         """
-        self._communicator = communicator
+        self._communicator, self.first = communicator, first
         self.rounds, self.share = 0, 0.0
-        self.first: int | None = None
-        self._own: dict[int, torch.Tensor] = {}
-        self._means: dict[int, torch.Tensor] = {}
-        self._is_whole = False
-
-    def add(self, index: int) -> None:
-        """Adds a bucket; the first one begins each round."""
-        self.first = index if self.first is None else self.first
+        # Of the last round: the squares of this rank's pseudo-gradient and of the mean. None before, and where ranks are others.
+        self._squares: torch.Tensor | None = None
 
     def begin(self, index: int) -> Iterator[Work]:
         """Begins a round with its first bucket: gathers what all ranks have found in the last one."""
         if index != self.first:
             return
-        size = self._communicator.size
-        if size > 1:
-            yield from self._gather(size)
+        if self._communicator.size > 1:
+            yield from self._gather()
         else:
             self.rounds += 1
-        self._own, self._means, self._is_whole = {}, {}, False
+        self._squares = torch.zeros(2, dtype=torch.float64, device=self._communicator.device)
 
-    def _gather(self, size: int) -> Iterator[Work]:
-        device = self._communicator.device
-        counts = [float(self._is_whole), float(self.rounds), self.share]
-        sums = [torch.stack([*found.values()]).sum() for found in (self._own, self._means) if found and self._is_whole]
+    def _gather(self) -> Iterator[Work]:
+        size, device = self._communicator.size, self._communicator.device
+        numbers = [float(self._squares is not None), float(self.rounds), self.share, 0.0, 0.0]
         # waits: once a round.
-        own = torch.tensor(counts + [0.0] * 2, dtype=torch.float64, device=device)
-        if sums:
-            own[3:] = torch.stack(sums)
+        own = torch.tensor(numbers, dtype=torch.float64, device=device)
+        if self._squares is not None:
+            own[3:] = self._squares
         everyone = own.new_empty((size, own.numel()))
         yield self._communicator.all_gather(everyone, own)
         # waits: once a round: the host chooses the momentum.
@@ -88,16 +81,18 @@ class Agreement:
             share = (size * mean - single) / ((size - 1) * mean) if 0 < mean < math.inf else 0.0
         self.rounds, self.share = int(rounds) + 1, min(max(share, 0.0), 1.0)
 
-    def sent(self, index: int, difference: torch.Tensor) -> None:
-        """Remembers how long this rank's pseudo-gradient of a bucket is."""
-        if self._communicator.size > 1:
-            self._own[index] = _square(difference)
+    def sent(self, difference: torch.Tensor) -> None:
+        """Adds the square of this rank's pseudo-gradient of a bucket; in the order in which buckets are exchanged."""
+        self._add(0, difference)
 
-    def received(self, index: int, mean: torch.Tensor) -> None:
-        """Remembers how long the mean of all ranks is, in the order in which buckets are exchanged."""
+    def received(self, mean: torch.Tensor) -> None:
+        """Adds the square of the mean of all ranks."""
+        self._add(1, mean)
+
+    def _add(self, place: int, vector: torch.Tensor) -> None:
         if self._communicator.size > 1:
-            self._means[index] = _square(mean)
-            self._is_whole = True
+            assert self._squares is not None
+            self._squares[place] += torch.linalg.vector_norm(vector, dtype=torch.float64).square()
 
     def outer_lr(self) -> float:
         """Returns the learning rate of this round: step 2."""
@@ -116,19 +111,16 @@ class Agreement:
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
         # waits: for a checkpoint.
-        sums = [[[index, float(each)] for index, each in found.items()] for found in (self._own, self._means)]
-        return {"rounds": self.rounds, "share": self.share, "own": sums[0], "means": sums[1]}
+        squares = {} if self._squares is None else {"squares": self._squares.tolist()}
+        return {"rounds": self.rounds, "share": self.share, **squares}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restores what `numbers` returned; without sums of squares where ranks have become others since."""
+        """Restores what `numbers` returned; without squares where ranks have become others since."""
         self.rounds, self.share = int(numbers.get("rounds", 0)), float(numbers.get("share", 0.0))
-        device = self._communicator.device
-        for found, key in ((self._own, "own"), (self._means, "means")):
-            found.clear()
-            for index, value in numbers.get(key, []):
-                # waits: for a checkpoint.
-                found[int(index)] = torch.tensor(value, dtype=torch.float64, device=device)
-        self._is_whole = bool(self._means)
+        self._squares = None
+        if (squares := numbers.get("squares")) is not None:
+            # waits: for a checkpoint.
+            self._squares = torch.tensor(squares, dtype=torch.float64, device=self._communicator.device)
 
 
 def lr_after(share: float) -> float:
@@ -151,8 +143,3 @@ def momentum_after(rounds: int, share: float, lr: float) -> float:
 
 def _rising(rounds: int) -> float:
     return max(rounds - 1, 0) / (rounds + _SLOW)
-
-
-def _square(vector: torch.Tensor) -> torch.Tensor:
-    length: torch.Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    return length.square()

@@ -44,12 +44,12 @@ class InStep:
         if weighing is not None:
             yield from weighing.weigh(difference, samples, speed)
         if part.agreement is not None:
-            part.agreement.sent(part.bucket.index, difference.flat)
+            part.agreement.sent(difference.flat)
         if local.communicator.size > 1:
             yield from part.exchange.run(number)
             difference.clear_gaps(difference.flat)
         if part.agreement is not None:
-            part.agreement.received(part.bucket.index, difference.flat)
+            part.agreement.received(difference.flat)
         if weighing is not None:
             yield from weighing.clip(difference)
 

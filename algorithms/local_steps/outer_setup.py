@@ -129,11 +129,17 @@ class OuterSetup:
         if self.turns is not None:
             self.turns.place(bucket, difference)
         weighing = self.weights.weighing(bucket.index)
-        agreement = None
-        if self.agreements is not None:
-            agreement = self.agreements.setdefault(kind_of(bucket).part, Agreement(self.communicator))
-            agreement.add(bucket.index)
+        agreement = self._agreement_for(bucket)
         return OuterParts(difference, exchange, gathered, self.collection, weighing, self.settings, agreement)
+
+    def _agreement_for(self, bucket: Bucket) -> Agreement | None:
+        """Returns that of the bucket's part of the model, whose first bucket begins its rounds."""
+        if self.agreements is None:
+            return None
+        part = kind_of(bucket).part
+        if part not in self.agreements:
+            self.agreements[part] = Agreement(self.communicator, bucket.index)
+        return self.agreements[part]
 
 
 def pseudo_gradient(bucket: Bucket) -> Bucket:

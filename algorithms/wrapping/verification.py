@@ -1,14 +1,14 @@
-"""Compares what ranks have to have alike: by a sum of its bits, and by checksums of each tensor where the sums differ."""
+"""Compares what ranks have to have alike: by a sum of its bits, and by one of each tensor where these differ."""
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
+from bagua_kernels.algorithms.wrapping.replicas import bytes_of
 from bagua_kernels.comm import Communicator, Work
 from bagua_kernels.comm.communicator import gather_json
 from bagua_kernels.errors import ReplicaError
@@ -38,20 +38,13 @@ def state_hash(tensors: Sequence[torch.Tensor]) -> int:
 
 def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the sums of a tensor's whole words, and of the bytes that are left."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
+    data = bytes_of(tensor)
     whole = data.numel() // _WORD * _WORD
     if whole:
         words = data[:whole]
         yield (words.clone() if words.storage_offset() % _WORD else words).view(torch.int64).sum()
     if whole < data.numel():
         yield data[whole:].sum(dtype=torch.int64)
-
-
-def checksums(tensors: Named) -> list[int]:
-    """Returns a checksum of the bytes of each tensor."""
-    # waits: where ranks differ.
-    found = [each.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for each in tensors.values()]
-    return [zlib.crc32(each.numpy().data) for each in found]
 
 
 def compare(communicator: Communicator, tensors: Named, what: str, step: int, counts: bool = True) -> Iterator[Work]:
@@ -76,8 +69,9 @@ def compare(communicator: Communicator, tensors: Named, what: str, step: int, co
     rows = everyone.tolist()
     compared = [rank for rank, row in enumerate(rows) if row[1]]
     if len({rows[rank][0] for rank in compared}) > 1:
+        sums = [_signed(state_hash([tensor])) for tensor in tensors.values()]
         # waits: where ranks differ.
-        each = torch.tensor(checksums(tensors), device=communicator.device)
+        each = torch.tensor(sums, device=communicator.device)
         table = each.new_empty((communicator.size, each.numel()))
         yield communicator.all_gather(table, each)
         # waits: where ranks differ.
@@ -86,11 +80,11 @@ def compare(communicator: Communicator, tensors: Named, what: str, step: int, co
 
 
 def difference(names: Sequence[str], table: Sequence[Mapping[int, int]], what: str, step: int) -> ReplicaError:
-    """Returns the error about the first tensor whose checksums differ.
+    """Returns the error about the first tensor whose sums differ.
 
     Args:
         names: of the tensors.
-        table: of each tensor the checksums by rank.
+        table: of each tensor the sums by rank.
         what: the tensors are, in the plural.
         step: after how many it is.
     """

@@ -66,13 +66,18 @@ def text(name: Literal["manual", "library"]) -> Text:
 @lru_cache
 def trained(optimizer: str, seed: int) -> State:
     """Weights that one rank has trained with the other text."""
-    other, copies = text("library"), Copies(fresh(seed), 1)
-    inner = OPTIMIZERS[optimizer](copies)
-    for step, windows in enumerate(other.order(EARLIER, 8, seed).flatten(1)):
-        copies.zero_grad()
-        copies.losses(other.x[windows][None], other.y[windows][None]).sum().backward()
-        inner.step(up_and_down((step + 1) / EARLIER))
+    copies = Copies(fresh(seed), 1)
+    train(copies, optimizer, text("library"), EARLIER, 8, seed)
     return copies.state(0)
+
+
+def train(copies: Copies, optimizer: str, of: Text, steps: int, ranks: int, seed: int) -> None:
+    """Trains one copy with the batches of so many ranks."""
+    inner = OPTIMIZERS[optimizer](copies)
+    for step, windows in enumerate(of.order(steps, ranks, seed).flatten(1)):
+        copies.zero_grad()
+        copies.losses(of.x[windows][None], of.y[windows][None]).sum().backward()
+        inner.step(up_and_down((step + 1) / (steps + 1)))
 
 
 def begin(cell: Cell, seed: int) -> State:
@@ -107,12 +112,8 @@ def run(cell: Cell, ways: list[Way], seed: int) -> dict[str, float]:
 
 def together(cell: Cell, seed: int) -> float:
     """The loss of ranks that average their gradients in each step, as `DistributedDataParallel` does."""
-    found, copies = text("manual"), Copies(begin(cell, seed), 1)
-    inner, steps = OPTIMIZERS[cell.optimizer](copies), cell.rounds * cell.interval
-    for step, windows in enumerate(found.order(steps, cell.ranks, seed).flatten(1)):
-        copies.zero_grad()
-        copies.losses(found.x[windows][None], found.y[windows][None]).sum().backward()
-        inner.step(up_and_down((step + 1) / (steps + 1)))
+    copies = Copies(begin(cell, seed), 1)
+    train(copies, cell.optimizer, text("manual"), cell.rounds * cell.interval, cell.ranks, seed)
     return evaluated(copies, 1)[0]
 
 

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
+from bench import resume
+from bench.resume import Results
 from bench.short_runs import report, simulate
 from bench.short_runs.simulate import Cell
 from bench.short_runs.ways import WAYS
@@ -33,8 +32,6 @@ from bench.short_runs.ways import WAYS
 ROUNDS, RANKS = (10, 40, 100, 400), (2, 4, 8)
 # How much worse than the best fixed pair, and than plain means, the default may be, in nats.
 BEST, MEANS = 0.010, 0.005
-
-Results = dict[str, Any]
 
 
 def cells() -> list[Cell]:
@@ -48,31 +45,18 @@ def cells() -> list[Cell]:
     return sorted(found, key=lambda cell: cell.rounds * cell.ranks)
 
 
-def read(path: Path | None) -> Results:
-    """What earlier runs have found: losses by cell, seed and way."""
-    if path is None or not path.exists():
-        return {}
-    found: Results = json.loads(path.read_text())["losses"]
-    return found
-
-
-def write(path: Path | None, losses: Results) -> None:
-    """Writes everything, whole or not at all."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        about = {"torch": torch.__version__, "bars": {"best": BEST, "means": MEANS}}
-        new.write_text(json.dumps({**about, "losses": losses, "summary": report.summary(losses)}, indent=1) + "\n")
-        os.replace(new, path)
+def described(losses: Results) -> Results:
+    """Losses by cell, seed and way, with what they show."""
+    about = {"torch": torch.__version__, "bars": {"best": BEST, "means": MEANS}}
+    return {**about, "losses": losses, "summary": report.summary(losses)}
 
 
 def measured(task: tuple[Cell, int, list[str]]) -> tuple[str, str, dict[str, float]]:
     """Losses of some ways in a cell, with one seed; runs in a process of its own."""
     cell, seed, names = task
     torch.set_num_threads(1)
-    found = (
-        simulate.run(cell, [WAYS[name] for name in names if name != "together"], seed) if names != ["together"] else {}
-    )
+    ways = [WAYS[name] for name in names if name != "together"]
+    found = simulate.run(cell, ways, seed) if ways else {}
     if "together" in names:
         found["together"] = simulate.together(cell, seed)
     return cell.name, str(seed), found
@@ -107,14 +91,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, nargs="+", default=list(ROUNDS), help="of the cells that are measured")
     parser.add_argument("--workers", type=int, default=1, help="cells at a time, each with one thread")
     options = parser.parse_args()
-    chosen, losses = [cell for cell in cells() if cell.rounds in options.rounds], read(options.output)
+    chosen, losses = (
+        [cell for cell in cells() if cell.rounds in options.rounds],
+        resume.read(options.output).get("losses", {}),
+    )
     console = Console(width=150)
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         for seeds in (1, 3):
             tasks = missing(losses, chosen if seeds == 1 else near(losses, chosen), seeds)
             for name, seed, found in pool.imap_unordered(measured, tasks):
                 losses.setdefault(name, {}).setdefault(seed, {}).update(found)
-                write(options.output, losses)
+                resume.write(options.output, described(losses))
                 console.print(f"{name}, seed {seed}", highlight=False)
     report.show(console, losses)
     if options.plot:

@@ -34,15 +34,18 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
+from bench import resume
 from bench.netlab import lab as netlab
+from bench.resume import Results
 from bench.track import rank as program
 from bench.track import report
 from bench.track.cell import CELLS, HOSTS, SECONDS, Cell
@@ -53,8 +56,6 @@ FOLDER = Path(__file__).parent / "entrants"
 RIVALS = _ROOT / ".venv-track/bin/python"
 _BESIDE = 150.0  # seconds that beginning and ending may take
 _WINDOWS = 1024  # of the text that is held back
-
-Results = dict[str, Any]
 
 
 def files_of(names: list[str] | None) -> list[Path]:
@@ -123,23 +124,24 @@ def run(cell: Cell, path: Path, seconds: float) -> Results:
 
 def described(found: list[Results]) -> Results:
     """What the ranks have found: steps, bytes, and losses by time."""
-    curve = []
-    for looks in zip(*(one["looks"] for one in found), strict=False):
-        states = [state for _, state in looks]
-        mean = {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
-        curve.append([sum(when for when, _ in looks) / len(looks), loss_of(mean)])
     # The last look of each rank is what the entrant has left, whatever number of looks came before.
-    last = [one["looks"][-1][1] for one in found]
-    mean = {name: torch.stack([state[name] for state in last]).mean(dim=0) for name in last[0]}
-    loss = loss_of(mean)
+    before = zip(*(one["looks"][:-1] for one in found), strict=False)
+    curve = [point(looks) for looks in (*before, tuple(one["looks"][-1] for one in found))]
     return {
-        "loss": loss,
+        "loss": curve[-1][1],
         "bytes": sum(one["sent"] for one in found),
         "steps": [one["steps"] for one in found],
         "seconds": max(one["seconds"] for one in found),
         "step_seconds_alone": [one["compute"] for one in found],
-        "curve": [*curve[:-1], [curve[-1][0], loss]],
+        "curve": curve,
     }
+
+
+def point(looks: Sequence[tuple[float, dict[str, torch.Tensor]]]) -> list[float]:
+    """When ranks were looked at, in seconds, and the loss of their mean."""
+    moments, states = zip(*looks, strict=True)
+    mean = {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
+    return [sum(moments) / len(moments), loss_of(mean)]
 
 
 @torch.no_grad()
@@ -147,34 +149,18 @@ def loss_of(state: dict[str, torch.Tensor]) -> float:
     """The loss in nats per character over text that is held back."""
     net = program.model()
     net.load_state_dict(state)
+    x, y = held_back()
+    parts = zip(x.split(256), y.split(256), strict=True)
+    losses = [(torch.nn.functional.cross_entropy(net(inputs), targets, reduction="sum")) for inputs, targets in parts]
+    return float(sum(losses)) / y.numel()
+
+
+@lru_cache
+def held_back() -> tuple[torch.Tensor, torch.Tensor]:
+    """Some windows of the text that nobody trains on, and the characters that follow theirs."""
     x, y = corpus.windows(corpus.load().validation, program.CONTEXT)
     every = max(1, len(x) // _WINDOWS)
-    parts = zip(x[::every].split(256), y[::every].split(256), strict=True)
-    losses = [(torch.nn.functional.cross_entropy(net(inputs), targets, reduction="sum")) for inputs, targets in parts]
-    return float(sum(losses)) / y[::every].numel()
-
-
-def read(path: Path | None, settings: Results) -> Results:
-    """What earlier runs with the same settings have found.
-
-    Raises:
-        ValueError: the file holds another track, which would be lost.
-    """
-    if path is None or not path.exists():
-        return {"settings": settings, "cells": {}}
-    found: Results = json.loads(path.read_text())
-    if found.get("settings") != settings:
-        raise ValueError(f"{path} holds another track, with {found.get('settings')}: name another file, or remove it")
-    return found
-
-
-def write(path: Path | None, results: Results) -> None:
-    """Writes everything, whole or not at all: a run may be stopped at any time."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(new, path)
+    return x[::every], y[::every]
 
 
 def settings_of(seconds: float) -> Results:
@@ -192,6 +178,11 @@ def settings_of(seconds: float) -> Results:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def begun(options: argparse.Namespace) -> Results:
+    """What earlier runs with the same settings have found; errors as of `resume.begun`."""
+    return resume.begun(resume.read(options.output), settings_of(options.seconds), options.output, {"cells": {}})
 
 
 def _processor() -> str:
@@ -216,7 +207,7 @@ def main() -> int:
         return 1
     console = Console(width=150)
     try:
-        files, results = files_of(options.entrants), read(options.output, settings_of(options.seconds))
+        files, results = files_of(options.entrants), begun(options)
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -226,7 +217,7 @@ def main() -> int:
             if path.stem in rows and not options.again:
                 continue
             rows[path.stem] = row = run(cell, path, options.seconds)
-            write(options.output, results)
+            resume.write(options.output, results)
             console.print(f"{cell.title}: {report.line(row)}", markup=False, highlight=False)
         report.show(console, cell, rows)
     if options.plot:

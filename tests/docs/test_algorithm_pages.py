@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bagua_kernels import algorithms, comm
+from bagua_kernels import algorithms
 from bagua_kernels.algorithms import (
     Algorithm,
     CompressedAllReduce,
@@ -61,16 +61,6 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Rank 1 has one batch more where a page says that this is allowed, and others than rank 0."""
     generator = torch.Generator().manual_seed(rank)
     return [(torch.randn(8, 24, generator=generator), torch.arange(8) % 5) for _ in range(4)]
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Makes `comm.init` and the like those of the thread that calls them."""
-    here = threading.local()
-    monkeypatch.setattr(comm, "init", lambda **_: here.communicator)
-    monkeypatch.setattr(comm, "world", lambda: here.communicator)
-    monkeypatch.setattr(comm, "device", lambda: here.communicator.device)
-    return here
 
 
 def run(code: CodeType, communicator: Communicator, here: threading.local) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from bagua_kernels import algorithms, comm
+from bagua_kernels import algorithms
 from bagua_kernels.algorithms import Algorithm
 from bagua_kernels.comm import Communicator, run_ranks
 from tests.algorithms.ranks import fill
@@ -63,15 +63,11 @@ def test_program_before_is_python(page: str) -> None:
 
 
 @every
-def test_program_after_trains_on_two_ranks(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = threading.local()
-    monkeypatch.setattr(comm, "init", lambda **_: here.communicator)
-    monkeypatch.setattr(comm, "world", lambda: here.communicator)
-    monkeypatch.setattr(comm, "device", lambda: here.communicator.device)
+def test_program_after_trains_on_two_ranks(page: str, ranks: threading.local) -> None:
     code = compile(program(page, "After"), page, "exec")
 
     def rank(communicator: Communicator) -> list[torch.Tensor]:
-        here.communicator = communicator
+        ranks.communicator = communicator
         given: dict[str, Any] = {"net": make_net(), "loader": batches(communicator.rank)}
         exec(code, given)
         model = given["model"]

@@ -37,17 +37,6 @@ def program(page: str, begin: int = 0, end: int | None = None, **values: str) ->
     return text
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Makes `comm.init` and the like those of the thread that calls them."""
-    here = threading.local()
-    monkeypatch.setattr(comm, "init", lambda **_: here.communicator)
-    monkeypatch.setattr(comm, "world", lambda: here.communicator)
-    monkeypatch.setattr(comm, "device", lambda: here.communicator.device)
-    monkeypatch.setattr(comm, "rank", lambda: here.communicator.rank)
-    return here
-
-
 def run(source: str, here: threading.local, communicator: Communicator, show: Callable[..., Any]) -> dict[str, Any]:
     here.communicator = communicator
     given: dict[str, Any] = {"__name__": "tutorial", "print": show}

@@ -101,8 +101,7 @@ def test_momentum_rises_with_rounds_and_with_agreement() -> None:
 def test_one_rank_alone_has_a_momentum_too() -> None:
     (found,) = run_ranks(1, starts, DiLoCo, 40)
     assert np.isfinite(found[-1]).all()
-    agreement = Agreement(LocalCommunicator.alone())
-    agreement.add(0)
+    agreement = Agreement(LocalCommunicator.alone(), first=0)
     momenta = []
     for _ in range(40):
         assert list(agreement.begin(0)) == []
