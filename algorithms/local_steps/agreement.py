@@ -15,6 +15,7 @@ _FAR = 16.0
 _SLOW = 18  # rounds: how slowly momentum may rise
 _MOST = 0.8
 _RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
+_ROW = 4096  # elements whose norm is found in float32
 # Where no rank can be compared with another: of one rank alone, and with a quorum.
 ALONE = (0.7, 0.5)
 
@@ -92,7 +93,7 @@ class Agreement:
     def _add(self, place: int, vector: torch.Tensor) -> None:
         if self._communicator.size > 1:
             assert self._squares is not None
-            self._squares[place] += torch.linalg.vector_norm(vector, dtype=torch.float64).square()
+            self._squares[place] += _square(vector)
 
     def outer_lr(self) -> float:
         """Returns the learning rate of this round: step 2."""
@@ -121,6 +122,14 @@ class Agreement:
         if (squares := numbers.get("squares")) is not None:
             # waits: for a checkpoint.
             self._squares = torch.tensor(squares, dtype=torch.float64, device=self._communicator.device)
+
+
+def _square(vector: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of squares, in float64; of rows, whose norms take less memory than a vector in float64 would."""
+    whole = vector.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(vector[:whole].view(-1, _ROW), dim=1)
+    rest = torch.linalg.vector_norm(vector[whole:])
+    return rows.double().square().sum() + rest.double().square()
 
 
 def lr_after(share: float) -> float:

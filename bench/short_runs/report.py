@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.short_runs.ways import AUTO, FIXED, MEANS, WAYS
+from bench.short_runs.ways import AUTO, FIXED, MEANS, ways_of
 
 Results = dict[str, Any]
 
@@ -20,20 +20,28 @@ def means(losses: Results, cell: str, names: list[str]) -> dict[str, float]:
     return {name: statistics.fmean(run[name] for run in runs) for name in names} if runs else {}
 
 
+def rounds_of(cell: str) -> int:
+    """The number of rounds in a cell's name."""
+    return int(cell.split()[0])
+
+
 def summary(losses: Results) -> list[dict[str, Any]]:
     """A row for each cell that is measured: how far the default of each family is above its best fixed pair, in nats."""
     rows = []
     for cell in losses:
-        found = means(losses, cell, list(WAYS))
+        found = means(losses, cell, ways_of(rounds_of(cell)))
         if not found:
             continue
         row: dict[str, Any] = {"cell": cell, "seeds": len(losses[cell])}
         for family, auto in AUTO.items():
-            best = min(FIXED[family], key=lambda name: found[name])
+            if auto not in found:
+                continue
+            best = min((name for name in FIXED[family] if name in found), key=lambda name: found[name])
             row[family] = {"best": best, "loss": found[auto], "above_best": found[auto] - found[best]}
             row[family]["above_means"] = found[auto] - found[MEANS]
-        row |= {"above_best": row["nesterov"]["above_best"], "above_means": row["nesterov"]["above_means"]}
-        row["paper_above_best"] = found["nesterov 0.7 0.9"] - min(found[name] for name in FIXED["nesterov"])
+        own = row["nesterov"]
+        row |= {"above_best": own["above_best"], "above_means": own["above_means"]}
+        row["paper_above_best"] = found["nesterov 0.7 0.9"] - found[own["best"]]
         rows.append(row)
     return rows
 
@@ -46,8 +54,8 @@ def show(console: Console, losses: Results) -> None:
         table.add_column(heading, justify="left" if heading in ("", "best pair") else "right")
     for row in summary(losses):
         own = row["nesterov"]
-        numbers = own["above_best"], own["above_means"], row["paper_above_best"]
-        numbers += row["slow"]["above_best"], row["sparse"]["above_best"]
+        numbers = [own["above_best"], own["above_means"], row["paper_above_best"]]
+        numbers += [row[family]["above_best"] for family in ("slow", "sparse") if family in row]
         best = own["best"].removeprefix("nesterov ")
         table.add_row(row["cell"], str(row["seeds"]), best, *(f"{number:+.3f}" for number in numbers))
     console.print(table)
@@ -70,11 +78,11 @@ def plot(losses: Results, path: Path) -> None:
         for style, (name, label) in zip(("o-", "s--", "x:", "^:"), shown.items(), strict=True):
             points: dict[int, list[float]] = {}
             for row in rows:
-                rounds, ranks, begins, inner = row["cell"].split(", ")
+                begins, inner = row["cell"].split(", ")[-2:]
                 if (begins, inner) == (start, optimizer):
-                    found = means(losses, row["cell"], [name, *FIXED["nesterov"]])
-                    best = min(found[each] for each in FIXED["nesterov"])
-                    points.setdefault(int(rounds.split()[0]), []).append(found[name] - best)
+                    rounds, best = rounds_of(row["cell"]), row["nesterov"]["best"]
+                    found = means(losses, row["cell"], ways_of(rounds))
+                    points.setdefault(rounds, []).append(found[name] - found[best])
             ordered = sorted(points)
             axis.plot(ordered, [statistics.fmean(points[each]) for each in ordered], style, label=label)
         axis.set_title(f"{start}, {'AdamW' if optimizer == 'adamw' else 'Muon'}", fontsize="medium")

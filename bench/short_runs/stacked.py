@@ -165,11 +165,12 @@ def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     a, b, c = _QUINTIC
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    # In bfloat16, as `bagua_kernels.optim.Muon` has it.
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)).bfloat16()
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).float()
 
 
 Optimizer = AdamW | Muon

@@ -6,7 +6,7 @@ same parameters, and a rank draws the same text in all of them. What counts is t
 is held back.
 
 A pair is a learning rate and a momentum that stay the same. In each cell the default is compared with the best pair, and with
-`LocalSGD`, whose pair is 1 and 0. SlowMo and SparseLoCo have their own pairs. A cell whose default is not surely within the bars
+`LocalSGD`, whose pair is 1 and 0. SlowMo and SparseLoCo have their own pairs. Runs of 400 rounds have fewer pairs. A cell whose default is not surely within the bars
 gets three seeds.
 
 All is written as soon as it is measured: what is in the file is not measured again. `--workers 2` takes two cells at a time.
@@ -27,7 +27,7 @@ from bench import resume
 from bench.resume import Results
 from bench.short_runs import report, simulate
 from bench.short_runs.simulate import Cell
-from bench.short_runs.ways import WAYS
+from bench.short_runs.ways import WAYS, ways_of
 
 ROUNDS, RANKS = (10, 40, 100, 400), (2, 4, 8)
 # How much worse than the best fixed pair, and than plain means, the default may be, in nats.
@@ -68,7 +68,7 @@ def missing(losses: Results, chosen: Iterable[Cell], seeds: int) -> list[tuple[C
     for cell in chosen:
         for seed in range(seeds):
             there = losses.get(cell.name, {}).get(str(seed), {})
-            if names := [name for name in [*WAYS, "together"] if name not in there]:
+            if names := [name for name in [*ways_of(cell.rounds), "together"] if name not in there]:
                 tasks.append((cell, seed, names))
     return tasks
 

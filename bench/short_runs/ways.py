@@ -131,6 +131,8 @@ WAYS = {
         *(fixed(lr, beta, "sparse") for lr, beta in ((1.0, 0.9), (1.0, 0.95), (1.0, 1.0), (0.7, 0.95), (1.4, 0.95))),
     )
 }
+# Of runs so long that some ways, and other families, would take hours.
+LONG, LONG_WAYS = 400, [f"nesterov {pair}" for pair in ("0.7 0.5", "0.7 0.7", "0.7 0.8", "0.7 0.9", "1 0", "1 0.3", "auto")]
 # The default of each family, and the fixed pairs that it is compared with; SlowMo with a momentum of 0 is plain means.
 AUTO = {"nesterov": "nesterov auto", "slow": "slow auto", "sparse": "sparse 1 0.95"}
 FIXED = {
@@ -138,3 +140,8 @@ FIXED = {
     + ([MEANS] if family == "slow" else [])
     for family in AUTO
 }
+
+
+def ways_of(rounds: int) -> list[str]:
+    """The names of the ways that runs of so many rounds compare."""
+    return list(WAYS) if rounds < LONG else LONG_WAYS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -446,9 +445,6 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
         "spec.loader.exec_module(module)\n"
         f"module.restarts({str(tmp_path)!r})\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     root = Path(__file__).parents[2]
     environment = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     environment |= {
@@ -457,7 +453,7 @@ def test_torchrun_restarts(tmp_path: Path) -> None:
         "BAGUA_KERNELS_HEARTBEAT": f"{limits.seconds(0.25)}",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--monitor-interval=0.2", "--master-addr=127.0.0.1", f"--master-port={port}", str(script)]
+    command += ["--monitor-interval=0.2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script)]
     result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=limits.seconds(90), check=False
     )

@@ -60,6 +60,26 @@ def oracle(size: int, slow: bool) -> list[np.ndarray]:
     return found
 
 
+@grid(numel=[0, 1, 4095, 4096, 10_000])
+def test_shares_of_long_vectors(numel: int) -> None:
+    def share(communicator: Communicator) -> float:
+        agreement = Agreement(communicator, 0)
+        for number in range(2):
+            for work in agreement.begin(0):
+                work.wait()
+            if number == 0:
+                agreement.sent(1e-8 * vectors[communicator.rank])
+                agreement.received(1e-8 * sum(vectors, torch.zeros(numel)) / 2)
+        return agreement.share
+
+    vectors = [normal((numel,), rank) + 1 for rank in range(2)]
+    a, b = (v.double().numpy() for v in vectors)
+    mean = (a + b) / 2
+    expected = (2 * (mean @ mean) - (a @ a + b @ b) / 2) / (mean @ mean) if numel else 0.0
+    found = run_ranks(2, share)
+    assert found[0] == found[1] == pytest.approx(min(max(expected, 0.0), 1.0), abs=1e-5)
+
+
 @grid(size=[2, 3, 4], kind=[DiLoCo, SlowMo], bucket_bytes=[1, 1 << 20])
 def test_outer_parameters_are_the_oracles_on_all_ranks(size: int, kind: type[Algorithm], bucket_bytes: int) -> None:
     everyone = run_ranks(size, lambda c: starts(c, kind, bucket_bytes=bucket_bytes))
