@@ -95,6 +95,7 @@ def run(cell: Cell, path: Path, seconds: float) -> Results:
     load = os.getloadavg()[0]
     entrant = program.entrant(path)
     result: Results = {"title": entrant.TITLE, "package": entrant.PACKAGE, "about": (entrant.__doc__ or "").strip()}
+    result["machine"] = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     try:
         python, result["version"] = environment_of(entrant.PACKAGE)
     except LookupError as error:
@@ -174,9 +175,6 @@ def settings_of(seconds: float) -> Results:
         "batch": program.BATCH,
         "rate": program.RATE,
         "torch": torch.__version__,
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
     }
 
 

@@ -8,9 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from bench.models import bert, resnet
+
 CLASSES, IMAGES = 100, 16
 VOCABULARY, SEQUENCES, LENGTH, WIDTH = 256, 2, 64, 384
 SIDE, VECTORS = 512, 224
+CHARACTERS = 8  # windows of text
 
 
 class FullyConnected(nn.Module):
@@ -90,6 +93,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tr": Transformer,
     "resnet18": resnet18,
     "small": small,
+    # Few parameters for their arithmetic.
+    "resnet": resnet.network,
+    "bert": bert.network,
 }
 
 
@@ -107,6 +113,12 @@ def batch(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         return words[0], words[1].flatten()
     if name == "small":
         return torch.randn(VECTORS, SIDE, generator=generator), torch.randint(CLASSES, (VECTORS,), generator=generator)
+    if name == "bert":
+        words = torch.randint(bert.SYMBOLS, (2, CHARACTERS, bert.CONTEXT), generator=generator)
+        return words[0], words[1]
+    if name == "resnet":
+        x = torch.randn(IMAGES, 1, 28, 28, generator=generator)
+        return x, torch.randint(resnet.CLASSES, (IMAGES,), generator=generator)
     images, side, classes = (IMAGES, 32, CLASSES) if name == "fc" else (8, 224, 1000)
     x = torch.randn(images, 3, side, side, generator=generator)
     return x, torch.randint(classes, (images,), generator=generator)

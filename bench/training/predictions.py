@@ -31,6 +31,7 @@ NAMES = {
     "allreduce": "GradientAllReduce",
     "bytegrad": "ByteGrad",
     "int8": "8 bits",
+    "int4": "4 bits",
     "sign": "SignSGD",
     "topk": "TopK 1 %",
     **{f"powersgd {rank}": f"PowerSGD {rank}" for rank in (1, 2, 4)},

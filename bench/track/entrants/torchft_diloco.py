@@ -1,4 +1,4 @@
-"""torchft's DiLoCo over Gloo, in two fragments of which each is sent beside training, and with its lighthouse on rank 0."""
+"""torchft's DiLoCo over Gloo, with its lighthouse on rank 0, and with the outer steps that suit runs of this length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from bench.track.loop import Loop
 
 TITLE, PACKAGE = "torchft DiLoCo", "torchft"
-INTERVAL, FRAGMENTS, DELAY = 30, 1, 0
+INTERVAL = 30
 _PORT = 29600
 
 

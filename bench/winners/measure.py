@@ -1,0 +1,109 @@
+"""The fastest algorithm for each network and model, predicted and measured: `python -m bench.winners [--output …/winners.json]`.
+
+Four emulated hosts take steps of three models on nine networks, as in `bench.training`. The facts of the machine are fitted to
+two other networks: one without a limit, and one of 500 Mbit/s. From these the cost model of `bagua_kernels.advise` predicts the
+seconds of all methods, on those nine and at 10 Gbit/s, which this machine is too slow for.
+
+A cell is a network, a model and a choice of methods: see `report.CHOICES`. It is right if what is predicted to be fastest takes
+at most 5 % longer than what is. All is written as soon as it is measured: what is in the file is not measured again. Needs
+Linux and root. `--page` writes the table of `docs/choosing.md` from the file, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from bench import resume, speed
+from bench.netlab import lab as netlab
+from bench.resume import Missing, Results
+from bench.training.measure import run
+from bench.winners import page, report
+
+HOSTS = 4
+MODELS = ("resnet", "bert", "small")
+RATES, DELAYS = (10.0, 100.0, 1000.0), (0.0, 5.0, 20.0)  # Mbit/s, ms one way
+FITTED: tuple[float | None, ...] = (None, 500.0)  # rates of the networks for the fit, without a delay
+# Rivals that are measured in turns. Local steps take whole rounds.
+EXACT = ["ddp", "allreduce"]
+SMALL = ["alone", "bytegrad", "int4", "sign", "topk", "powersgd 4"]
+LOCAL = ["local_sgd", "diloco int4", "sparse_loco delayed"]
+_ROUND = 64  # steps of a block of local steps: four rounds of 16
+
+
+def plan(rate: float | None, group: list[str]) -> tuple[float | None, int, int]:
+    """Rounds of turns at a rate, and steps of each turn."""
+    if group is LOCAL:
+        return rate, 1, _ROUND
+    if rate == min(RATES):
+        # Exact means take up to 7 s there, beside which nothing else on the machine counts.
+        return rate, 1, 2 if group is EXACT else 8
+    return rate, 3, 4
+
+
+def seconds(times: dict[str, list[float]]) -> dict[str, float]:
+    """Seconds of a step: of local steps the mean, for one in many waits for an exchange."""
+    return {
+        name: statistics.fmean(each) if name in LOCAL else statistics.median(each) for name, each in times.items()
+    }
+
+
+def missing(results: Results) -> Iterator[Missing]:
+    """What is to be measured yet: all rates of a model with one delay are one start of the hosts."""
+
+    def measured(model: str, delay: float) -> None:
+        rates = [*RATES, *(FITTED if not delay else ())]
+        groups = [(group, [plan(rate, group) for rate in rates]) for group in (EXACT, SMALL, LOCAL)]
+        tunings = results["tunings"].setdefault(f"{delay:g}", {})
+        settings = {"model": model, "groups": groups, "tunings": tunings}
+        told = run(HOSTS, "steps", settings, delay=delay or None)
+        results["tunings"][f"{delay:g}"] = told["tunings"]
+        for rate in rates:
+            found: dict[str, float] = {}
+            for row in told["rows"]:
+                if row["rate_mbit"] == rate:
+                    found |= seconds(row["times"])
+            place = {"model": model, "hosts": HOSTS, "rate_mbit": rate, "delay_ms": delay}
+            results["rows"].append({**place, "seconds": found, "load_average": told["load_average"]})
+
+    there = {(row["model"], row["delay_ms"]) for row in results["rows"]}
+    for model in MODELS:
+        for delay in DELAYS:
+            if (model, delay) not in there:
+                yield f"{model}, {delay:g} ms", partial(measured, model, delay)
+
+
+def main() -> int:
+    """Reads the command line, measures what is missing, and prints the map."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.winners", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="JSON file, from which a study goes on")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/choosing.md, and measure nothing")
+    options = parser.parse_args()
+    results = resume.read(options.output)
+    if options.page:
+        page.rewrite(results)
+        return 0
+    if reason := netlab.available():
+        print(reason, file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    settings: dict[str, Any] = {"hosts": HOSTS, "models": list(MODELS), "rates": list(RATES), "delays": list(DELAYS)}
+    results = resume.begun(results, settings, options.output, {"rows": [], "tunings": {}})
+    console = speed.console()
+    with Progress(console=console) as progress:
+        resume.study(results, list(missing(results)), options.output, progress)
+    found = report.cells(results["rows"])
+    results |= {"machine": speed.machine(), "cells": found, "summary": report.summary(found)}
+    resume.write(options.output, results)
+    report.show(console, found)
+    return 0

@@ -1,0 +1,55 @@
+"""The map of winners: what is right, what the page shows of it, and that the page has what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.training import predictions
+from bench.winners import measure, page, report
+
+SPEED = {"ddp": 1.0, "allreduce": 0.98, "bytegrad": 0.5, "int4": 0.4, "powersgd 4": 0.3, "sign": 0.2, "topk": 0.25}
+SPEED |= {"local_sgd": 0.3, "diloco int4": 0.21, "sparse_loco delayed": 0.2}
+PLACE = {"model": "bert", "rate_mbit": 100.0, "delay_ms": 5.0}
+
+
+@pytest.mark.parametrize(("seconds", "right"), [(0.4, True), (0.379, False), (0.381, True), (0.39, True)])
+def test_a_winner_may_take_a_twentieth_longer_than_the_fastest(seconds: float, right: bool) -> None:
+    found = report.compared(PLACE, SPEED, {**SPEED, "bytegrad": seconds})
+    cells = {cell["choice"]: cell for cell in found}
+    assert cells["Adam"]["predicted"] == "int4"
+    assert cells["Adam"]["right"] is right
+    assert cells["SGD"]["predicted"] == "sign"
+    assert cells["local steps"]["measured"] == "sparse_loco delayed"
+    told = report.summary(found)
+    assert (told["cells"], told["right"]) == (3, 2 + right)
+
+
+def test_networks_without_measurement_are_neither_right_nor_wrong() -> None:
+    found = report.compared(PLACE, SPEED, None)
+    assert all("right" not in cell for cell in found)
+    assert report.summary(found)["cells"] == 0
+
+
+def test_the_page_marks_what_is_wrong() -> None:
+    found = report.compared(PLACE, SPEED, SPEED)
+    found += report.compared({**PLACE, "model": "small"}, {**SPEED, "int4": 2.0}, SPEED)
+    found += report.compared({**PLACE, "rate_mbit": 10_000.0}, SPEED, None)
+    lines = page.table(found).splitlines()
+    assert len(lines) == 4
+    int4 = page.LABELS["int4"]
+    assert lines[2] == (
+        f"| 100 Mbit/s, 5 ms | `SignSGD` | `ByteGrad` (small) ✗; {int4} (bert) | `SparseLoCo(delay=29)` |"
+    )
+    assert lines[3].startswith("| 10 Gbit/s, 5 ms | `SignSGD` |")
+    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    assert page.rewritten(text, {"cells": found}) == text.replace("old", page.table(found))
+    with pytest.raises(ValueError, match="each once on the page"):
+        page.rewritten("", {"cells": found})
+
+
+def test_all_methods_are_measured_and_predicted() -> None:
+    measured = {*measure.EXACT, *measure.SMALL, *measure.LOCAL}
+    for names in report.CHOICES.values():
+        assert {*names} <= measured
+        assert {*names} <= {*predictions.NAMES}
+        assert {*names} <= {*page.LABELS}
