@@ -6,7 +6,7 @@ seconds of all methods, on those nine and at 10 Gbit/s, which this machine is to
 
 A cell is a network, a model and a choice of methods: see `report.CHOICES`. It is right if what is predicted to be fastest takes
 at most 5 % longer than what is. All is written as soon as it is measured: what is in the file is not measured again. Needs
-Linux and root. `--page` writes the table of `docs/choosing.md` from the file, and measures nothing.
+Linux and root. `python -m bench.tables` writes the table of `docs/choosing.md` from the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench import resume, speed
 from bench.netlab import lab as netlab
 from bench.resume import Missing, Results
 from bench.training.measure import run
-from bench.winners import page, report
+from bench.winners import report
 
 HOSTS = 4
 MODELS = ("resnet", "bert", "small")
@@ -87,18 +87,14 @@ def main() -> int:
         prog="python -m bench.winners", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="JSON file, from which a study goes on")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/choosing.md, and measure nothing")
     options = parser.parse_args()
-    results = resume.read(options.output)
-    if options.page:
-        page.rewrite(results)
-        return 0
     if reason := netlab.available():
         print(reason, file=sys.stderr)
         return 1
     torch.set_num_threads(1)
     settings: dict[str, Any] = {"hosts": HOSTS, "models": list(MODELS), "rates": list(RATES), "delays": list(DELAYS)}
-    results = resume.begun(results, settings, options.output, {"rows": [], "tunings": {}})
+    empty: Results = {"rows": [], "tunings": {}}
+    results = resume.begun(resume.read(options.output), settings, options.output, empty)
     console = speed.console()
     with Progress(console=console) as progress:
         resume.study(results, list(missing(results)), options.output, progress)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from bench.winners.report import CHOICES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
-BEGIN, END = "<!-- winners: begin -->", "<!-- winners: end -->"
 LABELS = {
     "ddp": "`DistributedDataParallel`",
     "allreduce": "`GradientAllReduce`",
@@ -25,11 +22,12 @@ WRONG = " ✗"
 _UNIT = 1000.0  # Mbit/s of one Gbit/s
 
 
-def table(cells: list[dict[str, Any]]) -> str:
+def table(results: dict[str, Any]) -> str:
     """A row for each network; in each column what is predicted to be fastest, for most models first.
 
     Wrong cells are marked: something else was more than 5 % faster there, with one of the models at least.
     """
+    cells = results["cells"]
     lines = [f"| network | {' | '.join(CHOICES)} |", "|---|" + "---|" * len(CHOICES)]
     for rate, delay in sorted({(cell["rate_mbit"], cell["delay_ms"]) for cell in cells}):
         speed = f"{rate / _UNIT:g} Gbit/s" if rate >= _UNIT else f"{rate:g} Mbit/s"
@@ -45,20 +43,3 @@ def table(cells: list[dict[str, Any]]) -> str:
             row.append("; ".join(shown))
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
-
-
-def rewritten(text: str, results: dict[str, Any]) -> str:
-    """The page with the table of these results.
-
-    Raises:
-        ValueError: the page has no place for it.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"expected the table between {BEGIN} and {END}, each once on the page")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table(results['cells'])}\n{END}{rest.split(END)[1]}"
-
-
-def rewrite(results: dict[str, Any]) -> None:
-    """Writes the table into the page."""
-    PAGE.write_text(rewritten(PAGE.read_text(), results))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.track import measure, rank, report
+from bench.track import measure, page, rank, report
 from bench.track.cell import CELLS, Cell
 from bench.track.loop import Loop, Pace, Windows
 from tests import limits
@@ -138,3 +138,20 @@ def test_entrants_are_ranked_by_their_losses() -> None:
     assert report.line(rows["a"]) == "A: loss 2.000, 3.0 MB, 5 steps a rank"
     assert report.line(rows["b"]) == "B has not trained: of words"
     assert report.line(rows["c"]) == "C (hello): loss 1.000, 1.0 MB, 1 steps a rank"
+
+
+def test_the_page_has_a_column_for_each_cell_and_says_who_leads() -> None:
+    def row(package: str, title: str, loss: float | None) -> dict[str, Any]:
+        found = {"package": package, "title": title, "version": "2"}
+        return {**found, "error": "words"} if loss is None else {**found, "loss": loss, "bytes": 2.4e6}
+
+    a, b, c = row(page.OURS, "A", 1.5), row("torch", "B", 1.25), row("torch", "C", None)
+    results = {"cells": {"10-0-slow": {"a": a, "b": b, "c": c}, "10-0-equal": {"a": {**a, "loss": 1.0}, "b": b}, "1-0-slow": {}}}
+    assert page.table(results).splitlines() == [
+        "| entrant | package | 10 Mbit/s, equal machines | 10 Mbit/s, one rank half as fast |",
+        "|---|---|---|---|",
+        "| A | this one | **1.000**, 2 MB | 1.500, 2 MB |",
+        "| B | torch 2 | 1.250, 2 MB | **1.250**, 2 MB |",
+        "| C | torch 2 |  | not trained |",
+    ]
+    assert page.leads(results) == {"10-0-equal": ("a", "b", 0.25), "10-0-slow": ("a", "b", -0.25)}

@@ -1,0 +1,54 @@
+"""The table of the track in `docs/track.md`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.track.cell import CELLS
+
+OURS = "bagua_kernels"
+FAILED = "not trained"
+
+
+def table(results: dict[str, Any]) -> str:
+    """A row for each entrant, with its loss and the MB that all ranks have sent in each cell; the best loss of a cell is bold.
+
+    Entrants come by their mean losses over the cells.
+    """
+    cells = [cell for cell in CELLS if results["cells"].get(cell.name)]
+    rows = [results["cells"][cell.name] for cell in cells]
+    names = {name: row for found in rows for name, row in found.items()}
+
+    def loss(name: str) -> float:
+        losses = [found[name].get("loss", float("inf")) for found in rows if name in found]
+        return sum(losses) / len(losses)
+
+    least = [min(row.get("loss", float("inf")) for row in found.values()) for found in rows]
+    lines = [f"| entrant | package | {' | '.join(cell.title for cell in cells)} |", "|---|---|" + "---|" * len(cells)]
+    for name in sorted(names, key=loss):
+        row = names[name]
+        shown = [_shown(found.get(name), best) for found, best in zip(rows, least, strict=True)]
+        package = "this one" if row["package"] == OURS else f"{row['package']} {row.get('version', '')}".strip()
+        lines.append(f"| {row['title']} | {package} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any] | None, best: float) -> str:
+    if row is None:
+        return ""
+    if "loss" not in row:
+        return FAILED
+    bold = "**" if row["loss"] == best else ""
+    return f"{bold}{row['loss']:.3f}{bold}, {row['bytes'] / 1e6:,.0f} MB"
+
+
+def leads(results: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
+    """For each cell the best of ours, the best rival, and by how many nats the former's loss is lower."""
+    found = {}
+    for cell in CELLS:
+        trained = {n: row for n, row in results["cells"].get(cell.name, {}).items() if "loss" in row}
+        sides = [[n for n, row in trained.items() if (row["package"] == OURS) is own] for own in (True, False)]
+        if all(sides):
+            ours, rival = (min(side, key=lambda name: trained[name]["loss"]) for side in sides)
+            found[cell.name] = ours, rival, trained[rival]["loss"] - trained[ours]["loss"]
+    return found
