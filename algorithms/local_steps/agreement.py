@@ -31,6 +31,8 @@ class Agreement:
     3. far = 16 share^2, at least lr: so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
     4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 18), and 0.8.
 
+    `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
+
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
     add up. In the first rounds it would add up steps of a learning rate that still rises.
 
@@ -109,6 +111,15 @@ class Agreement:
             return min(ALONE[1], _rising(self.rounds))
         return momentum_after(self.rounds, self.share, lr)
 
+    def slow_momentum(self, slow_lr: float) -> float:
+        """Returns the momentum of this round for `SlowMo`, with which outer parameters go as far in the end.
+
+        Args:
+            slow_lr: the slow learning rate.
+        """
+        lr = self.outer_lr()
+        return slow_momentum_beside(slow_lr, lr, self.momentum(lr))
+
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
         # waits: for a checkpoint.
@@ -148,6 +159,17 @@ def momentum_after(rounds: int, share: float, lr: float) -> float:
     """
     far = max(lr, _FAR * share * share)
     return max(0.0, min(1 - lr / far, _rising(rounds), _MOST))
+
+
+def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
+    """Returns the momentum with which slow_lr / (1 - it) is lr / (1 - momentum), or 0 where slow_lr alone is more.
+
+    Args:
+        slow_lr: the slow learning rate.
+        lr: an outer learning rate.
+        momentum: that belongs to it.
+    """
+    return max(0.0, 1 - slow_lr * (1 - momentum) / lr)
 
 
 def _rising(rounds: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from bagua_kernels.algorithms.local_steps.outer_loop import OuterLoop, OuterOptions
 from bagua_kernels.algorithms.local_steps.outer_round import OuterParts, OuterRound
-from bagua_kernels.algorithms.local_steps.outer_rule import Number, numbers_of
+from bagua_kernels.algorithms.local_steps.outer_rule import Number
 from bagua_kernels.algorithms.models.local_model import LocalModel
 from bagua_kernels.algorithms.registry import register
 from bagua_kernels.bucket import Bucket
@@ -133,8 +133,11 @@ class SlowMomentum:
         # Without a learning rate there was no step that a momentum could be made of.
         ratio = self.rate / before if before else 0.0
         momentum = part.kept("slow_momentum")
-        lr, decay = numbers_of(part, self._lr, self._momentum)
-        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [lr, decay * ratio])
+        decay = self._momentum
+        if decay == "auto":
+            assert part.agreement is not None
+            decay = part.agreement.slow_momentum(self._lr)
+        elementwise.apply(SLOW_MOMENTUM, [start, momentum, mean], [self._lr, decay * ratio])
         self.last = self.rate
 
 

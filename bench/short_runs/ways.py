@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after
+from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after, slow_momentum_beside
 from bagua_kernels.compression import ChunkedTopK
 
 Numbers = Callable[[int, float], tuple[float, float]]
@@ -109,12 +109,13 @@ class Outer:
         return self._starts
 
 
-def auto(family: Family, lr: float | None = None) -> Way:
-    """What the algorithms take by default; with a learning rate that follows ranks, too, if none is given."""
+def auto(family: Family) -> Way:
+    """What the algorithms take by default."""
 
     def numbers(number: int, share: float) -> tuple[float, float]:
-        rate = lr_after(share) if lr is None else lr
-        return rate, momentum_after(number, share, rate)
+        lr = lr_after(share)
+        momentum = momentum_after(number, share, lr)
+        return (lr, momentum) if family == "nesterov" else (1.0, slow_momentum_beside(1.0, lr, momentum))
 
     return Way(f"{family} auto", family, numbers)
 
@@ -127,7 +128,7 @@ WAYS = {
         *(fixed(1.0, momentum) for momentum in (0.0, 0.3, 0.5)),
         auto("nesterov"),
         *(fixed(1.0, momentum, "slow") for momentum in (0.3, 0.5, 0.7)),
-        auto("slow", 1.0),
+        auto("slow"),
         *(fixed(lr, beta, "sparse") for lr, beta in ((1.0, 0.9), (1.0, 0.95), (1.0, 1.0), (0.7, 0.95), (1.4, 0.95))),
     )
 }

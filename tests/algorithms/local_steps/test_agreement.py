@@ -49,9 +49,12 @@ def oracle(size: int, slow: bool) -> list[np.ndarray]:
     for number in range(ROUNDS):
         own = [np.concatenate([d.double().numpy().ravel() for d in towards(rank, number)]) for rank in range(size)]
         mean = sum(own) / size
-        lr = 1.0 if slow else 0.7 + 0.3 * min(max((share - 0.6) / 0.25, 0.0), 1.0)
+        lr = 0.7 + 0.3 * min(max((share - 0.6) / 0.25, 0.0), 1.0)
         far = max(lr, 16 * share**2)
         momentum = max(0.0, min(1 - lr / far, number / (number + 1 + 18), 0.8))
+        if slow:
+            # The same distance in the end: lr / (1 - momentum).
+            lr, momentum = 1.0, max(0.0, 1 - (1 - momentum) / lr)
         memory = momentum * memory + mean
         start = start - lr * (memory if slow else mean + momentum * memory)
         square = sum(d @ d for d in own) / size
