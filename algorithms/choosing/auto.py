@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any, Unpack
 
@@ -189,7 +190,8 @@ class AutoTune(GradientAlgorithm):
         within `join`, and where exact or rounded means are as fast. Otherwise the algorithm that follows averages parameters,
         or takes local steps. Of those within 5 % of the fastest, it is the one that changes least. Before, steps with exact
         means pay what payloads have lacked of parameters that are trained. Ranks then have different models between two
-        exchanges: see `ModelAlgorithm` for evaluating and saving.
+        exchanges: see `ModelAlgorithm` for evaluating and saving. With `verify_every` ranks are compared from then on, too. It
+        warns where they have nothing in common any more.
 
         Returns:
             This wrapper; or another, after which this one cannot be used any more.
@@ -202,7 +204,17 @@ class AutoTune(GradientAlgorithm):
         arguments: dict[str, Any] = {**options, "bucket_bytes": plain.bucket_bytes}
         if self.scaler is not None:
             arguments["scaler"] = self.scaler
-        return self.switch_to(Algorithm.registered[kind], optimizer=self.optimizer, **arguments)
+        follower = Algorithm.registered[kind]
+        if self.verify_every is not None and follower.refuses_verification:
+            warnings.warn(
+                f"{follower.__name__} follows, and ranks are no longer compared: {follower.refuses_verification}. For "
+                f'verify_every={self.verify_every} to go on, pass exactness="synchronous"',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif self.verify_every is not None:
+            arguments["verify_every"] = self.verify_every
+        return self.switch_to(follower, optimizer=self.optimizer, **arguments)
 
     def table(self) -> Table:
         """What was measured, predicted, tried and chosen."""

@@ -140,7 +140,8 @@ def _square(vector: torch.Tensor) -> torch.Tensor:
     whole = vector.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(vector[:whole].view(-1, _ROW), dim=1)
     rest = torch.linalg.vector_norm(vector[whole:])
-    return rows.double().square().sum() + rest.double().square()
+    found: torch.Tensor = rows.double().square().sum() + rest.double().square()
+    return found
 
 
 def lr_after(share: float) -> float:

@@ -7,6 +7,7 @@ Processor seconds per step of all four ranks, evaluation included, by one seed b
 from __future__ import annotations
 
 from bagua_kernels import algorithms
+from bench.convergence.local_steps import muon
 from bench.convergence.row import BASELINE, Row
 from bench.convergence.tasks import Task, up_and_down
 from bench.models import bert, flights, resnet, speech, vgg
@@ -50,6 +51,7 @@ ROWS = [
     Row("DiLoCo", algorithms.DiLoCo, tasks=ALL),
     Row("SparseLoCo", algorithms.SparseLoCo, {"codec": SPARSE}, tasks=ALL),
     Row("Wagma", algorithms.Wagma, tasks=ALL),
+    Row("MuLoCo", algorithms.MuLoCo, optimizer=muon, tasks=ADAM),
     # Expected to lose, as PowerSGD with AdamW: signs beside momentum, and few elements beside Adam's second moment.
     Row("sign, momentum", algorithms.SignSGD, tasks=IMAGES),
     Row("top 1 %, AdamW", algorithms.TopK, tasks=ADAM),

@@ -133,7 +133,10 @@ WAYS = {
     )
 }
 # Of runs so long that some ways, and other families, would take hours.
-LONG, LONG_WAYS = 400, [f"nesterov {pair}" for pair in ("0.7 0.5", "0.7 0.7", "0.7 0.8", "0.7 0.9", "1 0", "1 0.3", "auto")]
+LONG, LONG_WAYS = (
+    400,
+    [f"nesterov {pair}" for pair in ("0.7 0.5", "0.7 0.7", "0.7 0.8", "0.7 0.9", "1 0", "1 0.3", "auto")],
+)
 # The default of each family, and the fixed pairs that it is compared with; SlowMo with a momentum of 0 is plain means.
 AUTO = {"nesterov": "nesterov auto", "slow": "slow auto", "sparse": "sparse 1 0.95"}
 FIXED = {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bagua_kernels import algorithms, comm
+from bagua_kernels.algorithms.choosing.cost.methods import methods
 from bench.convergence.measure import make_dense, wrap
 from bench.convergence.models import MODELS
 from bench.convergence.tasks import Task
@@ -28,6 +29,7 @@ Batch = tuple[Any, torch.Tensor]
 
 _STEPS = 10  # of a run, of which the first two may be those of exact means
 _WARM = 4  # steps before those that are measured, after a round in which kernels are compiled and loaded
+_SETTLES = 80  # steps in which a tuner measures, tries and chooses
 _WINDOW = 2.0  # seconds, at least, in which asynchronous ranks take as many steps as they can
 _WINDOWS = 3
 _ROUNDS = 2  # of local steps
@@ -94,6 +96,27 @@ class Trainee(Rival):
             while not self.algorithm.average.idle:  # type: ignore[attr-defined]
                 time.sleep(0.01)
             comm.world().barrier().wait()
+
+
+def settled(way: Way, task: Task, batches: Sequence[Batch]) -> tuple[Trainee, str]:
+    """A tuner that has chosen for the network as it is, and the spec of what it has chosen."""
+    trainee = Trainee(way, task, batches)
+    spec = ""
+    for _ in range(_SETTLES):
+        trainee.step()
+        tuner = trainee.algorithm
+        if isinstance(tuner, algorithms.AutoTune):
+            spec = tuner.chooser.candidates[tuner.search.current].method.spec
+            spec = next((method.spec for method in methods() if method.name == tuner.chooser.better), spec)
+            trainee.module = trainee.algorithm = tuner.settled()
+    if isinstance(trainee.algorithm, algorithms.AsyncModelAverage):
+        trainee.way = replace(way, kind="asynchronous")
+    elif isinstance(trainee.algorithm, algorithms.RoundAlgorithm):
+        trainee.way = replace(way, kind="local", interval=trainee.algorithm.interval)
+    # Rounds of what follows begin anew, and the first one loads kernels.
+    for _ in range(2 * trainee.way.interval):
+        trainee.step()
+    return trainee, spec
 
 
 def windows(c: comm.Communicator, trainee: Trainee, counted: int) -> list[float]:
@@ -177,9 +200,10 @@ def measured(
         order: of turns.
     """
     wanted, task, batches = given
+    tuners = [way for way in wanted if way.kind == "chosen"]
     # Unlimited, for parameters are broadcast when a wrapper is made.
     links.set(None)
-    trainees = {way.name: Trainee(way, task, batches) for way in wanted}
+    trainees = {way.name: Trainee(way, task, batches) for way in wanted if way not in tuners}
     for trainee in trainees.values():
         trainee.run(True)
         # A round begins after so many steps, and its result may come as many steps later.
@@ -195,7 +219,12 @@ def measured(
         for trainee in trainees.values():
             trainee.follow(tuning)
             trainee.nap = bool(cell["straggler"]) and c.rank == c.size - 1
-        rows.append({**cell, **timed(c, trainees, cell["rate"], order)})
+        found = {}
+        for way in tuners:
+            trainees[way.name], found["chosen"] = settled(way, task, batches)
+        rows.append({**cell, **timed(c, trainees, cell["rate"], order), **found})
+        for way in tuners:
+            trainees.pop(way.name).close()
     for trainee in trainees.values():
         trainee.close()
     trainees.clear()

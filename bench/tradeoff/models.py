@@ -1,6 +1,6 @@
 """Seconds until a model is as good as with all-reduce: `python -m bench.tradeoff.models --tasks resnet [--output FILE]`.
 
-1. Each row trains once without a network: losses and metrics by steps.
+1. Each row trains once without a network: losses and metrics by steps. So does what `AutoTune` has chosen on a network.
 2. Each takes steps on four emulated hosts, in turns, for each network: seconds of a step.
 3. Steps until the goal, times seconds of a step, is the time that counts.
 
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 
+from bagua_kernels import algorithms
+from bagua_kernels.compression.codec import parse_spec
 from bench import resume, speed
 from bench.convergence import paired
 from bench.convergence.dealing import deal
 from bench.convergence.measure import wanted
 from bench.convergence.models import MODELS, ROWS
-from bench.convergence.row import BASELINE
+from bench.convergence.row import BASELINE, Row
 from bench.convergence.tasks import Data, Task
 from bench.netlab import lab as netlab
 from bench.resume import Missing, Results
@@ -48,15 +51,25 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "Decentralized": ("neighbours", 1),
     "DiLoCo": ("local", 30),
     "SparseLoCo": ("local", 30),
+    "MuLoCo": ("local", 30),
     "Wagma": ("asynchronous", 10),
 }
 
 
+TUNER = Way("AutoTune, any", "chosen", Row("AutoTune, any", algorithms.AutoTune, {"exactness": "any"}))
+
+
 def ways(model: str) -> list[Way]:
-    """The rows of a model as ways to train."""
+    """The rows of a model as ways to train, and a tuner that may choose anything."""
     rows = [row for row in ROWS if model in row.tasks]
     kinds = [KINDS.get(row.label, ("synchronous", 1)) for row in rows]
-    return [Way(row.label, kind, row, interval=every) for row, (kind, every) in zip(rows, kinds, strict=True)]
+    return [Way(row.label, kind, row, interval=every) for row, (kind, every) in zip(rows, kinds, strict=True)] + [TUNER]
+
+
+def chosen_by_tuner(spec: str) -> Row:
+    """What a tuner has chosen, as a row to be trained."""
+    kind, options = parse_spec(spec)
+    return Row(f"{TUNER.name}: {spec}", algorithms.Algorithm.registered[kind], options)
 
 
 def batches(task: Task, data: Data) -> list[list[tuple[Any, torch.Tensor]]]:
@@ -76,8 +89,8 @@ def missing(part: Results, task: Task, chosen: Sequence[Way], rates: Sequence[fl
         data: all of it.
     """
 
-    def trained(way: Way) -> None:
-        part["curves"][way.name] = quality.points(way.row, task, data, SEED, part["settings"]["steps"])
+    def trained(row: Row) -> None:
+        part["curves"][row.label] = quality.points(row, task, data, SEED, part["settings"]["steps"])
 
     def timed(rate: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -90,14 +103,19 @@ def missing(part: Results, task: Task, chosen: Sequence[Way], rates: Sequence[fl
         (row,) = told["rows"]
         part["cells"][f"{rate:g}"] = {**row, "load_average": told["load_average"]}
 
-    for way in chosen:
-        if way.name not in part["curves"]:
-            yield f"{task.name}: {way.name}, quality", lambda way=way: trained(way)
+    rows = [way.row for way in chosen if way != TUNER]
+    rows += [
+        chosen_by_tuner(spec)
+        for spec in sorted({cell["chosen"] for cell in part["cells"].values() if "chosen" in cell})
+    ]
+    for row in rows:
+        if row.label not in part["curves"]:
+            yield f"{task.name}: {row.label}, quality", partial(trained, row)
     names = {way.name for way in chosen}
     for rate in rates:
         # All in one start, so that they are measured in turns.
         if not names <= {*part["cells"].get(f"{rate:g}", {"seconds": {}})["seconds"]}:
-            yield f"{task.name}: {rate:g} Mbit/s", lambda rate=rate: timed(rate)
+            yield f"{task.name}: {rate:g} Mbit/s", partial(timed, rate)
 
 
 def summary(part: Results) -> list[dict[str, Any]]:
@@ -105,10 +123,13 @@ def summary(part: Results) -> list[dict[str, Any]]:
     steps, rows = part["settings"]["steps"], []
     base = part["curves"][BASELINE]
     for cell in part["cells"].values():
-        for name in [name for name in part["curves"] if name in cell["seconds"]]:
+        curves = {name: part["curves"].get(curve_of(name, cell)) for name in cell["seconds"]}
+        for name, own in curves.items():
+            if own is None:
+                continue
             step = statistics.median(cell["seconds"][name])
             found = {"rate": cell["rate"], "row": name, "seconds_per_step": step}
-            own = part["curves"][name]
+            found |= {"chosen": cell["chosen"]} if name == TUNER.name else {}
             for place, (goal, sign, margin) in enumerate(
                 [("loss", -1.0, LOSS_MARGIN * base[-1][0]), ("metric", 1.0, report.HALF_A_POINT)]
             ):
@@ -118,6 +139,11 @@ def summary(part: Results) -> list[dict[str, Any]]:
                 found |= {f"steps_{goal}": taken, f"seconds_{goal}": None if taken is None else taken * step}
             rows.append(found)
     return rows
+
+
+def curve_of(name: str, cell: Results) -> str:
+    """Which curve belongs to a row: a tuner's is that of what it has chosen on this network."""
+    return chosen_by_tuner(cell["chosen"]).label if name == TUNER.name else name
 
 
 def table(task: Task, rows: Sequence[dict[str, Any]]) -> Table:
@@ -155,14 +181,15 @@ def main() -> int:
     console, results = speed.console(), resume.read(options.output)
     for name in options.tasks:
         task = MODELS[name]
-        data, labels = task.data(), {row.label for row in wanted(task, options.rows, ROWS)}
+        data, labels = task.data(), {row.label for row in wanted(task, options.rows, ROWS)} | {TUNER.name}
         settings = {**paired.settings_of(task, data, options.steps or task.steps), "seed": SEED, "hosts": HOSTS}
         empty: Results = {"curves": {}, "cells": {}, "tunings": {}}
         part = results[name] = resume.begun(results.get(name, {}), settings, options.output, empty)
         chosen = [way for way in ways(name) if way.name in labels]
         with Progress(console=console) as progress:
-            tasks = list(missing(part, task, chosen, options.rates, data))
-            resume.study(results, tasks, options.output, progress)
+            # Once more for what a tuner has chosen.
+            while tasks := list(missing(part, task, chosen, options.rates, data)):
+                resume.study(results, tasks, options.output, progress)
         part["summary"] = summary(part)
         results["machine"] = speed.machine()
         resume.write(options.output, results)

@@ -19,7 +19,7 @@ from bench.convergence.tasks import Task, fashion, up_and_down
 WIDTH, PIXELS, CLASSES = 1024, 784, 10
 FIRST = 4 / 400  # of all steps, before PostLocalSGD's local ones
 BATCH = 16
-Kind = Literal["exact", "synchronous", "neighbours", "local", "asynchronous"]
+Kind = Literal["exact", "synchronous", "neighbours", "local", "asynchronous", "chosen"]
 SYNCHRONOUS = ("exact", "synchronous")
 
 
@@ -38,7 +38,8 @@ class Way:
 
     Attributes:
         name: in tables.
-        kind: what it changes: "exact" and "synchronous" leave all ranks the same bits in each step.
+        kind: what it changes: "exact" and "synchronous" leave all ranks the same bits in each step. "chosen" is a tuner, which
+            takes another way on each network.
         row: the algorithm, its options and its optimizer; for DDP the algorithm whose means are the same.
         ddp: of `DistributedDataParallel`: "ddp", with a hook of PyTorch's behind it, or "hook" and the spec of one of ours.
         curve: name of the way that makes the same steps, whose accuracies are taken; empty for its own.

@@ -114,7 +114,7 @@ def batch(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "small":
         return torch.randn(VECTORS, SIDE, generator=generator), torch.randint(CLASSES, (VECTORS,), generator=generator)
     if name == "bert":
-        words = torch.randint(bert.SYMBOLS, (2, CHARACTERS, bert.CONTEXT), generator=generator)
+        words = torch.randint(bert.MASK, (2, CHARACTERS, bert.CONTEXT), generator=generator)
         return words[0], words[1]
     if name == "resnet":
         x = torch.randn(IMAGES, 1, 28, 28, generator=generator)

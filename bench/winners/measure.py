@@ -12,6 +12,7 @@ Linux and root. `python -m bench.tables` writes the table of `docs/choosing.md` 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator
@@ -32,53 +33,53 @@ HOSTS = 4
 MODELS = ("resnet", "bert", "small")
 RATES, DELAYS = (10.0, 100.0, 1000.0), (0.0, 5.0, 20.0)  # Mbit/s, ms one way
 FITTED: tuple[float | None, ...] = (None, 500.0)  # rates of the networks for the fit, without a delay
-# Rivals that are measured in turns. Local steps take whole rounds.
-EXACT = ["ddp", "allreduce"]
-SMALL = ["alone", "bytegrad", "int4", "sign", "topk", "powersgd 4"]
-LOCAL = ["local_sgd", "diloco int4", "sparse_loco delayed"]
-_ROUND = 64  # steps of a block of local steps: four rounds of 16
+# Rivals that are measured in turns, by what they have in common. Local steps take whole rounds.
+GRADIENTS = {"exact": ["ddp", "allreduce"], "small": ["alone", "bytegrad", "int4", "sign", "topk", "powersgd 4"]}
+LOCAL = {"local": ["local_sgd", "diloco int4", "sparse_loco delayed"]}
+PARTS = {"gradients": GRADIENTS, "local": LOCAL}
+_ROUND = 32  # steps of a turn of local steps: two rounds of 16
 
 
-def plan(rate: float | None, group: list[str]) -> tuple[float | None, int, int]:
+def plan(rate: float | None, group: str) -> tuple[float | None, int, int]:
     """Rounds of turns at a rate, and steps of each turn."""
-    if group is LOCAL:
-        return rate, 1, _ROUND
+    if group == "local":
+        return rate, 4, _ROUND
     if rate == min(RATES):
         # Exact means take up to 7 s there, beside which nothing else on the machine counts.
-        return rate, 1, 2 if group is EXACT else 8
+        return rate, 1, 2 if group == "exact" else 8
     return rate, 3, 4
 
 
 def seconds(times: dict[str, list[float]]) -> dict[str, float]:
     """Seconds of a step: of local steps the mean, for one in many waits for an exchange."""
     return {
-        name: statistics.fmean(each) if name in LOCAL else statistics.median(each) for name, each in times.items()
+        name: statistics.fmean(each) if name in LOCAL["local"] else statistics.median(each)
+        for name, each in times.items()
     }
 
 
 def missing(results: Results) -> Iterator[Missing]:
     """What is to be measured yet: all rates of a model with one delay are one start of the hosts."""
 
-    def measured(model: str, delay: float) -> None:
+    def measured(model: str, delay: float, part: str) -> None:
         rates = [*RATES, *(FITTED if not delay else ())]
-        groups = [(group, [plan(rate, group) for rate in rates]) for group in (EXACT, SMALL, LOCAL)]
+        groups = [(names, [plan(rate, group) for rate in rates]) for group, names in PARTS[part].items()]
         tunings = results["tunings"].setdefault(f"{delay:g}", {})
         settings = {"model": model, "groups": groups, "tunings": tunings}
         told = run(HOSTS, "steps", settings, delay=delay or None)
         results["tunings"][f"{delay:g}"] = told["tunings"]
-        for rate in rates:
-            found: dict[str, float] = {}
-            for row in told["rows"]:
-                if row["rate_mbit"] == rate:
-                    found |= seconds(row["times"])
-            place = {"model": model, "hosts": HOSTS, "rate_mbit": rate, "delay_ms": delay}
-            results["rows"].append({**place, "seconds": found, "load_average": told["load_average"]})
+        for row in told["rows"]:
+            place = {"model": model, "hosts": HOSTS, "rate_mbit": row["rate_mbit"], "delay_ms": delay}
+            there = next((one for one in results["rows"] if place.items() <= one.items()), None)
+            if there is None:
+                results["rows"].append(there := {**place, "seconds": {}, "load_average": {}})
+            there["seconds"] |= seconds(row["times"])
+            there["load_average"][part] = told["load_average"]
 
-    there = {(row["model"], row["delay_ms"]) for row in results["rows"]}
-    for model in MODELS:
-        for delay in DELAYS:
-            if (model, delay) not in there:
-                yield f"{model}, {delay:g} ms", partial(measured, model, delay)
+    there = {(row["model"], row["delay_ms"], part) for row in results["rows"] for part in row["load_average"]}
+    for model, delay, part in itertools.product(MODELS, DELAYS, PARTS):
+        if (model, delay, part) not in there:
+            yield f"{model}, {delay:g} ms, {part}", partial(measured, model, delay, part)
 
 
 def main() -> int:

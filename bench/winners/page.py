@@ -38,7 +38,11 @@ def table(results: dict[str, Any]) -> str:
             shown = []
             for name in sorted(set(names), key=lambda name: (-names.count(name), name)):
                 wrong = any(not cell.get("right", True) for cell in here if cell["predicted"] == name)
-                models = "" if len(set(names)) == 1 else f" ({', '.join(c['model'] for c in here if c['predicted'] == name)})"
+                models = (
+                    ""
+                    if len(set(names)) == 1
+                    else f" ({', '.join(c['model'] for c in here if c['predicted'] == name)})"
+                )
                 shown.append(LABELS[name] + models + (WRONG if wrong else ""))
             row.append("; ".join(shown))
         lines.append("| " + " | ".join(row) + " |")

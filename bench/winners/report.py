@@ -50,7 +50,9 @@ def predicted(machine: Machine, base: float, model: str, network: Network) -> di
 def cells(rows: Rows) -> Rows:
     """A cell for each network, model and choice; those of networks that were fitted to are left out."""
     # What a codec costs in each step is not seen in steps of which one in many sends.
-    steps = [{**row, "seconds": {n: s for n, s in row["seconds"].items() if n not in CHOICES["local steps"]}} for row in rows]
+    steps = [
+        {**row, "seconds": {n: s for n, s in row["seconds"].items() if n not in CHOICES["local steps"]}} for row in rows
+    ]
     told = {"steps": steps, "delays": [], "local": [], "asynchronous": []}
     machine, base = predictions.fit(told), predictions.alone(told)
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,13 @@ def twice(codec: str, job: Job, nodes: int) -> float:
 def gathered(codec: str, job: Job, nodes: int) -> float:
     """Everybody's payload to everybody."""
     return bytes_of(codec) * (nodes - 1) * job.elements
+
+
+def large(sent: Callable[[str, Job, int], float], codec: str, job: Job, nodes: int) -> float:
+    """Matrices by a codec, and what is no matrix exactly; everything by the codec where no matrix is known."""
+    inside = sum(rows * columns for rows, columns in job.matrices) or job.elements
+    exact = bytes_of("") * 2 * (nodes - 1) / nodes * (job.elements - inside)
+    return sent(codec, dataclasses.replace(job, elements=inside), nodes) + exact
 
 
 def to_peers(codec: str, peers: float, job: Job, nodes: int) -> float:
@@ -153,7 +161,7 @@ def methods() -> list[Method]:
                 name,
                 spec,
                 "synchronous",
-                sent=functools.partial(twice, codec),
+                sent=functools.partial(large, twice, codec) if codec == "sign" else functools.partial(twice, codec),
                 messages=functools.partial(coded, codec),
                 codec=codec,
             )
@@ -169,7 +177,7 @@ def methods() -> list[Method]:
             "TopK 1 %",
             topk,
             "synchronous",
-            sent=functools.partial(gathered, topk),
+            sent=functools.partial(large, gathered, topk),
             messages=functools.partial(shared, topk),
             codec=topk,
         ),

@@ -34,14 +34,14 @@ def predict(method: Method, job: Job, machine: Machine, network: Network) -> Pre
     1. `work` is that of an exchange: `per_byte` of each byte, the codec's of each element, factors' of each matrix.
     2. `wire` is 8 bytes / bandwidth + latency x messages x buckets, and what ranks of a node send each other before and
        after.
-    3. A step takes the longer of two times. One is computation and work together. The other is what the link needs, and the
-       part of computation beside which it is idle.
+    3. A step takes the longest of three times. One is computation and work together. One is what the link needs, and the
+       part of computation beside which it is idle. One is computation, and then the last bucket: its codec, and its bytes.
     """
     nodes = network.nodes
     if network.ranks == 1:
         return Prediction(method, job.seconds, 0.0, 0.0, 0.0)
     sent = method.sent(job, nodes) if nodes > 1 else 0.0
-    work = machine.per_byte * sent
+    work = sending = machine.per_byte * sent
     if method.codec:
         work += machine.codec_seconds(method.codec) * job.elements
     if method.low_rank:
@@ -54,7 +54,9 @@ def predict(method: Method, job: Job, machine: Machine, network: Network) -> Pre
     wire += network.local_seconds(local)
     alone, busy = job.seconds, job.seconds + work
     if method.when == "backward":
-        seconds = max(busy, machine.exposed * alone + wire)
+        # Nothing is left to compute beside the last bucket: it is encoded, and then sent.
+        last = (work - sending + max(sending, wire)) / job.buckets
+        seconds = max(busy, machine.exposed * alone + wire, alone + last)
     elif method.when == "beside":
         seconds = max(busy, machine.exposed / 3 * alone + wire)
     elif method.when == "after":

@@ -23,6 +23,7 @@ KNOWN = {method.name: method for method in methods()}
 FREE = Machine(exposed=0.5, per_byte=0.0, work={"": 0.0})
 # One matrix of a million elements, in one bucket.
 JOB = Job(0.1, ((1000, 1000),))
+TEN = dataclasses.replace(JOB, bucket_bytes=400_000)
 FRAME = 1448 / 1514
 
 
@@ -33,24 +34,26 @@ def seconds(name: str, network: Network, machine: Machine = FREE, job: Job = JOB
 def test_by_arithmetic() -> None:
     """4 ranks at 8 Mbit/s: a float32 all-reduce sends 1.5 times 4 MB, a peer's model 4 MB."""
     network = Network(4, 8e6 / FRAME)
-    assert seconds("GradientAllReduce", network) == pytest.approx(0.05 + 6.0)
+    assert seconds("GradientAllReduce", network) == pytest.approx(0.1 + 6.0)
+    assert seconds("GradientAllReduce", network, job=TEN) == pytest.approx(0.05 + 6.0)
     assert seconds("Decentralized", network) == pytest.approx(0.1 / 6 + 4.0)
     assert seconds("D2 ring", network) == pytest.approx(0.1 + 8.0)
     assert seconds("DiLoCo 30", network) == pytest.approx(0.1 + 6.0 / 30)
     assert seconds("AsyncModelAverage", network) == pytest.approx(0.1)
     # A row and a column of 1,000, and two passes of each: 12 kB.
-    assert seconds("PowerSGD 1", network) == pytest.approx(0.1)
-    assert seconds("PowerSGD 1", Network(4, 8e4 / FRAME)) == pytest.approx(0.05 + 1.2)
+    assert seconds("PowerSGD 1", network) == pytest.approx(0.1 + 0.012)
+    assert seconds("PowerSGD 1", network, job=TEN) == pytest.approx(0.1 + 0.0012)
+    assert seconds("PowerSGD 1", Network(4, 8e4 / FRAME)) == pytest.approx(0.1 + 1.2)
 
 
 def test_latency_by_arithmetic() -> None:
     fast = Network(4, latency=0.01)
     endless = dataclasses.replace(FREE, window=math.inf)
-    assert seconds("DDP", fast, endless) == pytest.approx(0.05 + 6 * 0.01)
-    assert seconds("GradientAllReduce", Network(4, latency=0.1), endless) == pytest.approx(0.05 + 2 * 0.1)
+    assert seconds("DDP", fast, endless) == pytest.approx(0.1 + 6 * 0.01)
+    assert seconds("GradientAllReduce", Network(4, latency=0.1), endless) == pytest.approx(0.1 + 2 * 0.1)
     # A window of 1 MB each 20 ms is 50 MB/s on one connection: 6 MB in 0.12 s.
     narrow = dataclasses.replace(FREE, window=1e6)
-    assert seconds("DDP", fast, narrow) == pytest.approx(0.05 + 6 * 0.01 + 6 / 50 / FRAME)
+    assert seconds("DDP", fast, narrow) == pytest.approx(0.1 + 6 * 0.01 + 6 / 50 / FRAME)
 
 
 def test_work_by_arithmetic() -> None:

@@ -214,6 +214,31 @@ def test_a_scaler_goes_along() -> None:
     assert first == second
 
 
+@pytest.mark.parametrize(("name", "compares"), [("DiLoCo 30", True), ("Decentralized", False)])
+def test_ranks_are_compared_after_the_hand_over(name: str, compares: bool) -> None:
+    """Or a warning is given, where they have nothing in common any more."""
+
+    def rank(communicator: Communicator) -> None:
+        model = Wide()
+        first = AutoTune(
+            model, sgd(model), communicator=communicator, facts=SLOW, exactness="any", bucket_bytes=600, verify_every=7
+        )
+        force(first, first.search.plain)
+        assert name in first.elsewhere
+        first.chooser.elsewhere = {name: 1e-9}
+        followers.append(first.settled())
+        assert followers[-1].verify_every == (7 if compares else None)
+        followers[-1].close()
+
+    followers: list[Algorithm] = []
+    if compares:
+        run_ranks(2, rank)
+    else:
+        with pytest.warns(RuntimeWarning, match="Decentralized follows, and ranks are no longer compared"):
+            run_ranks(2, rank)
+    assert len(followers) == 2
+
+
 def test_a_resumed_run_is_handed_over() -> None:
     """Also between signs and the exact step that pays for them, which loses nothing."""
 

@@ -16,7 +16,10 @@ LONG, SHORT = Cell(400, 8, "trained", "adamw"), Cell(10, 2, "scratch", "muon")
 
 
 def losses(cell: Cell, **others: float) -> dict[str, float]:
-    return {**dict.fromkeys([*ways_of(cell.rounds), "together"], 2.0), **{n.replace("_", " "): v for n, v in others.items()}}
+    return {
+        **dict.fromkeys([*ways_of(cell.rounds), "together"], 2.0),
+        **{n.replace("_", " "): v for n, v in others.items()},
+    }
 
 
 def told(cell: Cell, *runs: dict[str, float]) -> dict[str, Any]:
@@ -50,8 +53,10 @@ def test_what_is_measured_is_not_measured_again() -> None:
 
 @pytest.mark.parametrize(("above", "near"), [(-0.03, False), (0.004, True), (0.02, True)])
 def test_cells_near_a_bar_get_more_seeds(above: float, near: bool) -> None:
-    there = told(SHORT, {**losses(SHORT), AUTO["nesterov"]: 2.0 + above})
-    assert bool(study.near(there, [SHORT])) is near
+    for family in ("nesterov", "slow"):
+        there = told(SHORT, {**losses(SHORT), AUTO["nesterov"]: 1.9, AUTO["slow"]: 1.9, AUTO[family]: 2.0 + above})
+        assert bool(study.near(there, [SHORT])) is near
+    assert study.near({}, [SHORT]) == []
 
 
 def test_the_page_has_a_column_for_each_number_of_ranks() -> None:

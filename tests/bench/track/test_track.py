@@ -77,7 +77,7 @@ def test_a_share_that_nobody_gives_ends_with_an_error(tmp_path: Path, monkeypatc
     loop = loop_of(tmp_path, 0, 1.0)
     loop.share("greeting", [1, "a"])
     assert loop.shared("greeting") == [1, "a"]
-    with pytest.raises(TimeoutError, match="rank 0 has waited 0.05 s for peers"):
+    with pytest.raises(TimeoutError, match=r"rank 0 has waited 0\.05 s for peers"):
         loop.shared("peers")
 
 
@@ -146,7 +146,13 @@ def test_the_page_has_a_column_for_each_cell_and_says_who_leads() -> None:
         return {**found, "error": "words"} if loss is None else {**found, "loss": loss, "bytes": 2.4e6}
 
     a, b, c = row(page.OURS, "A", 1.5), row("torch", "B", 1.25), row("torch", "C", None)
-    results = {"cells": {"10-0-slow": {"a": a, "b": b, "c": c}, "10-0-equal": {"a": {**a, "loss": 1.0}, "b": b}, "1-0-slow": {}}}
+    results = {
+        "cells": {
+            "10-0-slow": {"a": a, "b": b, "c": c},
+            "10-0-equal": {"a": {**a, "loss": 1.0}, "b": b},
+            "1-0-slow": {},
+        }
+    }
     assert page.table(results).splitlines() == [
         "| entrant | package | 10 Mbit/s, equal machines | 10 Mbit/s, one rank half as fast |",
         "|---|---|---|---|",

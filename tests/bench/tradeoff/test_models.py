@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import threading
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from bagua_kernels import algorithms
+from bagua_kernels.algorithms.choosing.cost.methods import methods
 from bagua_kernels.comm import run_ranks
 from bench.convergence.models import MODELS, ROWS
 from bench.convergence.row import BASELINE
@@ -31,7 +34,7 @@ def task() -> Task:
 def test_all_rows_are_ways() -> None:
     for name in MODELS:
         found = models.ways(name)
-        assert [way.name for way in found] == [row.label for row in ROWS if name in row.tasks]
+        assert [way.name for way in found] == [*(row.label for row in ROWS if name in row.tasks), models.TUNER.name]
         for way in found:
             if way.kind == "local":
                 assert inspect.signature(way.row.kind).parameters["interval"].default == way.interval
@@ -46,7 +49,7 @@ def test_what_is_there_is_not_measured_again(task: Task, monkeypatch: pytest.Mon
         assert [len(each) for each in kept] == [models.BATCHES] * 4
         (cell,) = settings["cells"]
         return {
-            "rows": [{**cell, "seconds": {name: [0.1] for name in settings["ways"]}}],
+            "rows": [{**cell, "seconds": {name: [0.1] for name in settings["ways"]}, "chosen": "diloco:interval=30"}],
             "tunings": {},
             "load_average": 0.0,
         }
@@ -64,10 +67,25 @@ def test_what_is_there_is_not_measured_again(task: Task, monkeypatch: pytest.Mon
 
     curves = [f"resnet: {way.name}, quality" for way in chosen]
     assert go([100.0], chosen) == [*curves, "resnet: 100 Mbit/s"]
-    assert go([100.0, 1000.0], chosen) == ["resnet: 1000 Mbit/s"]
+    # What the tuner has chosen is trained when that is known.
+    tuned = "resnet: AutoTune, any: diloco:interval=30, quality"
+    assert go([100.0, 1000.0], chosen) == [tuned, "resnet: 1000 Mbit/s"]
     assert go([100.0, 1000.0], chosen) == []
     more = models.ways("resnet")[:3]
     assert len(go([100.0, 1000.0], more)) == 3
+
+
+def test_a_tuner_is_as_good_as_what_it_has_chosen() -> None:
+    base, other = [(3.0, 0.1), (1.0, 0.7)], [(2.0, 0.3), (0.9, 0.8)]
+    row = models.chosen_by_tuner("powersgd:rank=4")
+    assert (row.kind.name, row.options) == ("powersgd", {"rank": 4})
+    cell = {"rate": 100.0, "seconds": {BASELINE: [1.0], models.TUNER.name: [0.5]}, "chosen": "powersgd:rank=4"}
+    part: dict[str, Any] = {"settings": {"steps": 20}, "curves": {BASELINE: base}, "cells": {"100": cell}}
+    assert [one["row"] for one in models.summary(part)] == [BASELINE]
+    part["curves"][row.label] = other
+    found = models.summary(part)[1]
+    assert (found["row"], found["chosen"]) == (models.TUNER.name, "powersgd:rank=4")
+    assert found["seconds_loss"] == 0.5 * found["steps_loss"]
 
 
 def test_seconds_until_both_goals() -> None:
@@ -110,3 +128,22 @@ def test_a_trainee_uses_its_batches_in_turn(task: Task, monkeypatch: pytest.Monk
 
     (losses,) = run_ranks(1, rank)
     assert len({*losses}) == 3
+
+
+def test_a_tuner_settles_before_it_is_timed(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+    monkeypatch.setattr(hosts.comm, "world", lambda: own.communicator)
+
+    def rank(communicator: Any) -> tuple[str, str]:
+        own.communicator = communicator
+        batches = models.batches(dataclasses.replace(task, ranks=1), made())[0][:2]
+        trainee, spec = hosts.settled(models.TUNER, task, batches)
+        name = trainee.algorithm.name if trainee.algorithm else ""
+        if isinstance(trainee.algorithm, algorithms.RoundAlgorithm):
+            assert trainee.way.interval == trainee.algorithm.interval
+        trainee.close()
+        return name, spec
+
+    (name, spec), _ = run_ranks(2, rank)
+    assert name in (algorithms.AutoTune.name, spec.partition(":")[0])
+    assert spec in {method.spec for method in methods()}

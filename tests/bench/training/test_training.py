@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from bench.netlab.lab import available
@@ -91,6 +92,13 @@ def test_rows_of_other_models_rates_and_groups_are_kept() -> None:
     ]
     merged = measure.merged(old, [row("fc", 500.0, neighbours, 10), row("fc", 500.0, second, 11)])
     assert [each["mark"] for each in merged] == [0, 2, 3, 5, 10, 11]
+
+
+@pytest.mark.parametrize("name", ["resnet", "bert", "small"])
+def test_losses_of_batches_have_gradients(name: str) -> None:
+    for rank in range(3):
+        x, y = batch(name, rank)
+        torch.nn.functional.cross_entropy(model(name)(x), y).backward()
 
 
 def test_models_take_their_batches() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bench.training import predictions
@@ -44,8 +46,31 @@ def test_the_page_marks_what_is_wrong() -> None:
 
 
 def test_all_methods_are_measured_and_predicted() -> None:
-    measured = {*measure.EXACT, *measure.SMALL, *measure.LOCAL}
+    measured = {name for part in measure.PARTS.values() for names in part.values() for name in names}
     for names in report.CHOICES.values():
         assert {*names} <= measured
         assert {*names} <= {*predictions.NAMES}
         assert {*names} <= {*page.LABELS}
+
+
+def test_what_is_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(hosts: int, part: str, settings: dict[str, Any], delay: float | None) -> dict[str, Any]:
+        """A step takes as many seconds as its number, and the row says so for each network."""
+        assert (hosts, part, settings["model"], delay) == (4, "steps", "small", 5.0)
+        rows = [
+            {"rate_mbit": rate, "times": {name: [1.0, 2.0, 6.0] for name in names}}
+            for names, plans in settings["groups"]
+            for rate, _, _ in plans
+        ]
+        return {"rows": rows, "tunings": {"10.0": "{}"}, "load_average": 0.5}
+
+    monkeypatch.setattr(measure, "run", run)
+    results: dict[str, Any] = {"rows": [], "tunings": {}}
+    names = [name for name, _ in measure.missing(results)]
+    assert len(names) == 18
+    for name, measured in list(measure.missing(results)):
+        if name.startswith("small, 5 ms"):
+            measured()
+    assert [name for name, _ in measure.missing(results)] == [n for n in names if not n.startswith("small, 5 ms")]
+    assert [row["rate_mbit"] for row in results["rows"]] == list(measure.RATES)
+    assert all(row["seconds"]["local_sgd"] == 3.0 and row["seconds"]["ddp"] == 2.0 for row in results["rows"])
