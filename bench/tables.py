@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench.short_runs.page
+import bench.track.page
 import bench.winners.page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,7 @@ class Generated:
 
 
 TABLES = {
+    "track": Generated("docs/track.md", "track", bench.track.page.table),
     "winners": Generated("docs/choosing.md", "winners", bench.winners.page.table),
 }
 

@@ -13,7 +13,8 @@ FAILED = "not trained"
 def table(results: dict[str, Any]) -> str:
     """A row for each entrant, with its loss and the MB that all ranks have sent in each cell; the best loss of a cell is bold.
 
-    Entrants come by their mean losses over the cells.
+    Entrants come by their mean losses over the cells. Below is who leads in each cell: other packages first, of
+    which the best is compared with the best of this one.
     """
     cells = [cell for cell in CELLS if results["cells"].get(cell.name)]
     rows = [results["cells"][cell.name] for cell in cells]
@@ -30,6 +31,12 @@ def table(results: dict[str, Any]) -> str:
         shown = [_shown(found.get(name), best) for found, best in zip(rows, least, strict=True)]
         package = "this one" if row["package"] == OURS else f"{row['package']} {row.get('version', '')}".strip()
         lines.append(f"| {row['title']} | {package} | {' | '.join(shown)} |")
+    lines.append("")
+    found = leads(results)
+    for cell in sorted((cell for cell in cells if cell.name in found), key=lambda cell: found[cell.name][2]):
+        ours, rival, lead = found[cell.name]
+        first, second = (names[name]["title"] for name in ((ours, rival) if lead > 0 else (rival, ours)))
+        lines.append(f"- {cell.title}: {first} leads, by {abs(lead):.3f} nats before {second}.")
     return "\n".join(lines)
 
 

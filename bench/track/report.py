@@ -51,7 +51,7 @@ def plot(results: Row, path: Path) -> None:
     columns = 2 if len(cells) > 1 else 1
     lines = -(-len(cells) // columns)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(6.2 * columns, 4.4 * lines), squeeze=False, layout="constrained"
+        lines, columns, figsize=(6.2 * columns, 5.2 * lines), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(cells) :]:
         axis.axis("off")
@@ -66,6 +66,6 @@ def plot(results: Row, path: Path) -> None:
         axis.set_xlabel("seconds of training")
         axis.set_ylabel("loss, nats per character")
         axis.set_ylim(top=min(3.6, axis.get_ylim()[1]))
-        axis.legend(fontsize="x-small", ncols=2)
+        axis.legend(fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.winners.report import CHOICES
+from bench.winners.report import CHOICES, summary
 
 LABELS = {
     "ddp": "`DistributedDataParallel`",
-    "allreduce": "`GradientAllReduce`",
-    "bytegrad": "`ByteGrad`",
-    "int4": '`CompressedAllReduce(codec="absmax_int4")`',
-    "powersgd 4": "`PowerSGD(rank=4)`",
-    "sign": "`SignSGD`",
-    "topk": "`TopK(ratio=0.01)`",
-    "local_sgd": "`LocalSGD(interval=16)`",
-    "diloco int4": '`DiLoCo(codec="absmax_int4", delay=10)`',
-    "sparse_loco delayed": "`SparseLoCo(delay=29)`",
+    "allreduce": "[`GradientAllReduce`](algorithms/gradient-all-reduce.md)",
+    "bytegrad": "[`ByteGrad`](algorithms/bytegrad.md)",
+    "int4": '[`CompressedAllReduce(codec="absmax_int4")`](algorithms/compressed-all-reduce.md)',
+    "powersgd 4": "[`PowerSGD(rank=4)`](algorithms/powersgd.md)",
+    "sign": "[`SignSGD`](algorithms/signsgd.md)",
+    "topk": "[`TopK(ratio=0.01)`](algorithms/topk.md)",
+    "local_sgd": "[`LocalSGD(interval=16)`](algorithms/local-sgd.md)",
+    "diloco int4": '[`DiLoCo(codec="absmax_int4", delay=10)`](algorithms/diloco.md)',
+    "sparse_loco delayed": "[`SparseLoCo(delay=29)`](algorithms/sparse-loco.md)",
 }
 WRONG = " ✗"
 _UNIT = 1000.0  # Mbit/s of one Gbit/s
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row for each network; in each column what is predicted to be fastest, for most models first.
+    """A row for each network, and how many cells are right; in each column what is predicted to be fastest, for most models first.
 
     Wrong cells are marked: something else was more than 5 % faster there, with one of the models at least.
     """
@@ -46,4 +46,6 @@ def table(results: dict[str, Any]) -> str:
                 shown.append(LABELS[name] + models + (WRONG if wrong else ""))
             row.append("; ".join(shown))
         lines.append("| " + " | ".join(row) + " |")
+    told = summary(cells)
+    lines += ["", f"Right are {told['right']} of {told['cells']} predictions that were measured, {told['share']:.0%}."]
     return "\n".join(lines)

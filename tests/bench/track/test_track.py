@@ -159,5 +159,8 @@ def test_the_page_has_a_column_for_each_cell_and_says_who_leads() -> None:
         "| A | this one | **1.000**, 2 MB | 1.500, 2 MB |",
         "| B | torch 2 | 1.250, 2 MB | **1.250**, 2 MB |",
         "| C | torch 2 |  | not trained |",
+        "",
+        "- 10 Mbit/s, one rank half as fast: B leads, by 0.250 nats before A.",
+        "- 10 Mbit/s, equal machines: A leads, by 0.250 nats before B.",
     ]
     assert page.leads(results) == {"10-0-equal": ("a", "b", 0.25), "10-0-slow": ("a", "b", -0.25)}

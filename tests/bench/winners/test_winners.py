@@ -37,12 +37,11 @@ def test_the_page_marks_what_is_wrong() -> None:
     found += report.compared({**PLACE, "model": "small"}, {**SPEED, "int4": 2.0}, SPEED)
     found += report.compared({**PLACE, "rate_mbit": 10_000.0}, SPEED, None)
     lines = page.table({"cells": found}).splitlines()
-    assert len(lines) == 4
-    int4 = page.LABELS["int4"]
-    assert lines[2] == (
-        f"| 100 Mbit/s, 5 ms | `SignSGD` | `ByteGrad` (small) ✗; {int4} (bert) | `SparseLoCo(delay=29)` |"
-    )
-    assert lines[3].startswith("| 10 Gbit/s, 5 ms | `SignSGD` |")
+    assert len(lines) == 6
+    sign, bytegrad, int4, loco = (page.LABELS[name] for name in ("sign", "bytegrad", "int4", "sparse_loco delayed"))
+    assert lines[2] == f"| 100 Mbit/s, 5 ms | {sign} | {bytegrad} (small) ✗; {int4} (bert) | {loco} |"
+    assert lines[3].startswith(f"| 10 Gbit/s, 5 ms | {sign} |")
+    assert lines[5] == "Right are 5 of 6 predictions that were measured, 83%."
 
 
 def test_all_methods_are_measured_and_predicted() -> None:
