@@ -37,6 +37,7 @@ class Generated:
 
 
 TABLES = {
+    "short runs": Generated("docs/outer-steps.md", "short_runs", bench.short_runs.page.table),
     "track": Generated("docs/track.md", "track", bench.track.page.table),
     "winners": Generated("docs/choosing.md", "winners", bench.winners.page.table),
 }

@@ -119,6 +119,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "convergence",
         "short_runs",
         "training",
+        "winners",
         "tradeoff",
         "against",
         "track",

@@ -11,7 +11,7 @@ FAILED = "not trained"
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row for each entrant, with its loss and the MB that all ranks have sent in each cell; the best loss of a cell is bold.
+    """A row for each entrant: its loss and the MB that all ranks have sent, in each cell. The best loss of a cell is bold.
 
     Entrants come by their mean losses over the cells. Below is who leads in each cell: other packages first, of
     which the best is compared with the best of this one.

@@ -2,7 +2,7 @@
 
 Four emulated hosts take steps of three models on nine networks, as in `bench.training`. The facts of the machine are fitted to
 two other networks: one without a limit, and one of 500 Mbit/s. From these the cost model of `bagua_kernels.advise` predicts the
-seconds of all methods, on those nine and at 10 Gbit/s, which this machine is too slow for.
+seconds of all methods on those nine. It also predicts them at 10 Gbit/s, which this machine is too slow for.
 
 A cell is a network, a model and a choice of methods: see `report.CHOICES`. It is right if what is predicted to be fastest takes
 at most 5 % longer than what is. All is written as soon as it is measured: what is in the file is not measured again. Needs
