@@ -85,14 +85,17 @@ def plot(losses: Results, path: Path) -> None:
                     points.setdefault(rounds, []).append(found[name] - found[best])
             ordered = sorted(points)
             axis.plot(ordered, [statistics.fmean(points[each]) for each in ordered], style, label=label)
-        axis.set_title(f"{start}, {'AdamW' if optimizer == 'adamw' else 'Muon'}", fontsize="medium")
+        weights = "new" if start == "scratch" else "trained"
+        axis.set_title(f"{weights} weights, {'AdamW' if optimizer == 'adamw' else 'Muon'}", fontsize="medium")
         axis.set_xscale("log")
+        axis.set_xticks(counts := sorted({rounds_of(row["cell"]) for row in rows}), [f"{count}" for count in counts])
+        axis.minorticks_off()
         axis.set_ylim(-0.05, 0.3)
         axis.axhline(0, color="black", linewidth=0.6)
     for axis in axes[1]:
         axis.set_xlabel("rounds of 15 steps")
     for axis in axes[:, 0]:
-        axis.set_ylabel("nats above the best fixed pair")
+        axis.set_ylabel("nats above the best fixed pair, mean over numbers of ranks")
     axes[0, 0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)

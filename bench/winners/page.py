@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from bench.winners.report import CHOICES, summary
@@ -18,14 +19,14 @@ LABELS = {
     "diloco int4": '[`DiLoCo(codec="absmax_int4", delay=10)`](algorithms/diloco.md)',
     "sparse_loco delayed": "[`SparseLoCo(delay=29)`](algorithms/sparse-loco.md)",
 }
-WRONG = " ✗"
+CLASSES = {name: re.sub(r"^\[?`(\w+).*", r"`\1`", label) for name, label in LABELS.items()}
 _UNIT = 1000.0  # Mbit/s of one Gbit/s
 
 
 def table(results: dict[str, Any]) -> str:
     """A row for each network, and how many cells are right; in each column what is predicted to be fastest, for most models first.
 
-    Wrong cells are marked: something else was more than 5 % faster there, with one of the models at least.
+    Wrong cells are marked, with each model for which something else was more than 5 % faster, and what that was.
     """
     cells = results["cells"]
     lines = [f"| network | {' | '.join(CHOICES)} |", "|---|" + "---|" * len(CHOICES)]
@@ -37,13 +38,14 @@ def table(results: dict[str, Any]) -> str:
             names = [cell["predicted"] for cell in here]
             shown = []
             for name in sorted(set(names), key=lambda name: (-names.count(name), name)):
-                wrong = any(not cell.get("right", True) for cell in here if cell["predicted"] == name)
+                wrong = [cell for cell in here if cell["predicted"] == name and not cell.get("right", True)]
+                faster = ", ".join(f"{cell['model']}: {CLASSES[cell['measured']]}" for cell in wrong)
                 models = (
                     ""
                     if len(set(names)) == 1
                     else f" ({', '.join(c['model'] for c in here if c['predicted'] == name)})"
                 )
-                shown.append(LABELS[name] + models + (WRONG if wrong else ""))
+                shown.append(LABELS[name] + models + (f" ✗ {faster}" if wrong else ""))
             row.append("; ".join(shown))
         lines.append("| " + " | ".join(row) + " |")
     told = summary(cells)

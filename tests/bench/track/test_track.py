@@ -160,7 +160,7 @@ def test_the_page_has_a_column_for_each_cell_and_says_who_leads() -> None:
         "| B | torch 2 | 1.250, 2 MB | **1.250**, 2 MB |",
         "| C | torch 2 |  | not trained |",
         "",
-        "- 10 Mbit/s, one rank half as fast: B leads, by 0.250 nats before A.",
-        "- 10 Mbit/s, equal machines: A leads, by 0.250 nats before B.",
+        "- 10 Mbit/s, one rank half as fast: B leads, by 0.250 nats before A, the best of this one.",
+        "- 10 Mbit/s, equal machines: A leads, by 0.250 nats before B, the best of other packages.",
     ]
     assert page.leads(results) == {"10-0-equal": ("a", "b", 0.25), "10-0-slow": ("a", "b", -0.25)}

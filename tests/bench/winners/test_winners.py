@@ -39,7 +39,10 @@ def test_the_page_marks_what_is_wrong() -> None:
     lines = page.table({"cells": found}).splitlines()
     assert len(lines) == 6
     sign, bytegrad, int4, loco = (page.LABELS[name] for name in ("sign", "bytegrad", "int4", "sparse_loco delayed"))
-    assert lines[2] == f"| 100 Mbit/s, 5 ms | {sign} | {bytegrad} (small) ✗; {int4} (bert) | {loco} |"
+    assert (
+        lines[2]
+        == f"| 100 Mbit/s, 5 ms | {sign} | {bytegrad} (small) ✗ small: `CompressedAllReduce`; {int4} (bert) | {loco} |"
+    )
     assert lines[3].startswith(f"| 10 Gbit/s, 5 ms | {sign} |")
     assert lines[5] == "Right are 5 of 6 predictions that were measured, 83%."
 
