@@ -36,9 +36,8 @@ def table(results: dict[str, Any]) -> str:
     for cell in sorted((cell for cell in cells if cell.name in found), key=lambda cell: found[cell.name][2]):
         ours, rival, lead = found[cell.name]
         first, second = (names[name]["title"] for name in ((ours, rival) if lead > 0 else (rival, ours)))
-        lines.append(
-            f"- {cell.title}: {first} leads, by {abs(lead):.3f} nats before {second}, the best of {'other packages' if lead > 0 else 'this one'}."
-        )
+        others = "other packages" if lead > 0 else "this one"
+        lines.append(f"- {cell.title}: {first} leads, by {abs(lead):.3f} nats before {second}, the best of {others}.")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ _UNIT = 1000.0  # Mbit/s of one Gbit/s
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row for each network, and how many cells are right; in each column what is predicted to be fastest, for most models first.
+    """A row for each network, with what is predicted to be fastest, for most models first; and how many cells are right.
 
     Wrong cells are marked, with each model for which something else was more than 5 % faster, and what that was.
     """
