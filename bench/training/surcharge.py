@@ -26,6 +26,8 @@ _HOSTS = 4
 _GROUPS = [["allreduce", "bytegrad", "topk"], ["decentralized", "local_sgd"]]
 _COUNTED = 4  # steps of a block
 _SUFFIXES = {"heal": HEALS, "verify": VERIFIES}
+# Of those that compare ranks in each step: others do once in a round, or have nothing in common.
+_VERIFIED = ["allreduce", "bytegrad", "topk"]
 
 Key = tuple[str, float | None]
 
@@ -51,8 +53,7 @@ def job(
 def described(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its algorithm and rate apart."""
     name, rate = row["name"]
-    seconds = row["seconds"][1] - row["seconds"][0]
-    return {**row, "name": name, "rate_mbit": rate, "hundredth": seconds / 100 / row["seconds"][0]}
+    return {**row, "name": name, "rate_mbit": rate, "hundredth": (row["ratio"] - 1) / 100}
 
 
 def main() -> int:
@@ -60,12 +61,15 @@ def main() -> int:
     parser.add_argument("option", choices=_SUFFIXES, help="what is paid for")
     parser.add_argument("--models", default="fc,tr", type=lambda text: text.split(","), help="of fc and tr")
     every = [name for group in _GROUPS for name in group]
-    parser.add_argument("--names", nargs="+", choices=every, default=every, help="of algorithms")
+    parser.add_argument(
+        "--names", nargs="+", choices=every, help="of algorithms, by default all that the option is for"
+    )
     parser.add_argument("--rates", type=rates_of, default="500,none", help="Mbit/s, or none")
     parser.add_argument("--jobs", type=int, default=3, help=f"2 to {MOST}")
     parser.add_argument("--rounds", type=int, default=4, help=f"blocks of {_COUNTED} steps in a job")
     parser.add_argument("--output", type=Path, help="a JSON file; rows that are not measured anew stay")
     options = parser.parse_args()
+    names = options.names or (_VERIFIED if options.option == "verify" else every)
     if reason := netlab.available():
         print(reason, file=sys.stderr)
         return 1
@@ -73,7 +77,7 @@ def main() -> int:
     found: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path and path.exists() else {}
     for model in options.models:
         # The first job compiles its kernels, and measures links.
-        given = model, options.names, _SUFFIXES[options.option], options.rates
+        given = model, names, _SUFFIXES[options.option], options.rates
         job(*given, 1, tunings)
         pairs = [job(*given, options.rounds, tunings) for _ in range(options.jobs)]
         rows = [described(row) for row in compared(pairs)]
