@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from bench.netlab.lab import available
-from bench.training import groups, measure, report
+from bench.training import groups, measure, report, surcharge
 from bench.training.models import MODELS, batch, model
 from bench.training.rivals import HOOK, NEIGHBOURS, OURS
 
@@ -133,3 +133,11 @@ def test_steps_on_links_with_a_delay() -> None:
     text = io.StringIO()
     report.show_delays(Console(file=text, width=150), [found])
     assert all(name in text.getvalue() for name in names)
+
+
+def test_a_comparison_in_a_hundred_steps_takes_a_hundredth_of_one_in_each() -> None:
+    row = {"name": ("bytegrad", None), "ratio": 1.04, "seconds": [1.0, 2.0]}
+    found = surcharge.described(row)
+    assert (found["name"], found["rate_mbit"]) == ("bytegrad", None)
+    assert found["hundredth"] == pytest.approx(0.0004)
+    assert {*surcharge._VERIFIED} <= {name for group in surcharge._GROUPS for name in group}
