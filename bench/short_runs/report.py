@@ -93,9 +93,9 @@ def plot(losses: Results, path: Path) -> None:
         axis.set_ylim(-0.05, 0.3)
         axis.axhline(0, color="black", linewidth=0.6)
     for axis in axes[1]:
-        axis.set_xlabel("rounds of 15 steps")
+        axis.set_xlabel("rounds of 15 steps; means over numbers of ranks")
     for axis in axes[:, 0]:
-        axis.set_ylabel("nats above the best fixed pair, mean over numbers of ranks")
+        axis.set_ylabel("nats above the best fixed pair")
     axes[0, 0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
