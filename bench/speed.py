@@ -120,16 +120,19 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     return grid
 
 
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = named[0] if named else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": cores,
         "torch_threads": torch.get_num_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()],

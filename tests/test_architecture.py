@@ -107,6 +107,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "adoption",
         "waiting",
         "resume",
+        "markdown",
         "workloads",
         "suite_table",
         "speed",

@@ -13,7 +13,7 @@ from rich.table import Table
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.choosing.candidates import candidates
 from bagua_kernels.algorithms.choosing.chooser import Chooser, sent_by
-from bagua_kernels.algorithms.choosing.cost.methods import CLASSES, methods
+from bagua_kernels.algorithms.choosing.cost.methods import CLASSES, known, methods
 from bagua_kernels.algorithms.choosing.facts import Facts
 from bagua_kernels.algorithms.engine.member import Place
 from bagua_kernels.algorithms.engine.options import Manner
@@ -199,7 +199,7 @@ class AutoTune(GradientAlgorithm):
         name = "" if self._joining else self.chooser.better
         if not name or not self.chooser.leave():
             return self
-        kind, options = parse_spec(next(one.spec for one in methods() if one.name == name))
+        kind, options = parse_spec(known()[name].spec)
         plain = self.chooser.candidates[self.search.plain]
         arguments: dict[str, Any] = {**options, "bucket_bytes": plain.bucket_bytes}
         if self.scaler is not None:

@@ -10,7 +10,7 @@ import torch
 
 from bagua_kernels.algorithms.algorithm import Algorithm
 from bagua_kernels.algorithms.allreduce import GradientAllReduce
-from bagua_kernels.algorithms.choosing.cost.methods import Method, methods
+from bagua_kernels.algorithms.choosing.cost.methods import Method, known, methods
 from bagua_kernels.algorithms.gradient_algorithm import GradientAlgorithm
 from bagua_kernels.comm import Nodes
 from bagua_kernels.compression.codec import parse_spec
@@ -86,11 +86,10 @@ def candidates(
         scaler: of the loss, for residuals.
     """
     scaled: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
-    known = {method.name: method for method in methods()}
-    found = [Candidate(known[PLAIN], size, GradientAllReduce.recipe(hierarchical=False)) for size in bucket_bytes]
+    found = [Candidate(known()[PLAIN], size, GradientAllReduce.recipe(hierarchical=False)) for size in bucket_bytes]
     if exactness == "exact":
         return found
-    for method in known.values():
+    for method in methods():
         if method.exactness != "synchronous" or not method.spec:
             continue
         name, options = parse_spec(method.spec)

@@ -44,21 +44,9 @@ class Nesterov:
 
     def step(self, part: OuterRound, start: torch.Tensor, mean: torch.Tensor) -> None:
         """See `OuterRule.step`."""
-        numbers = numbers_of(part, self.lr, self.momentum)
-        elementwise.apply(NESTEROV, [start, part.kept("outer_momentum"), mean], [*numbers])
-
-
-def numbers_of(part: OuterRound, lr: Number, momentum: Number) -> tuple[float, float]:
-    """Returns the outer learning rate and the momentum of a round.
-
-    Args:
-        part: of the bucket.
-        lr: the number, or "auto".
-        momentum: the number, or "auto".
-    """
-    agreement = part.agreement
-    if lr == "auto":
-        lr = ALONE[0] if agreement is None else agreement.outer_lr()
-    if momentum == "auto":
-        momentum = ALONE[1] if agreement is None else agreement.momentum(lr)
-    return lr, momentum
+        agreement, lr, momentum = part.agreement, self.lr, self.momentum
+        if lr == "auto":
+            lr = ALONE[0] if agreement is None else agreement.outer_lr()
+        if momentum == "auto":
+            momentum = ALONE[1] if agreement is None else agreement.momentum(lr)
+        elementwise.apply(NESTEROV, [start, part.kept("outer_momentum"), mean], [lr, momentum])

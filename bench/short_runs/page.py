@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.short_runs import report
+from bench import markdown
+from bench.short_runs import report, study
 
 
 def table(results: dict[str, Any]) -> str:
     """A row for each run, a column for each number of ranks: nats above the best fixed pair, above plain means, and that pair."""
     rows = {row["cell"]: row for row in report.summary(results["losses"])}
-    places = sorted({(report.rounds_of(name), *name.split(", ")[2:]) for name in rows})
-    ranks = sorted({int(name.split(", ")[1].split()[0]) for name in rows})
-    lines = [f"| rounds | weights | optimizer | {' | '.join(f'{number} ranks' for number in ranks)} |"]
-    lines.append("|---|---|---|" + "---|" * len(ranks))
-    for rounds, start, optimizer in places:
-        shown = [_shown(rows.get(f"{rounds} rounds, {number} ranks, {start}, {optimizer}")) for number in ranks]
-        names = "new" if start == "scratch" else "trained", {"adamw": "AdamW", "muon": "Muon"}[optimizer]
-        lines.append(f"| {rounds} | {' | '.join(names)} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    cells = [cell for cell in study.cells() if cell.name in rows]
+    ranks = sorted({cell.ranks for cell in cells})
+    shown: dict[tuple[int, str, str], dict[int, str]] = {}
+    for cell in cells:
+        shown.setdefault((cell.rounds, cell.start, cell.optimizer), {})[cell.ranks] = _shown(rows[cell.name])
+    return markdown.table(
+        ["rounds", "weights", "optimizer", *(f"{number} ranks" for number in ranks)],
+        [
+            [f"{rounds}", report.LABELS[start], report.LABELS[optimizer], *(own.get(number, "") for number in ranks)]
+            for (rounds, start, optimizer), own in sorted(shown.items())
+        ],
+    )
 
 
-def _shown(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
+def _shown(row: dict[str, Any]) -> str:
     lr, momentum = row["nesterov"]["best"].split()[1:]
     return f"{row['above_best']:+.3f}, {row['above_means']:+.3f} ({lr}, {momentum})"

@@ -12,6 +12,8 @@ from rich.table import Table
 from bench.short_runs.ways import AUTO, FIXED, MEANS, ways_of
 
 Results = dict[str, Any]
+# In tables and pictures.
+LABELS = {"scratch": "new", "trained": "trained", "adamw": "AdamW", "muon": "Muon"}
 
 
 def means(losses: Results, cell: str, names: list[str]) -> dict[str, float]:
@@ -66,6 +68,8 @@ def plot(losses: Results, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = summary(losses)
+    found = {row["cell"]: means(losses, row["cell"], ways_of(rounds_of(row["cell"]))) for row in rows}
+    counts = sorted({rounds_of(row["cell"]) for row in rows})
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, sharey=True, layout="constrained")
     shown = {
         AUTO["nesterov"]: "default",
@@ -80,15 +84,13 @@ def plot(losses: Results, path: Path) -> None:
             for row in rows:
                 begins, inner = row["cell"].split(", ")[-2:]
                 if (begins, inner) == (start, optimizer):
-                    rounds, best = rounds_of(row["cell"]), row["nesterov"]["best"]
-                    found = means(losses, row["cell"], ways_of(rounds))
-                    points.setdefault(rounds, []).append(found[name] - found[best])
+                    own = found[row["cell"]]
+                    points.setdefault(rounds_of(row["cell"]), []).append(own[name] - own[row["nesterov"]["best"]])
             ordered = sorted(points)
             axis.plot(ordered, [statistics.fmean(points[each]) for each in ordered], style, label=label)
-        weights = "new" if start == "scratch" else "trained"
-        axis.set_title(f"{weights} weights, {'AdamW' if optimizer == 'adamw' else 'Muon'}", fontsize="medium")
+        axis.set_title(f"{LABELS[start]} weights, {LABELS[optimizer]}", fontsize="medium")
         axis.set_xscale("log")
-        axis.set_xticks(counts := sorted({rounds_of(row["cell"]) for row in rows}), [f"{count}" for count in counts])
+        axis.set_xticks(counts, [f"{count}" for count in counts])
         axis.minorticks_off()
         axis.set_ylim(-0.05, 0.3)
         axis.axhline(0, color="black", linewidth=0.6)

@@ -132,11 +132,8 @@ WAYS = {
         *(fixed(lr, beta, "sparse") for lr, beta in ((1.0, 0.9), (1.0, 0.95), (1.0, 1.0), (0.7, 0.95), (1.4, 0.95))),
     )
 }
-# Of runs so long that some ways, and other families, would take hours.
-LONG, LONG_WAYS = (
-    400,
-    [f"nesterov {pair}" for pair in ("0.7 0.5", "0.7 0.7", "0.7 0.8", "0.7 0.9", "1 0", "1 0.3", "auto")],
-)
+LONG = 400  # rounds, of which all ways would take hours
+LONG_WAYS = [f"nesterov {pair}" for pair in ("0.7 0.5", "0.7 0.7", "0.7 0.8", "0.7 0.9", "1 0", "1 0.3", "auto")]
 # The default of each family, and the fixed pairs that it is compared with; SlowMo with a momentum of 0 is plain means.
 AUTO = {"nesterov": "nesterov auto", "slow": "slow auto", "sparse": "sparse 1 0.95"}
 FIXED = {

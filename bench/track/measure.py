@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from bench import resume
+from bench import resume, speed
 from bench.netlab import lab as netlab
 from bench.resume import Results
 from bench.track import rank as program
@@ -95,7 +95,7 @@ def run(cell: Cell, path: Path, seconds: float) -> Results:
     load = os.getloadavg()[0]
     entrant = program.entrant(path)
     result: Results = {"title": entrant.TITLE, "package": entrant.PACKAGE, "about": (entrant.__doc__ or "").strip()}
-    result["machine"] = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    result["machine"] = {"processor": speed.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     try:
         python, result["version"] = environment_of(entrant.PACKAGE)
     except LookupError as error:
@@ -181,11 +181,6 @@ def settings_of(seconds: float) -> Results:
 def begun(options: argparse.Namespace) -> Results:
     """What earlier runs with the same settings have found; errors as of `resume.begun`."""
     return resume.begun(resume.read(options.output), settings_of(options.seconds), options.output, {"cells": {}})
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import markdown
 from bench.track.cell import CELLS
 
 OURS = "bagua_kernels"
@@ -25,13 +26,13 @@ def table(results: dict[str, Any]) -> str:
         return sum(losses) / len(losses)
 
     least = [min(row.get("loss", float("inf")) for row in found.values()) for found in rows]
-    lines = [f"| entrant | package | {' | '.join(cell.title for cell in cells)} |", "|---|---|" + "---|" * len(cells)]
+    shown = []
     for name in sorted(names, key=loss):
         row = names[name]
-        shown = [_shown(found.get(name), best) for found, best in zip(rows, least, strict=True)]
         package = "this one" if row["package"] == OURS else f"{row['package']} {row.get('version', '')}".strip()
-        lines.append(f"| {row['title']} | {package} | {' | '.join(shown)} |")
-    lines.append("")
+        own = [_shown(found.get(name), best) for found, best in zip(rows, least, strict=True)]
+        shown.append([row["title"], package, *own])
+    lines = [markdown.table(["entrant", "package", *(cell.title for cell in cells)], shown), ""]
     found = leads(results)
     for cell in sorted((cell for cell in cells if cell.name in found), key=lambda cell: found[cell.name][2]):
         ours, rival, lead = found[cell.name]

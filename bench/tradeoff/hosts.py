@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua_kernels import algorithms, comm
-from bagua_kernels.algorithms.choosing.cost.methods import methods
+from bagua_kernels.algorithms.choosing.cost.methods import known
 from bench.convergence.measure import make_dense, wrap
 from bench.convergence.models import MODELS
 from bench.convergence.tasks import Task
@@ -106,8 +106,9 @@ def settled(way: Way, task: Task, batches: Sequence[Batch]) -> tuple[Trainee, st
         trainee.step()
         tuner = trainee.algorithm
         if isinstance(tuner, algorithms.AutoTune):
-            spec = tuner.chooser.candidates[tuner.search.current].method.spec
-            spec = next((method.spec for method in methods() if method.name == tuner.chooser.better), spec)
+            better = tuner.chooser.better
+            method = known()[better] if better else tuner.chooser.candidates[tuner.search.current].method
+            spec = method.spec
             trainee.module = trainee.algorithm = tuner.settled()
     if isinstance(trainee.algorithm, algorithms.AsyncModelAverage):
         trainee.way = replace(way, kind="asynchronous")

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua_kernels import comm
 from bagua_kernels.algorithms import from_spec
 from bagua_kernels.algorithms.choosing.cost.facts import Job
-from bagua_kernels.algorithms.choosing.cost.methods import bytes_of, methods
+from bagua_kernels.algorithms.choosing.cost.methods import bytes_of, known
 from bench import speed
 from bench.netlab import lab as netlab
 
@@ -55,7 +55,7 @@ class Case:
 
 def adviser(name: str) -> Formula:
     """What the adviser counts for a method."""
-    method = next(one for one in methods() if one.name == name)
+    method = known()[name]
     return lambda job, ranks: method.sent(job, len(ranks))
 
 

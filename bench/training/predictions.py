@@ -8,6 +8,7 @@ among them, which nothing was fitted to. So this repeats: it measures nothing.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -17,13 +18,14 @@ import torch
 from rich.table import Table
 
 from bagua_kernels.algorithms.choosing.cost.facts import Job, Machine, Network
-from bagua_kernels.algorithms.choosing.cost.methods import Method, methods
+from bagua_kernels.algorithms.choosing.cost.methods import Method, known
 from bagua_kernels.algorithms.choosing.cost.predict import predict
 from bench import speed
 from bench.training.models import MODELS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FITTED = 500.0  # Mbit/s
+_DDP_BUCKET = 25 << 20  # bytes
 # What rows call the methods.
 NAMES = {
     "ddp": "DDP",
@@ -52,8 +54,7 @@ NAMES = {
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """One for each method, model and network that was measured: method, model, network and seconds."""
-    known = {method.name: method for method in methods()}
-    found = []
+    by_name, found = known(), []
     for part in ("steps", "delays", "local", "asynchronous"):
         for row in report[part]:
             rate, delay = row["rate_mbit"], row.get("delay_ms") or 0.0
@@ -63,7 +64,7 @@ def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
                     # Of a run of its own, whose machine may have had another speed.
                     alone = row["seconds"].get("alone") if part in ("local", "asynchronous") else None
                     base = {"name": name, "model": row["model"], "rate": rate, "delay": delay, "alone": alone}
-                    found.append({**base, "method": known[NAMES[name]], "network": network, "seconds": seconds})
+                    found.append({**base, "method": by_name[NAMES[name]], "network": network, "seconds": seconds})
     return found
 
 
@@ -74,6 +75,11 @@ def job(model: str, seconds: float) -> Job:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     matrices = [(shape[0], size // shape[0]) for shape, size in zip(shapes, sizes, strict=True) if len(shape) > 1]
     return Job(seconds, tuple(matrices), sum(sizes))
+
+
+def bucketed(one: Job, name: str) -> Job:
+    """A job with the buckets of a row's rival: DDP's are larger."""
+    return dataclasses.replace(one, bucket_bytes=_DDP_BUCKET) if name.startswith("ddp") else one
 
 
 def alone(report: dict[str, Any]) -> dict[str, float]:
@@ -126,9 +132,7 @@ def errors(report: dict[str, Any], machine: Machine) -> list[dict[str, Any]]:
     base, found = alone(report), []
     for row in rows(report):
         method: Method = row["method"]
-        one = job(row["model"], row["alone"] or base[row["model"]])
-        if row["name"].startswith("ddp"):
-            one = Job(one.seconds, one.matrices, one.elements, 25 << 20)
+        one = bucketed(job(row["model"], row["alone"] or base[row["model"]]), row["name"])
         seconds = predict(method, one, machine, row["network"]).seconds
         place = {name: row[name] for name in ("name", "model", "rate", "delay", "seconds")}
         fitted = not row["delay"] and row["rate"] in (None, FITTED) and row["alone"] is None

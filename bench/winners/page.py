@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from bench import markdown
 from bench.winners.report import CHOICES, summary
 
 LABELS = {
@@ -28,26 +29,25 @@ def table(results: dict[str, Any]) -> str:
 
     Wrong cells are marked, with each model for which something else was more than 5 % faster, and what that was.
     """
-    cells = results["cells"]
-    lines = [f"| network | {' | '.join(CHOICES)} |", "|---|" + "---|" * len(CHOICES)]
+    cells, rows = results["cells"], []
     for rate, delay in sorted({(cell["rate_mbit"], cell["delay_ms"]) for cell in cells}):
+        here = [cell for cell in cells if (cell["rate_mbit"], cell["delay_ms"]) == (rate, delay)]
         speed = f"{rate / _UNIT:g} Gbit/s" if rate >= _UNIT else f"{rate:g} Mbit/s"
-        row = [f"{speed}, {delay:g} ms"]
-        for choice in CHOICES:
-            here = [c for c in cells if (c["rate_mbit"], c["delay_ms"], c["choice"]) == (rate, delay, choice)]
-            names = [cell["predicted"] for cell in here]
-            shown = []
-            for name in sorted(set(names), key=lambda name: (-names.count(name), name)):
-                wrong = [cell for cell in here if cell["predicted"] == name and not cell.get("right", True)]
-                faster = ", ".join(f"{cell['model']}: {CLASSES[cell['measured']]}" for cell in wrong)
-                models = (
-                    ""
-                    if len(set(names)) == 1
-                    else f" ({', '.join(c['model'] for c in here if c['predicted'] == name)})"
-                )
-                shown.append(LABELS[name] + models + (f" ✗ {faster}" if wrong else ""))
-            row.append("; ".join(shown))
-        lines.append("| " + " | ".join(row) + " |")
+        shown = (_shown([cell for cell in here if cell["choice"] == choice]) for choice in CHOICES)
+        rows.append([f"{speed}, {delay:g} ms", *shown])
     told = summary(cells)
-    lines += ["", f"Right are {told['right']} of {told['cells']} predictions that were measured, {told['share']:.0%}."]
-    return "\n".join(lines)
+    right = f"Right are {told['right']} of {told['cells']} predictions that were measured, {told['share']:.0%}."
+    return "\n".join([markdown.table(["network", *CHOICES], rows), "", right])
+
+
+def _shown(cells: list[dict[str, Any]]) -> str:
+    """What is predicted for the models of one network and choice."""
+    models: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        models.setdefault(cell["predicted"], []).append(cell)
+    shown = []
+    for name, own in sorted(models.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+        which = f" ({', '.join(cell['model'] for cell in own)})" if len(models) > 1 else ""
+        faster = [f"{cell['model']}: {CLASSES[cell['measured']]}" for cell in own if not cell.get("right", True)]
+        shown.append(LABELS[name] + which + (f" ✗ {', '.join(faster)}" if faster else ""))
+    return "; ".join(shown)

@@ -9,16 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bagua_kernels.algorithms.choosing.cost.facts import Job, Machine, Network
-from bagua_kernels.algorithms.choosing.cost.methods import methods
+from bagua_kernels.algorithms.choosing.cost.facts import Machine, Network
+from bagua_kernels.algorithms.choosing.cost.methods import known
 from bagua_kernels.algorithms.choosing.cost.predict import predict
 from bench.training import predictions
 
 Rows = list[dict[str, Any]]
 ADAM = ("ddp", "allreduce", "bytegrad", "int4")
 # What a user may take: with Adam what it forgives, with SGD everything that sends gradients, or local steps with any optimizer.
-# Of those that are predicted to be as fast the first is taken: gradients by what loses least, local steps by their bytes, since
-# what is sent beside training takes a little of its time.
+# Of those that are predicted to be as fast the first is taken. Gradients come by what loses least. Local steps come by their
+# bytes: to send them takes processor time from training, which a prediction leaves out.
 CHOICES = {
     "SGD": (*ADAM, "powersgd 4", "sign", "topk"),
     "Adam": ADAM,
@@ -29,7 +29,6 @@ AS_FAST = 1.03  # likewise, as predicted
 WORTH = 1.10  # exact means may be predicted to take so many times as long, and are taken nevertheless
 EXACT = ("ddp", "allreduce")
 PREDICTED_ONLY = 10_000.0  # Mbit/s
-DDP_BUCKET = 25 << 20  # bytes
 
 
 def predicted(machine: Machine, base: float, model: str, network: Network) -> dict[str, float]:
@@ -41,13 +40,11 @@ def predicted(machine: Machine, base: float, model: str, network: Network) -> di
         model: a name of `bench.training.models`.
         network: of all ranks.
     """
-    known = {method.name: method for method in methods()}
-    job = predictions.job(model, base)
-    found = {}
-    for name in itertools.chain(CHOICES["SGD"], CHOICES["local steps"]):
-        own = Job(job.seconds, job.matrices, job.elements, DDP_BUCKET) if name == "ddp" else job
-        found[name] = predict(known[predictions.NAMES[name]], own, machine, network).seconds
-    return found
+    by_name, job = known(), predictions.job(model, base)
+    return {
+        name: predict(by_name[predictions.NAMES[name]], predictions.bucketed(job, name), machine, network).seconds
+        for name in itertools.chain(CHOICES["SGD"], CHOICES["local steps"])
+    }
 
 
 def cells(rows: Rows) -> Rows:
@@ -58,6 +55,7 @@ def cells(rows: Rows) -> Rows:
     ]
     told = {"steps": steps, "delays": [], "local": [], "asynchronous": []}
     machine, base = predictions.fit(told), predictions.alone(told)
+    fastest = max(row["rate_mbit"] or 0.0 for row in rows)
     found = []
     for row in rows:
         rate, delay, model = row["rate_mbit"], row["delay_ms"], row["model"]
@@ -65,7 +63,7 @@ def cells(rows: Rows) -> Rows:
             continue
         network = Network(row["hosts"], rate * 1e6, delay / 1e3)
         found += compared(row, predicted(machine, base[model], model, network), row["seconds"])
-        if rate == max(each["rate_mbit"] or 0.0 for each in rows):
+        if rate == fastest:
             faster = Network(row["hosts"], PREDICTED_ONLY * 1e6, delay / 1e3)
             there = {**row, "rate_mbit": PREDICTED_ONLY}
             found += compared(there, predicted(machine, base[model], model, faster), None)

@@ -118,8 +118,8 @@ def test_training_and_resuming(kind: str, tmp_path: Path) -> None:
     assert first[0] == second[0]
     assert first[1] == second[1], "evaluation sees the same model on all ranks"
     assert first[2] == first[1][0]
-    # Untrained it is log 24 = 3.18; three outer steps at 0.7 go less far than DDP.
-    assert first[3] < 2.4
+    # Untrained it is log 24 = 3.18; three outer steps at 0.7 go less far than the others.
+    assert first[3] < (2.4 if kind == "diloco" else 2.2)
     assert first[4] == STEPS
     if kind != "ddp":
         assert first[6]

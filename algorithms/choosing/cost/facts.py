@@ -30,14 +30,18 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a number is too small."""
-        inside = sum(rows * columns for rows, columns in self.matrices)
-        object.__setattr__(self, "elements", self.elements or inside)
-        if not self.seconds > 0 or self.bucket_bytes < 1 or self.elements < max(1, inside):
+        object.__setattr__(self, "elements", self.elements or self.inside)
+        if not self.seconds > 0 or self.bucket_bytes < 1 or self.elements < max(1, self.inside):
             raise ValueError(
-                f"expected a step of more than 0 seconds, at least as many elements as the matrices have ({inside}) and buckets "
-                f"of at least a byte, got seconds={self.seconds!r}, elements={self.elements!r} and "
+                f"expected a step of more than 0 seconds, at least as many elements as the matrices have ({self.inside}) and "
+                f"buckets of at least a byte, got seconds={self.seconds!r}, elements={self.elements!r} and "
                 f"bucket_bytes={self.bucket_bytes!r}"
             )
+
+    @property
+    def inside(self) -> int:
+        """Elements of all matrices."""
+        return sum(rows * columns for rows, columns in self.matrices)
 
     @property
     def buckets(self) -> int:

@@ -71,9 +71,9 @@ def gathered(codec: str, job: Job, nodes: int) -> float:
 
 def large(sent: Callable[[str, Job, int], float], codec: str, job: Job, nodes: int) -> float:
     """Matrices by a codec, and what is no matrix exactly; everything by the codec where no matrix is known."""
-    inside = sum(rows * columns for rows, columns in job.matrices) or job.elements
-    exact = bytes_of("") * 2 * (nodes - 1) / nodes * (job.elements - inside)
-    return sent(codec, dataclasses.replace(job, elements=inside), nodes) + exact
+    encoded = job.inside or job.elements
+    exact = bytes_of("") * 2 * (nodes - 1) / nodes * (job.elements - encoded)
+    return sent(codec, dataclasses.replace(job, elements=encoded), nodes) + exact
 
 
 def to_peers(codec: str, peers: float, job: Job, nodes: int) -> float:
@@ -83,9 +83,8 @@ def to_peers(codec: str, peers: float, job: Job, nodes: int) -> float:
 
 def factors(rank: int, job: Job, nodes: int) -> float:
     """Two thin factors of each matrix, and what is no matrix."""
-    inside = sum(rows * columns for rows, columns in job.matrices)
     thin = sum(min(rank * (rows + columns), rows * columns) for rows, columns in job.matrices)
-    return 4.0 * 2 * (nodes - 1) / nodes * (thin + job.elements - inside)
+    return 4.0 * 2 * (nodes - 1) / nodes * (thin + job.elements - job.inside)
 
 
 def around(job: Job, network: Network) -> float:
@@ -140,6 +139,11 @@ def others(nodes: int) -> float:
 def couple(nodes: int) -> float:
     """Both neighbours."""
     return min(2.0, nodes - 1.0)
+
+
+def known() -> dict[str, Method]:
+    """All methods by their names."""
+    return {method.name: method for method in methods()}
 
 
 def methods() -> list[Method]:

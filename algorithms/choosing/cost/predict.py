@@ -45,7 +45,7 @@ def predict(method: Method, job: Job, machine: Machine, network: Network) -> Pre
     if method.codec:
         work += machine.codec_seconds(method.codec) * job.elements
     if method.low_rank:
-        work += machine.factor * sum(rows * columns for rows, columns in job.matrices)
+        work += machine.factor * job.inside
     messages = method.messages(job, network) * (job.buckets if method.buckets else 1) if nodes > 1 else 0.0
     bits = machine.bits_per_second(network, method.connections(nodes)) if nodes > 1 else network.bits_per_second
     wire = dataclasses.replace(network, bits_per_second=bits).seconds(sent, messages)
