@@ -26,7 +26,8 @@ def state_hash(tensors: Sequence[torch.Tensor]) -> int:
     """Returns a number of 64 bits that is the same for the same bits, on any device and with any number of threads.
 
     It is the sum of the words of 8 bytes of each tensor, modulo 2^64, times a number of the tensor's place. Sums of whole numbers
-    have no order. It takes one pass at the speed of memory.
+    have no order. It takes one pass at the speed of memory. Differences that cancel each other are not seen: two words that have
+    changed places, or all signs of a tensor of which half were negative.
     """
     sums = [each for tensor in tensors for each in _sums(tensor)]
     if not sums:
