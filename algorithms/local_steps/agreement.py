@@ -12,7 +12,9 @@ from bagua_kernels.comm import Communicator, Work
 
 # Of the rule in `Agreement`, found by `bench.short_runs`.
 _FAR = 16.0
-_SLOW = 18  # rounds: how slowly momentum may rise
+_LEAST = 0.5  # of the root of the number of ranks, as far as outer parameters go at least
+_SLOW = 36.0  # rounds, over that root: how slowly momentum may rise
+_MOST_RANKS = 9  # up to which the root grows: the study has 8
 _MOST = 0.8
 _RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
 _ROW = 4096  # elements whose norm is found in float32
@@ -28,8 +30,11 @@ class Agreement:
 
     1. share = |s|^2 / |mean d|^2 = (P |mean d|^2 - mean |d_i|^2) / ((P - 1) |mean d|^2), from 0 to 1; in the first round 0.
     2. lr = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
-    3. far = 16 share^2, at least lr: so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
-    4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 18), and 0.8.
+    3. far = max(16 share^2, sqrt(P) / 2, lr): so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
+    4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 36 / sqrt(P)), and 0.8.
+
+    More than 9 ranks count as 9 in the root: it stands for the learning rate, which suits the samples of one rank and would grow with
+    the root of a larger batch.
 
     `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
 
@@ -108,8 +113,8 @@ class Agreement:
             lr: the outer learning rate: without momentum outer parameters go so many times as far as a pseudo-gradient.
         """
         if self._communicator.size == 1:
-            return min(ALONE[1], _rising(self.rounds))
-        return momentum_after(self.rounds, self.share, lr)
+            return min(ALONE[1], _rising(self.rounds, 1))
+        return momentum_after(self.rounds, self.share, lr, self._communicator.size)
 
     def slow_momentum(self, slow_lr: float) -> float:
         """Returns the momentum of this round for `SlowMo`, with which outer parameters go as far in the end.
@@ -150,16 +155,17 @@ def lr_after(share: float) -> float:
     return _RATES[0] + (_RATES[1] - _RATES[0]) * min(max(place, 0.0), 1.0)
 
 
-def momentum_after(rounds: int, share: float, lr: float) -> float:
+def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
     """Returns the momentum of a round.
 
     Args:
         rounds: that have begun, with this one.
         share: on which ranks have agreed in the last one.
         lr: the outer learning rate.
+        ranks: that take part.
     """
-    far = max(lr, _FAR * share * share)
-    return max(0.0, min(1 - lr / far, _rising(rounds), _MOST))
+    far = max(_FAR * share * share, _LEAST * _root(ranks), lr)
+    return max(0.0, min(1 - lr / far, _rising(rounds, ranks), _MOST))
 
 
 def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
@@ -173,5 +179,9 @@ def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
     return max(0.0, 1 - slow_lr * (1 - momentum) / lr)
 
 
-def _rising(rounds: int) -> float:
-    return max(rounds - 1, 0) / (rounds + _SLOW)
+def _rising(rounds: int, ranks: int) -> float:
+    return max(rounds - 1, 0) / (rounds + _SLOW / _root(ranks))
+
+
+def _root(ranks: int) -> float:
+    return math.sqrt(min(ranks, _MOST_RANKS))

@@ -11,7 +11,7 @@ import torch
 from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after, slow_momentum_beside
 from bagua_kernels.compression import ChunkedTopK
 
-Numbers = Callable[[int, float], tuple[float, float]]
+Numbers = Callable[[int, float, int], tuple[float, float]]
 Family = Literal["nesterov", "slow", "sparse"]
 CODEC = ChunkedTopK()
 
@@ -24,7 +24,7 @@ class Way:
         name: in tables.
         family: "nesterov" of DiLoCo and MuLoCo, "slow" of SlowMo, or "sparse" of SparseLoCo.
         numbers: the outer learning rate and the momentum; of SparseLoCo beta instead of that. They follow from the number of
-            the round, from 1, and from the share on which ranks have agreed: see `Agreement`.
+            the round, from 1, from the share on which ranks have agreed, and from the number of ranks: see `Agreement`.
         codec: of SparseLoCo.
     """
 
@@ -62,7 +62,9 @@ class Outer:
         self._round += 1
         # Those of the last round, as ranks have them.
         shares, self._shares = self._shares, self._agreement()
-        numbers = torch.tensor([way.numbers(self._round, share) for way, share in zip(self._ways, shares, strict=True)])
+        numbers = torch.tensor(
+            [way.numbers(self._round, share, self._ranks) for way, share in zip(self._ways, shares, strict=True)]
+        )
         lr, momentum = numbers[:, :1], numbers[:, 1:]
         for name, p in self._parameters.items():
             start, memory = self._starts[name], self._memory[name]
@@ -112,9 +114,9 @@ class Outer:
 def auto(family: Family) -> Way:
     """What the algorithms take by default."""
 
-    def numbers(number: int, share: float) -> tuple[float, float]:
+    def numbers(number: int, share: float, ranks: int) -> tuple[float, float]:
         lr = lr_after(share)
-        momentum = momentum_after(number, share, lr)
+        momentum = momentum_after(number, share, lr, ranks)
         return (lr, momentum) if family == "nesterov" else (1.0, slow_momentum_beside(1.0, lr, momentum))
 
     return Way(f"{family} auto", family, numbers)

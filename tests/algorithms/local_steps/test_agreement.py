@@ -50,8 +50,8 @@ def oracle(size: int, slow: bool) -> list[np.ndarray]:
         own = [np.concatenate([d.double().numpy().ravel() for d in towards(rank, number)]) for rank in range(size)]
         mean = sum(own) / size
         lr = 0.7 + 0.3 * min(max((share - 0.6) / 0.25, 0.0), 1.0)
-        far = max(lr, 16 * share**2)
-        momentum = max(0.0, min(1 - lr / far, number / (number + 1 + 18), 0.8))
+        far = max(lr, 16 * share**2, size**0.5 / 2)
+        momentum = max(0.0, min(1 - lr / far, number / (number + 1 + 36 / size**0.5), 0.8))
         if slow:
             # The same distance in the end: lr / (1 - momentum).
             lr, momentum = 1.0, max(0.0, 1 - (1 - momentum) / lr)
@@ -111,14 +111,19 @@ def test_the_study_simulates_what_ranks_do(name: str) -> None:
         assert np.abs(found - real[number]).max() < 1e-3, number
 
 
-def test_momentum_rises_with_rounds_and_with_agreement() -> None:
-    assert momentum_after(1, 1.0, 0.7) == 0.0
-    assert momentum_after(1000, 1.0, 0.7) == 0.8
-    assert momentum_after(1000, 0.0, 0.7) == 0.0
-    by_round = [momentum_after(number, 0.9, 0.7) for number in range(1, 60)]
-    by_share = [momentum_after(100, share / 20, 0.7) for share in range(21)]
+def test_momentum_rises_with_rounds_with_agreement_and_with_ranks() -> None:
+    assert momentum_after(1, 1.0, 0.7, 4) == 0.0
+    assert momentum_after(1000, 1.0, 0.7, 4) == 0.8
+    # Without agreement outer parameters go half the root of the number of ranks.
+    assert momentum_after(1000, 0.0, 0.7, 4) == pytest.approx(0.3)
+    assert momentum_after(1000, 0.0, 1.0, 4) == 0.0
+    by_round = [momentum_after(number, 0.9, 0.7, 4) for number in range(1, 60)]
+    by_share = [momentum_after(100, share / 20, 0.7, 4) for share in range(21)]
+    by_ranks = [momentum_after(20, 0.3, 0.7, ranks) for ranks in range(2, 20)]
     assert by_round == sorted(by_round)
     assert by_share == sorted(by_share)
+    assert by_ranks == sorted(by_ranks)
+    assert by_ranks[7:] == [by_ranks[7]] * 11
 
 
 def test_one_rank_alone_has_a_momentum_too() -> None:
@@ -216,7 +221,7 @@ def test_another_number_of_ranks_goes_on_where_the_earlier_ones_were() -> None:
     assert len({*found}) == 1
 
 
-def test_what_is_not_finite_leaves_no_momentum() -> None:
+def test_what_is_not_finite_is_no_agreement() -> None:
     def rank(communicator: Communicator) -> float:
         module = Tensors((4,))
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -227,6 +232,6 @@ def test_what_is_not_finite_leaves_no_momentum() -> None:
                 model.wait()
             agreement = parts.outer_rounds(model).outer[0].agreement
             assert agreement is not None
-            return agreement.momentum(0.7)
+            return agreement.share
 
     assert run_ranks(2, rank) == [0.0, 0.0]
