@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import _adjust_lr
 from torch.optim.optimizer import ParamsT
 
 from bagua_kernels.launchers import multitensor
 from bagua_kernels.launchers.multitensor import FACTOR, GRADIENT, SCALARS, Table, Variant
+from bagua_kernels.optim.orthogonal import orthogonal
 from bagua_kernels.optim.step.extras import Extras
 from bagua_kernels.optim.step.fused import Fused
 from bagua_kernels.optim.step.launch import Launch
@@ -26,7 +27,7 @@ from bagua_kernels.upload import uploaded
 class Muon(Fused, torch.optim.Muon):
     """`torch.optim.Muon` with one pass for all momenta and one for all parameters.
 
-    Between them each matrix is orthogonalised by PyTorch's own Newton-Schulz iteration, which is where the time goes.
+    Between them each matrix is orthogonalised by `orthogonal`, PyTorch's Newton-Schulz iteration, which is where the time goes.
     """
 
     def __init__(
@@ -93,8 +94,7 @@ class Muon(Fused, torch.optim.Muon):
                 direction = torch.empty_like(launch.gradient(i)).copy_(directions[i])
                 like = table.columns[0][i]
                 dtype = like.dtype if variant.double else torch.bfloat16
-                orthogonal = _zeropower_via_newtonschulz(direction, *options)
-                directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal)
+                directions[i] = torch.empty_like(like, dtype=dtype).copy_(orthogonal(direction, *options))
                 rates[i] = float(_adjust_lr(lr, group["adjust_lr_fn"], like.shape))
         assign(rows, launch.column("decay"), decays)
         assign(rows, launch.column("lr"), rates)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bagua_kernels.optim.orthogonal import iterated
+
 WIDTH, LAYERS, HEADS, CONTEXT, SYMBOLS = 64, 2, 4, 32, 128
 # Of Newton and Schulz's iteration, as Muon's author has them.
 _QUINTIC = (3.4445, -4.775, 2.0315)
@@ -162,15 +164,12 @@ class Muon:
 
 def _orthogonal(x: torch.Tensor) -> torch.Tensor:
     """Newton and Schulz's five iterations, of matrices of shape (copies, m, n)."""
-    a, b, c = _QUINTIC
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     # In bfloat16, as `bagua_kernels.optim.Muon` has it.
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)).bfloat16()
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
-    return (x.mT if tall else x).float()
+    x = iterated(x.float(), _QUINTIC, 5)
+    return x.mT if tall else x
 
 
 Optimizer = AdamW | Muon

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import resume
-from bench.convergence import command, measure, paired
+from bench.convergence import command, measure, page, paired
 from bench.convergence.dealing import deal, order_by_cost, order_of
 from bench.convergence.models import ALL, MODELS, ROWS
 from bench.convergence.row import BASELINE, Row
@@ -146,3 +146,23 @@ def test_ranks_get_batches_of_similar_cost(task: Task) -> None:
     assert torch.equal(deal(data, task, 9, 3), order_of(EXAMPLES, task, 9, 3))
     unequal = dataclasses.replace(data, costs=costs[:EXAMPLES])
     assert torch.equal(deal(unequal, task, 7, 3), order_by_cost(costs[:EXAMPLES], task, 7, 3))
+
+
+def test_the_page_marks_what_is_beyond_the_noise_of_seeds() -> None:
+    losses = {BASELINE: (1.0, 1.1, 1.2), "ByteGrad": (1.0, 1.11, 1.21), "Decentralized": (1.2, 1.3, 1.4)}
+    losses |= {"DiLoCo": (0.7, 0.8, 0.9), "sign, momentum": (None, 1.1, 1.2)}
+    runs = {
+        label: {
+            str(seed): {"loss": loss, "accuracy": 0.5, "bytes_per_step": 1500.0, "seconds": 1.0, "cpu_seconds": 2.0}
+            for seed, loss in enumerate(row)
+        }
+        for label, row in losses.items()
+    }
+    lines = page.table({"resnet": {"settings": {"steps": 1000}, "runs": runs}}).splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.startswith("| ")}
+    # The deviation is 0.1, and two of the difference of means of three are 0.163.
+    assert [*cells] == ["row", "DiLoCo", BASELINE, "ByteGrad", "Decentralized", "sign, momentum"]
+    assert cells[BASELINE][1:3] == ["1.1000 ± 0.1000", ""]
+    assert [row[2] for row in cells.values()][1:] == ["-0.3000 ✓", "", "+0.0067", "+0.2000 ✗", "+nan ✗"]
+    assert cells["ByteGrad"][-1] == "1.5 |"
+    assert "1,000 steps of 16 samples a rank, 3 seeds." in lines

@@ -18,7 +18,7 @@ from bagua_kernels.comm import run_ranks
 from bench.convergence.models import MODELS, ROWS
 from bench.convergence.row import BASELINE
 from bench.convergence.tasks import Data, Task
-from bench.tradeoff import hosts, models, quality
+from bench.tradeoff import hosts, models, page, quality
 
 
 def made() -> Data:
@@ -147,3 +147,19 @@ def test_a_tuner_settles_before_it_is_timed(task: Task, monkeypatch: pytest.Monk
     (name, spec), _ = run_ranks(2, rank)
     assert name in (algorithms.AutoTune.name, spec.partition(":")[0])
     assert spec in {method.spec for method in methods()}
+
+
+def test_the_page_has_a_row_for_each_way_and_two_cells_for_each_network() -> None:
+    def row(label: str, rate: float, step: float, loss: float | None, **more: str) -> dict[str, Any]:
+        return {"row": label, "rate": rate, "seconds_per_step": step, "seconds_loss": loss, **more}
+
+    rows = [row(BASELINE, 1000.0, 0.01, 10.0), row("DiLoCo", 1000.0, 0.005, 4.0)]
+    rows += [row(BASELINE, 100.0, 0.1, 100.0), row("DiLoCo", 100.0, 0.006, None)]
+    rows += [row("AutoTune, any", 100.0, 0.02, 50.0, chosen="bytegrad")]
+    lines = page.table({"vgg": {"summary": rows}}).splitlines()
+    assert lines[0] == "| model | row | 100 Mbit/s: ms | 100 Mbit/s: times | 1,000 Mbit/s: ms | 1,000 Mbit/s: times |"
+    assert lines[2:] == [
+        f"| vgg | {BASELINE} | 100.0 | 1.00 | 10.0 | 1.00 |",
+        "| vgg | DiLoCo | 6.0 | – | 5.0 | 2.50 |",
+        "| vgg | AutoTune, any | 20.0 | 2.00 (bytegrad) |  |  |",
+    ]
