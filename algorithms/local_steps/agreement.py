@@ -30,11 +30,11 @@ class Agreement:
 
     1. share = |s|^2 / |mean d|^2 = (P |mean d|^2 - mean |d_i|^2) / ((P - 1) |mean d|^2), from 0 to 1; in the first round 0.
     2. lr = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
-    3. far = max(16 share^2, sqrt(P) / 2, lr): so many times as far as a mean pseudo-gradient outer parameters are to go in the end.
+    3. far = max(16 share^2, sqrt(P) / 2, lr): so many times as far as a mean pseudo-gradient outer parameters go in the end.
     4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 36 / sqrt(P)), and 0.8.
 
-    More than 9 ranks count as 9 in the root: it stands for the learning rate, which suits the samples of one rank and would grow with
-    the root of a larger batch.
+    More than 9 ranks count as 9 in the root. It stands for the learning rate, which suits the samples of one rank, and would grow
+    with the root of a larger batch.
 
     `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
 

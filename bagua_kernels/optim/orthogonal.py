@@ -12,7 +12,7 @@ Coefficients = tuple[float, float, float]
 def orthogonal(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
     """Returns the matrix with singular values near 1.
 
-    It is PyTorch's iteration, in bfloat16. Processors without instructions for that take some 20 times as long for its products as
+    It is PyTorch's iteration, in bfloat16. Processors without instructions for that take many times as long for its products as
     for float32's. There they are products in float32 of the same values, and rounded to bfloat16: only sums have another order.
 
     Args:
@@ -24,7 +24,13 @@ def orthogonal(matrix: Tensor, coefficients: Coefficients, steps: int, eps: floa
     Returns:
         The matrix, in bfloat16.
     """
-    if matrix.device.type != "cpu" or matrix.dim() != 2 or len(coefficients) != 3 or steps >= 100 or multiplies_bfloat16():
+    if (
+        matrix.device.type != "cpu"
+        or matrix.dim() != 2
+        or len(coefficients) != 3
+        or steps >= 100
+        or multiplies_bfloat16()
+    ):
         return _zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()

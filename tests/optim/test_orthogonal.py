@@ -47,7 +47,9 @@ def test_it_is_as_near_to_float64_as_pytorchs(shape: tuple[int, int], scale: flo
     assert found.shape == x.shape
     assert torch.equal(x, before)
     own = error(found, oracle(x.double().numpy()))
-    theirs = error(torch.optim._muon._zeropower_via_newtonschulz(x, COEFFICIENTS, STEPS, EPS), oracle(x.double().numpy()))
+    theirs = error(
+        torch.optim._muon._zeropower_via_newtonschulz(x, COEFFICIENTS, STEPS, EPS), oracle(x.double().numpy())
+    )
     assert own < 0.05
     assert own < 1.5 * theirs + 0.005
 
