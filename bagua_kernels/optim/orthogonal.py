@@ -40,7 +40,7 @@ def orthogonal(matrix: Tensor, coefficients: Coefficients, steps: int, eps: floa
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for products of matrices in bfloat16, as PyTorch uses them."""
+    """True if this processor has instructions for products of matrices in bfloat16, as PyTorch uses them."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
