@@ -39,8 +39,8 @@ class DiLoCo(OuterLoop):
 
     With outer_lr 1 and outer_momentum 0 that is `LocalSGD`. With momentum, one rank alone trains better for it, too.
 
-    The paper has 0.7 and 0.9. In runs of some hundred rounds that is too much: by default both follow the number of the round,
-    and how far ranks agree. `docs/outer-steps.md` has what was found.
+    The paper has 0.7 and 0.9. In runs of some hundred rounds that is too much. By default both follow the number of the round,
+    how many ranks there are, and how far these agree. `docs/outer-steps.md` has what was found.
 
     Options and their defaults, all by keyword::
 

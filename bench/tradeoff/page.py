@@ -18,17 +18,20 @@ def table(results: dict[str, Any]) -> str:
     headings = ["model", "row", *(f"{rate:,g} Mbit/s: {part}" for rate in rates for part in ("ms", "times"))]
     lines = []
     for name, rows in found.items():
-        base = {row["rate"]: row["seconds_loss"] for row in rows if row["row"] == BASELINE}
+        places = {(row["row"], row["rate"]): row for row in rows}
         for label in dict.fromkeys(row["row"] for row in rows):
-            cells = []
+            line = [name, label]
             for rate in rates:
-                row = next((row for row in rows if (row["row"], row["rate"]) == (label, rate)), None)
-                cells += ["", ""] if row is None else [f"{1e3 * row['seconds_per_step']:.1f}", _times(row, base[rate])]
-            lines.append([name, label, *cells])
+                line += _cells(places.get((label, rate)), places.get((BASELINE, rate)))
+            lines.append(line)
     return markdown.table(headings, lines)
 
 
-def _times(row: dict[str, Any], plain: float) -> str:
-    own = row["seconds_loss"]
-    chosen = f" ({row['chosen']})" if "chosen" in row else ""
-    return f"{NEVER if own is None else f'{plain / own:.2f}'}{chosen}"
+def _cells(row: dict[str, Any] | None, base: dict[str, Any] | None) -> list[str]:
+    """The two cells of a way on one network, which are empty where it was not measured."""
+    if row is None or base is None:
+        return ["", ""]
+    times = NEVER if row["seconds_loss"] is None else f"{base['seconds_loss'] / row['seconds_loss']:.2f}"
+    if "chosen" in row:
+        times += f" ({row['chosen']})"
+    return [f"{1e3 * row['seconds_per_step']:.1f}", times]

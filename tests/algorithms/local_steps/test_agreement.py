@@ -222,7 +222,7 @@ def test_another_number_of_ranks_goes_on_where_the_earlier_ones_were() -> None:
 
 
 def test_what_is_not_finite_is_no_agreement() -> None:
-    def rank(communicator: Communicator) -> float:
+    def rank(communicator: Communicator) -> tuple[float, float]:
         module = Tensors((4,))
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         with DiLoCo(module, optimizer, communicator=communicator, interval=1) as model:
@@ -232,6 +232,6 @@ def test_what_is_not_finite_is_no_agreement() -> None:
                 model.wait()
             agreement = parts.outer_rounds(model).outer[0].agreement
             assert agreement is not None
-            return agreement.share
+            return agreement.share, agreement.momentum(1.0)
 
-    assert run_ranks(2, rank) == [0.0, 0.0]
+    assert run_ranks(2, rank) == [(0.0, 0.0)] * 2
