@@ -12,9 +12,9 @@ from bagua_kernels.comm import Communicator, Work
 
 # Of the rule in `Agreement`, found by `bench.short_runs`.
 _FAR = 16.0
-_LEAST = 0.5  # of the root of the number of ranks, as far as outer parameters go at least
-_SLOW = 36.0  # rounds, over that root: how slowly momentum may rise
-_MOST_RANKS = 9  # up to which the root grows: the study has 8
+_LEAST = 0.25  # of the number of ranks, as far as outer parameters go at least
+_SLOW = 50.0  # rounds, over the number of ranks: how slowly momentum may rise
+_MOST_RANKS = 8  # that count: the study has no more
 _MOST = 0.8
 _RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
 _ROW = 4096  # elements whose norm is found in float32
@@ -29,17 +29,20 @@ class Agreement:
     the noise, and the mean of |d_i|^2 has |s|^2 and all of it. For round t, counted from 1, with what round t - 1 has shown:
 
     1. share = |s|^2 / |mean d|^2 = (P |mean d|^2 - mean |d_i|^2) / ((P - 1) |mean d|^2), from 0 to 1; in the first round 0.
-    2. lr = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
-    3. far = max(16 share^2, sqrt(P) / 2, lr): so many times as far as a mean pseudo-gradient outer parameters go in the end.
-    4. momentum = 1 - lr / far, with which they do, and at most (t - 1) / (t + 36 / sqrt(P)), and 0.8.
+    2. rate = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
+    3. far = max(16 share^2, P / 4, rate): so many times as far as a mean pseudo-gradient outer parameters go in the end.
+    4. bound = (t - 1) / (t + 50 / P).
+    5. lr = max(rate, min(1, far) (1 - bound)).
+    6. momentum = min(1 - lr / far, bound, 0.8), and at least 0.
 
-    More than 9 ranks count as 9 in the root. It stands for the learning rate, which suits the samples of one rank, and would grow
-    with the root of a larger batch.
+    More than 8 ranks count as 8. Their number stands for the learning rate, which suits the samples of one rank, and would be
+    larger for those of all.
 
     `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
 
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
-    add up. In the first rounds it would add up steps of a learning rate that still rises.
+    add up. In the first rounds it would add up steps of a learning rate that still rises. As long as the bound keeps it small, a
+    larger learning rate takes outer parameters as far as plain means would, where they are to go that far.
 
     All ranks have the same numbers: they gather two sums of squares in each round, before the exchange of its first bucket.
 
@@ -103,11 +106,12 @@ class Agreement:
             self._squares[place] += _square(vector)
 
     def outer_lr(self) -> float:
-        """Returns the learning rate of this round: step 2."""
-        return ALONE[0] if self._communicator.size == 1 else lr_after(self.share)
+        """Returns the learning rate of this round: step 5."""
+        size = self._communicator.size
+        return ALONE[0] if size == 1 else lr_after(self.rounds, self.share, size)
 
     def momentum(self, lr: float) -> float:
-        """Returns the momentum of this round: steps 3 and 4.
+        """Returns the momentum of this round: step 6.
 
         Args:
             lr: the outer learning rate: without momentum outer parameters go so many times as far as a pseudo-gradient.
@@ -149,10 +153,16 @@ def _square(vector: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def lr_after(share: float) -> float:
-    """Returns the outer learning rate of a round, if ranks have agreed on a share in the last one."""
-    place = (share - _SHARES[0]) / (_SHARES[1] - _SHARES[0])
-    return _RATES[0] + (_RATES[1] - _RATES[0]) * min(max(place, 0.0), 1.0)
+def lr_after(rounds: int, share: float, ranks: int) -> float:
+    """Returns the outer learning rate of a round.
+
+    Args:
+        rounds: that have begun, with this one.
+        share: on which ranks have agreed in the last one.
+        ranks: that take part.
+    """
+    rate = _rate(share)
+    return max(rate, min(1.0, _far(share, rate, ranks)) * (1 - _rising(rounds, ranks)))
 
 
 def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
@@ -164,8 +174,7 @@ def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
         lr: the outer learning rate.
         ranks: that take part.
     """
-    far = max(_FAR * share * share, _LEAST * _root(ranks), lr)
-    return max(0.0, min(1 - lr / far, _rising(rounds, ranks), _MOST))
+    return max(0.0, min(1 - lr / _far(share, _rate(share), ranks), _rising(rounds, ranks), _MOST))
 
 
 def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
@@ -179,9 +188,14 @@ def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
     return max(0.0, 1 - slow_lr * (1 - momentum) / lr)
 
 
+def _rate(share: float) -> float:
+    place = (share - _SHARES[0]) / (_SHARES[1] - _SHARES[0])
+    return _RATES[0] + (_RATES[1] - _RATES[0]) * min(max(place, 0.0), 1.0)
+
+
+def _far(share: float, rate: float, ranks: int) -> float:
+    return max(_FAR * share * share, _LEAST * min(ranks, _MOST_RANKS), rate)
+
+
 def _rising(rounds: int, ranks: int) -> float:
-    return max(rounds - 1, 0) / (rounds + _SLOW / _root(ranks))
-
-
-def _root(ranks: int) -> float:
-    return math.sqrt(min(ranks, _MOST_RANKS))
+    return max(rounds - 1, 0) / (rounds + _SLOW / min(ranks, _MOST_RANKS))

@@ -115,7 +115,7 @@ def auto(family: Family) -> Way:
     """What the algorithms take by default."""
 
     def numbers(number: int, share: float, ranks: int) -> tuple[float, float]:
-        lr = lr_after(share)
+        lr = lr_after(number, share, ranks)
         momentum = momentum_after(number, share, lr, ranks)
         return (lr, momentum) if family == "nesterov" else (1.0, slow_momentum_beside(1.0, lr, momentum))
 

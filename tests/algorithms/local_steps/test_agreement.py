@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bagua_kernels.algorithms import Algorithm, DiLoCo, SlowMo
-from bagua_kernels.algorithms.local_steps.agreement import Agreement, momentum_after
+from bagua_kernels.algorithms.local_steps.agreement import Agreement, lr_after, momentum_after
 from bagua_kernels.comm import Communicator, LocalCommunicator, run_ranks
 from bench.short_runs.ways import WAYS, Outer
 from tests.algorithms import parts
@@ -49,9 +49,11 @@ def oracle(size: int, slow: bool) -> list[np.ndarray]:
     for number in range(ROUNDS):
         own = [np.concatenate([d.double().numpy().ravel() for d in towards(rank, number)]) for rank in range(size)]
         mean = sum(own) / size
-        lr = 0.7 + 0.3 * min(max((share - 0.6) / 0.25, 0.0), 1.0)
-        far = max(lr, 16 * share**2, size**0.5 / 2)
-        momentum = max(0.0, min(1 - lr / far, number / (number + 1 + 36 / size**0.5), 0.8))
+        rate = 0.7 + 0.3 * min(max((share - 0.6) / 0.25, 0.0), 1.0)
+        far = max(rate, 16 * share**2, size / 4)
+        bound = number / (number + 1 + 50 / size)
+        lr = max(rate, min(1.0, far) * (1 - bound))
+        momentum = max(0.0, min(1 - lr / far, bound, 0.8))
         if slow:
             # The same distance in the end: lr / (1 - momentum).
             lr, momentum = 1.0, max(0.0, 1 - (1 - momentum) / lr)
@@ -114,8 +116,9 @@ def test_the_study_simulates_what_ranks_do(name: str) -> None:
 def test_momentum_rises_with_rounds_with_agreement_and_with_ranks() -> None:
     assert momentum_after(1, 1.0, 0.7, 4) == 0.0
     assert momentum_after(1000, 1.0, 0.7, 4) == 0.8
-    # Without agreement outer parameters go half the root of the number of ranks.
+    # Without agreement outer parameters go a fourth of the number of ranks.
     assert momentum_after(1000, 0.0, 0.7, 4) == pytest.approx(0.3)
+    assert momentum_after(1000, 0.0, 0.7, 8) == pytest.approx(0.65)
     assert momentum_after(1000, 0.0, 1.0, 4) == 0.0
     by_round = [momentum_after(number, 0.9, 0.7, 4) for number in range(1, 60)]
     by_share = [momentum_after(100, share / 20, 0.7, 4) for share in range(21)]
@@ -123,7 +126,21 @@ def test_momentum_rises_with_rounds_with_agreement_and_with_ranks() -> None:
     assert by_round == sorted(by_round)
     assert by_share == sorted(by_share)
     assert by_ranks == sorted(by_ranks)
-    assert by_ranks[7:] == [by_ranks[7]] * 11
+    assert by_ranks[6:] == [by_ranks[6]] * 12
+
+
+def test_outer_parameters_go_as_far_as_plain_means_where_momentum_is_still_small() -> None:
+    # Two ranks that disagree, and ranks that agree or are many.
+    assert [lr_after(number, 0.0, 2) for number in (1, 10, 100)] == [0.7] * 3
+    for share, ranks in ((0.5, 2), (0.0, 4), (0.0, 30)):
+        rates = [lr_after(number, share, ranks) for number in range(1, 100)]
+        assert rates[0] == 1.0
+        assert rates == sorted(rates, reverse=True)
+        assert rates[-1] == 0.7
+        for number, lr in enumerate(rates, 1):
+            momentum = momentum_after(number, share, lr, ranks)
+            assert lr / (1 - momentum) >= 1 - 1e-9, number
+    assert lr_after(50, 1.0, 2) == 1.0
 
 
 def test_one_rank_alone_has_a_momentum_too() -> None:
@@ -131,7 +148,7 @@ def test_one_rank_alone_has_a_momentum_too() -> None:
     assert np.isfinite(found[-1]).all()
     agreement = Agreement(LocalCommunicator.alone(), first=0)
     momenta = []
-    for _ in range(40):
+    for _ in range(60):
         assert list(agreement.begin(0)) == []
         momenta.append(agreement.momentum(0.7))
     assert momenta[0] == 0.0
