@@ -16,6 +16,7 @@ _LEAST = 0.25  # of the number of ranks, as far as outer parameters go at least
 _SLOW = 50.0  # rounds, over the number of ranks: how slowly momentum may rise
 _MOST_RANKS = 8  # that count: the study has no more
 _MOST = 0.8
+_SURELY = 3.0  # times as far in the end: from there on, outer parameters go as far as plain means at once
 _RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
 _ROW = 4096  # elements whose norm is found in float32
 # Where no rank can be compared with another: of one rank alone, and with a quorum.
@@ -32,7 +33,7 @@ class Agreement:
     2. rate = 0.7 up to a share of 0.6, 1 from 0.85 on, and linear in between.
     3. far = max(16 share^2, P / 4, rate): so many times as far as a mean pseudo-gradient outer parameters go in the end.
     4. bound = (t - 1) / (t + 50 / P).
-    5. lr = max(rate, min(1, far) (1 - bound)).
+    5. lr = max(rate, min(1, far / 3) (1 - bound)).
     6. momentum = min(1 - lr / far, bound, 0.8), and at least 0.
 
     More than 8 ranks count as 8. Their number stands for the learning rate, which suits the samples of one rank, and would be
@@ -42,7 +43,7 @@ class Agreement:
 
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
     add up. In the first rounds it would add up steps of a learning rate that still rises. As long as the bound keeps it small, a
-    larger learning rate takes outer parameters as far as plain means would, where they are to go that far.
+    larger learning rate takes outer parameters as far as plain means would, where ranks agree on much.
 
     All ranks have the same numbers: they gather two sums of squares in each round, before the exchange of its first bucket.
 
@@ -162,7 +163,7 @@ def lr_after(rounds: int, share: float, ranks: int) -> float:
         ranks: that take part.
     """
     rate = _rate(share)
-    return max(rate, min(1.0, _far(share, rate, ranks)) * (1 - _rising(rounds, ranks)))
+    return max(rate, min(1.0, _far(share, rate, ranks) / _SURELY) * (1 - _rising(rounds, ranks)))
 
 
 def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
