@@ -17,9 +17,11 @@ ALL = (*IMAGES, *ADAM, *TABLES)
 AUC = "AUC"
 
 MODELS = {
-    "resnet": Task("resnet", resnet.data, resnet.network, 16, 700, 0.5, 0.9, up_and_down, validates=True),
-    "vgg": Task("vgg", vgg.data, vgg.network, 16, 1200, 0.5, 0.9, up_and_down, validates=True),
-    "bert": Task("bert", bert.data, bert.network, 8, 1000, 2e-3, 0.0, up_and_down, optimizer="adamw", validates=True),
+    "resnet": Task("resnet", resnet.data, resnet.network, 16, 700, 0.5, 0.9, up_and_down, validates=True, seeds=3),
+    "vgg": Task("vgg", vgg.data, vgg.network, 16, 1200, 0.5, 0.9, up_and_down, validates=True, seeds=3),
+    "bert": Task(
+        "bert", bert.data, bert.network, 8, 1000, 2e-3, 0.0, up_and_down, optimizer="adamw", validates=True, seeds=3
+    ),
     "flights": Task(
         "flights",
         flights.data,
@@ -31,12 +33,23 @@ MODELS = {
         up_and_down,
         optimizer="adagrad",
         validates=True,
+        seeds=3,
         loss=flights.loss,
         metric=flights.metric,
         metric_name=AUC,
     ),
     "speech": Task(
-        "speech", speech.data, speech.network, 8, 450, 2e-3, 0.0, up_and_down, optimizer="adamw", validates=True
+        "speech",
+        speech.data,
+        speech.network,
+        8,
+        450,
+        2e-3,
+        0.0,
+        up_and_down,
+        optimizer="adamw",
+        validates=True,
+        seeds=3,
     ),
 }
 

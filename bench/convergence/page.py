@@ -25,13 +25,18 @@ def table(results: dict[str, Any]) -> str:
     """A section for each model, with a row for each way to train: its loss, metric and bytes beside those of all-reduce.
 
     Losses are means of seeds with their standard deviation. A row is marked where its mean is further from all-reduce's than
-    `noise`.
+    `noise`. Seeds that a row lacks count for none, and a model with fewer than two is left out.
     """
     parts = []
     for name, task in MODELS.items():
         if name not in results:
             continue
-        rows = paired.summary(results[name], task)
+        runs = results[name]["runs"]
+        common = set.intersection(*({*seeds} for seeds in runs.values()))
+        if len(common) < 2:
+            continue
+        part = {"runs": {label: {seed: seeds[seed] for seed in sorted(common)} for label, seeds in runs.items()}}
+        rows = paired.summary(part, task)
         base = next(row for row in rows if row["label"] == BASELINE)
         metric = task.metric_name
         shown = [

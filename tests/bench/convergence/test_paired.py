@@ -166,3 +166,10 @@ def test_the_page_marks_what_is_beyond_the_noise_of_seeds() -> None:
     assert [row[2] for row in cells.values()][1:] == ["-0.3000 ✓", "", "+0.0067", "+0.2000 ✗", "+nan ✗"]
     assert cells["ByteGrad"][-1] == "1.5 |"
     assert "1,000 steps of 16 samples a rank, 3 seeds." in lines
+    # A study that is still going on: seeds that all rows have.
+    del runs["DiLoCo"]["1"]
+    lines = page.table({"resnet": {"settings": {"steps": 1000}, "runs": runs}}).splitlines()
+    assert "1,000 steps of 16 samples a rank, 2 seeds." in lines
+    assert any(line.startswith(f"| {BASELINE} | 1.1000 ± 0.1414 |") for line in lines)
+    del runs["DiLoCo"]["2"]
+    assert page.table({"resnet": {"settings": {"steps": 1000}, "runs": runs}}) == ""
