@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench.convergence.page
 import bench.short_runs.page
 import bench.track.page
 import bench.winners.page
@@ -37,6 +38,7 @@ class Generated:
 
 
 TABLES = {
+    "models": Generated("docs/models.md", "models", bench.convergence.page.table),
     "short runs": Generated("docs/outer-steps.md", "short_runs", bench.short_runs.page.table),
     "track": Generated("docs/track.md", "track", bench.track.page.table),
     "winners": Generated("docs/choosing.md", "winners", bench.winners.page.table),

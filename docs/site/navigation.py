@@ -30,7 +30,7 @@ SECTIONS: dict[str, Sequence[str]] = {
         *("codecs.md", "optimizers.md", "wire-format.md", "wire-format-sparse.md", "communication.md"),
         *("compressed-collectives.md", "topologies.md", "powersgd.md", ENVIRONMENT, INTERFACE),
     ],
-    "Evidence": ["results.md", "track.md", "trade-off.md", "outer-steps.md", "faults.md"],
+    "Evidence": ["results.md", "track.md", "trade-off.md", "models.md", "outer-steps.md", "faults.md"],
     "Development": [
         *("development.md", "architecture.md", "design-notes.md", "../CONTRIBUTING.md", "../CHANGELOG.md"),
         *("../SECURITY.md", "../README.md", "summary.md"),
