@@ -42,8 +42,8 @@ class Agreement:
     `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
 
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
-    add up. In the first rounds it would add up steps of a learning rate that still rises. As long as the bound keeps it small, ranks
-    that agree on much have a larger learning rate. So outer parameters go as far as with plain means.
+    add up. In the first rounds it would add up steps of a learning rate that still rises. As long as the bound keeps it small,
+    ranks that agree on much have a larger learning rate. So outer parameters go as far as with plain means.
 
     All ranks have the same numbers: they gather two sums of squares in each round, before the exchange of its first bucket.
 
