@@ -162,8 +162,7 @@ def lr_after(rounds: int, share: float, ranks: int) -> float:
         share: on which ranks have agreed in the last one.
         ranks: that take part.
     """
-    rate = _rate(share)
-    return max(rate, min(1.0, _far(share, rate, ranks) / _SURELY) * (1 - _rising(rounds, ranks)))
+    return max(_rate(share), min(1.0, _far(share, ranks) / _SURELY) * (1 - _rising(rounds, ranks)))
 
 
 def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
@@ -175,7 +174,7 @@ def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
         lr: the outer learning rate.
         ranks: that take part.
     """
-    return max(0.0, min(1 - lr / _far(share, _rate(share), ranks), _rising(rounds, ranks), _MOST))
+    return max(0.0, min(1 - lr / _far(share, ranks), _rising(rounds, ranks), _MOST))
 
 
 def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
@@ -194,8 +193,8 @@ def _rate(share: float) -> float:
     return _RATES[0] + (_RATES[1] - _RATES[0]) * min(max(place, 0.0), 1.0)
 
 
-def _far(share: float, rate: float, ranks: int) -> float:
-    return max(_FAR * share * share, _LEAST * min(ranks, _MOST_RANKS), rate)
+def _far(share: float, ranks: int) -> float:
+    return max(_FAR * share * share, _LEAST * min(ranks, _MOST_RANKS), _rate(share))
 
 
 def _rising(rounds: int, ranks: int) -> float:
