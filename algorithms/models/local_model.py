@@ -55,6 +55,7 @@ class LocalModel:
         is_through: True while this rank takes part in what others do without steps of its own, at a call to which all come.
         own: True if parameters may be this rank's own, since a step.
         written: True if parameters were written when the pass under way began.
+        loaded: True if parameters have other values since `load_state_dict`, which no step has taken yet.
         writes: finds what others write; None before training begins.
         failure: the error that has ended all exchanges; None while none has.
         opened: communicators that were opened for exchanges, which are closed with the algorithm.
@@ -72,7 +73,7 @@ class LocalModel:
         self.flat = FlatParameters({})
         self.steps = 0
         self.wait_seconds = self.exchange_seconds = 0.0
-        self.in_step = self.at_point = self.is_through = self.own = self.written = False
+        self.in_step = self.at_point = self.is_through = self.own = self.written = self.loaded = False
         self.writes: Writes | None = None
         self.failure: BaseException | None = None
         self.opened: list[Communicator] = []
@@ -189,9 +190,10 @@ class LocalModel:
             return
         if not self.in_step:
             written = self.has_written()
-            if written and self._loop.is_part_of_step():
+            if written and self.is_part_of_step():
                 self.writes.mark()
                 written = False
+            self.loaded = self.loaded and written
             self.in_step, self.written, self._strays = True, written, 0
         else:
             self.flat.check(quickly=True)
@@ -209,7 +211,7 @@ class LocalModel:
         with self._called():
             if not self.in_step:
                 # A loop that calls parts of the module, or skips a step.
-                self.in_step, self.written = True, self.has_written() and not self._loop.is_part_of_step()
+                self.in_step, self.written = True, self.has_written() and not self.is_part_of_step()
                 self._loop.at_uncalled_step()
             if self.written:
                 self.accept_written()
@@ -224,7 +226,7 @@ class LocalModel:
         self.flat.check(quickly=True)
         with self._called():
             self._at("at_step_end")
-        self.in_step = self.written = False
+        self.in_step = self.written = self.loaded = False
         self.own = True
         self.writes.mark()
 
@@ -240,6 +242,17 @@ class LocalModel:
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+    def on_load(self) -> None:
+        """See `Listener.on_load`; what was loaded is no part of a step, however little it differs from what was there."""
+        assert self.writes is not None
+        # The values of before may have been put back.
+        self.loaded = self.flat.is_moved or self.writes.found()
+
+    def is_part_of_step(self) -> bool:
+        """Returns True if what was written after a step counts as a part of it."""
+        assert self._loop is not None
+        return not self.loaded and self._loop.is_part_of_step()
 
     def _at(self, point: str, *arguments: bool) -> None:
         """Calls the loop at a point of training; where ranks are lost, that of those which are left."""
@@ -317,7 +330,7 @@ class LocalModel:
         # A pass whose step was left out may have begun meanwhile.
         if self.in_step:
             return self.written and self.has_written()
-        return self.has_written() and not self._loop.is_part_of_step()
+        return self.has_written() and not self.is_part_of_step()
 
     def accept_written(self, called: bool = False) -> None:
         """Lets what is kept beside parameters follow what was written, unless it was put back, or is part of the step.
@@ -328,7 +341,7 @@ class LocalModel:
         assert self._loop is not None
         assert self.writes is not None
         with self._called() if called else contextlib.nullcontext():
-            self.written = False
+            self.written = self.loaded = False
             if self.has_written():
                 with self.failing(), torch.no_grad():
                     self._loop.take_written(self.flat.copies())

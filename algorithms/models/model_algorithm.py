@@ -315,7 +315,7 @@ class ModelAlgorithm(Algorithm):
                     average_states(state, self.communicator)
                     put_state(optimizer, state)
             loop.restart()
-            self.local.written = self.local.own = False
+            self.local.written = self.local.loaded = self.local.own = False
             self.local.mark()
 
     @contextlib.contextmanager
@@ -493,7 +493,7 @@ class ModelAlgorithm(Algorithm):
         self._completed(lambda: self._in_place("algorithm_state_dict()"))
         loop, local = self._loop, self.local
         if loop is not None and not local.in_step and local.has_written():
-            local.written = not loop.is_part_of_step()
+            local.written = not local.is_part_of_step()
         if local.written and not local.in_step:
             local.accept_written()
         optimizer = local.optimizer.state_dict()
@@ -523,7 +523,7 @@ class ModelAlgorithm(Algorithm):
             loop.load_vectors(states)
             if len(states) == 1:
                 loop.load_numbers(states[0]["numbers"])
-            local.written = False
+            local.written = local.loaded = False
             # The means of several states are the same on all ranks.
             local.own = len(states) == 1
             local.mark()

@@ -18,10 +18,11 @@ class Listener(Protocol):
     def on_step_begin(self) -> None: ...  # noqa: D102
     def on_step_end(self) -> None: ...  # noqa: D102
     def on_state_dict(self) -> None: ...  # noqa: D102
+    def on_load(self) -> None: ...  # noqa: D102
 
 
 class Points:
-    """Calls a listener before each forward pass of a module, before its states are made, and around an optimizer's steps.
+    """Calls a listener before a module's forward passes and states, after its loads, and around an optimizer's steps.
 
     A forward pass inside a step, as `LBFGS` makes them in its closure, is no point. The hooks hold the listener weakly. Those
     of a copy of the module call nobody.
@@ -53,6 +54,7 @@ class Points:
         self._hooks: list[Any] = [
             module.register_forward_pre_hook(self._before_forward),
             module.register_state_dict_pre_hook(self._before_state),
+            module.register_load_state_dict_post_hook(self._after_load),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -80,6 +82,11 @@ class Points:
         listener = self._listener()
         if listener is not None:
             listener.on_state_dict()
+
+    def _after_load(self, *_: Any) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.on_load()
 
     def _before_step(self, *_: Any) -> None:
         listener = self._listener()

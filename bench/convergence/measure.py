@@ -62,6 +62,9 @@ DECAY = 0.01  # of AdamW
 _WARM = 1000  # seeds of warm-ups begin here, so that their orders of examples are others
 _LOOKS = 40  # steps from one look at an algorithm's noise to the next
 _PART = 1000  # examples that are evaluated at once
+_SOME = 2000  # examples of the test set that are looked at on the way
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,15 @@ class Trained:
 
     Attributes:
         model: with its final parameters; where ranks differ, with the mean of all.
-        stats: of the algorithm.
+        stats: of the algorithm, without what looks on the way have sent.
         told: further numbers of the algorithm, by name.
+        points: losses and metrics that were looked at on the way.
     """
 
     model: torch.nn.Module
     stats: Stats
     told: dict[str, float]
+    points: list[Point]
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,7 @@ def train(
     data: Data,
     order: torch.Tensor,
     ends: list[End],
+    looks: int = 1,
 ) -> Trained:
     """One rank's part of a run.
 
@@ -135,13 +141,25 @@ def train(
         data: all of it.
         order: which examples each rank sees at each step, shape (steps, ranks, batch).
         ends: takes this rank's end if it raises.
+        looks: at losses and metrics, at the same distance; the last one is the end, and left to the caller.
     """
     model = copy.deepcopy(start)
     if row.dense:
         make_dense(model)
-    algorithm, optimizer = wrap(communicator, task, row, model, len(order))
+    steps = len(order)
+    algorithm, optimizer = wrap(communicator, task, row, model, steps)
+    points: list[Point] = []
+    places, looked = {round(steps * look / looks) for look in range(1, looks)}, 0
+
+    def look(taken: int) -> None:
+        nonlocal looked
+        if taken in places:
+            before = algorithm.stats().bytes_sent
+            points.append(_point(task, algorithm, model, communicator, data))
+            looked += algorithm.stats().bytes_sent - before
+
     try:
-        noise = take_steps(algorithm, optimizer, task, data, order[:, communicator.rank])
+        noise = take_steps(algorithm, optimizer, task, data, order[:, communicator.rank], after=look)
     except Exception as error:
         ends.append(End(error, all(bool(p.isfinite().all()) for p in model.parameters())))
         raise
@@ -153,11 +171,21 @@ def train(
         algorithm.wait()
     # Before what follows, whose bytes are not those of steps.
     stats = algorithm.stats()
+    stats = dataclasses.replace(stats, bytes_sent=stats.bytes_sent - looked)
     if on_parameters:
         told["consensus"] = algorithm.consensus()
         algorithm.synchronize()
     algorithm.close()
-    return Trained(model, stats, told)
+    return Trained(model, stats, told, points)
+
+
+def _point(task: Task, algorithm: Algorithm, model: torch.nn.Module, communicator: Communicator, data: Data) -> Point:
+    """Loss and metric of the mean of all ranks; on one rank, while the others wait: they share the processors."""
+    with algorithm.averaged():
+        found = evaluate(task, model, data.test_x, data.test_y, _SOME) if communicator.rank == 0 else (0.0, 0.0)
+        model.train()
+    first: Point = communicator.broadcast_object(found)
+    return first
 
 
 def make_dense(model: torch.nn.Module) -> None:
@@ -217,7 +245,14 @@ def begun(task: Task, data: Data, seed: int) -> torch.nn.Module:
 
 
 def run(
-    task: Task, row: Row, data: Data, steps: int, seed: int, start: torch.nn.Module | None = None
+    task: Task,
+    row: Row,
+    data: Data,
+    steps: int,
+    seed: int,
+    start: torch.nn.Module | None = None,
+    *,
+    looks: int = 1,
 ) -> dict[str, Any]:
     """Trains once.
 
@@ -228,6 +263,11 @@ def run(
         steps: to take.
         seed: of the order of examples, and of the model.
         start: the model, if it is at hand: that of `begun`.
+        looks: at losses and metrics of the test set, at the same distance; the last one is the end.
+
+    Returns:
+        `loss`, the metric by its name, `bytes_per_step` that a rank sends, and `seconds`; with more looks than one `points`, what
+        each has found. Only the last one is at the whole test set.
 
     Raises:
         RuntimeError: the ranks do not end with the same bits.
@@ -237,7 +277,7 @@ def run(
     ends: list[End] = []
     began = time.perf_counter()
     try:
-        trained = run_ranks(task.ranks, train, task, row, start, data, order, ends, timeout=120.0)
+        trained = run_ranks(task.ranks, train, task, row, start, data, order, ends, looks, timeout=120.0)
     except Exception:
         # The other ranks raise that they have lost that one.
         expected = [end.error for end in ends if row.raises is not None and isinstance(end.error, row.raises)]
@@ -251,12 +291,13 @@ def run(
     if not all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True)):
         raise RuntimeError(f"{row.label} on {task.name}: the ranks ended with different parameters")
     loss, metric = evaluate(task, trained[0].model, data.test_x, data.test_y)
+    points = {"points": [*trained[0].points, (loss, metric)]} if looks > 1 else {}
     if not task.validates:
         loss, _ = evaluate(task, trained[0].model, data.x, data.y, task.looked_at)
     sent = max(one.stats.bytes_sent for one in trained) / steps
     told = {name: statistics.fmean(one.told[name] for one in trained) for name in trained[0].told}
     found = {"loss": loss, task.metric_name: metric, "bytes_per_step": sent, "seconds": seconds}
-    return {"seed": seed, **found, **told}
+    return {"seed": seed, **found, **told, **points}
 
 
 def wanted(task: Task, only: list[str] | None, rows: Sequence[Row] = ROWS) -> list[Row]:

@@ -8,6 +8,7 @@
 
 All rows of a seed begin with the same parameters and use the same examples in the same order. Losses and metrics are those of
 the test set, of the mean model where ranks differ. Each run is in the file as soon as it has ended, and is not measured again.
+Those of the first seed have losses and metrics on the way, too, of which `bench.tradeoff.models` makes seconds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from bench.resume import Missing, Results
 
 __all__ = ["MODELS", "ROWS", "missing", "settings_of", "summary", "table"]
 
+LOOKS = 20  # of the first seed's runs, at the same distance
+
 
 def settings_of(task: Task, data: Data, steps: int) -> Results:
     """What all runs of a file have in common."""
@@ -53,7 +56,8 @@ def missing(part: Results, task: Task, rows: Sequence[Row], data: Data, seeds: i
 
     def trained(row: Row, seed: int) -> None:
         began = time.process_time()
-        run = measure.run(task, row, data, part["settings"]["steps"], seed)
+        looks = 1 if seed else LOOKS
+        run = measure.run(task, row, data, part["settings"]["steps"], seed, looks=looks)
         run |= {"cpu_seconds": time.process_time() - began, "machine": speed.machine()}
         part["runs"].setdefault(row.label, {})[str(seed)] = finite(run)
 

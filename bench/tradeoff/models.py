@@ -1,6 +1,7 @@
 """Seconds until a model is as good as with all-reduce: `python -m bench.tradeoff.models --tasks resnet [--output FILE]`.
 
-1. Each row trains once without a network: losses and metrics by steps. So does what `AutoTune` has chosen on a network.
+1. Each row trains once without a network: losses and metrics by steps. `--trained` holds those of `bench.convergence`, which are
+   taken from there. So does what `AutoTune` has chosen on a network.
 2. Each takes steps on four emulated hosts, in turns, for each network: seconds of a step.
 3. Steps until the goal, times seconds of a step, is the time that counts.
 
@@ -28,7 +29,7 @@ from rich.table import Table
 from bagua_kernels import algorithms
 from bagua_kernels.compression.codec import parse_spec
 from bench import resume, speed
-from bench.convergence import paired
+from bench.convergence import measure, paired
 from bench.convergence.dealing import deal
 from bench.convergence.measure import wanted
 from bench.convergence.models import MODELS, ROWS
@@ -36,11 +37,12 @@ from bench.convergence.row import BASELINE, Row
 from bench.convergence.tasks import Data, Task
 from bench.netlab import lab as netlab
 from bench.resume import Missing, Results
-from bench.tradeoff import quality, report
+from bench.tradeoff import report
 from bench.tradeoff.ways import Cell, Kind, Way
 from bench.training.measure import run
 
 HOSTS, SEED = 4, 0
+TRAINED = Path("bench/results/models.json")
 RATES = (100.0, 1000.0)  # Mbit/s
 BATCHES = 16  # of each rank, which steps on hosts use in turn
 LOSS_MARGIN = 0.01  # of all-reduce's final loss
@@ -90,7 +92,8 @@ def missing(part: Results, task: Task, chosen: Sequence[Way], rates: Sequence[fl
     """
 
     def trained(row: Row) -> None:
-        part["curves"][row.label] = quality.points(row, task, data, SEED, part["settings"]["steps"])
+        found = measure.run(task, row, data, part["settings"]["steps"], SEED, looks=paired.LOOKS)
+        part["curves"][row.label] = found["points"]
 
     def timed(rate: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +119,14 @@ def missing(part: Results, task: Task, chosen: Sequence[Way], rates: Sequence[fl
         # All in one start, so that they are measured in turns.
         if not names <= {*part["cells"].get(f"{rate:g}", {"seconds": {}})["seconds"]}:
             yield f"{task.name}: {rate:g} Mbit/s", partial(timed, rate)
+
+
+def take(part: Results, trained: Results) -> None:
+    """Takes the curves that `bench.convergence` has, of runs with the same settings, into this task's part."""
+    alike = {"seed": SEED, "hosts": HOSTS, **trained.get("settings", {})} == part["settings"]
+    for label, runs in trained.get("runs", {}).items() if alike else ():
+        if points := runs.get(str(SEED), {}).get("points"):
+            part["curves"].setdefault(label, points)
 
 
 def summary(part: Results) -> list[dict[str, Any]]:
@@ -172,19 +183,21 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", metavar="NAMES", help="labels of rows, or parts of them; all by default")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="Mbit/s")
     parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--trained", type=Path, default=TRAINED, help="JSON file of bench.convergence, with curves")
     parser.add_argument("--output", type=Path, help="JSON file, from which a study goes on")
     options = parser.parse_args()
     if reason := netlab.available(delay=False):
         print(reason, file=sys.stderr)
         return 1
     torch.set_num_threads(1)
-    console, results = speed.console(), resume.read(options.output)
+    console, results, trained = speed.console(), resume.read(options.output), resume.read(options.trained)
     for name in options.tasks:
         task = MODELS[name]
         data, labels = task.data(), {row.label for row in wanted(task, options.rows, ROWS)} | {TUNER.name}
         settings = {**paired.settings_of(task, data, options.steps or task.steps), "seed": SEED, "hosts": HOSTS}
         empty: Results = {"curves": {}, "cells": {}, "tunings": {}}
         part = results[name] = resume.begun(results.get(name, {}), settings, options.output, empty)
+        take(part, trained.get(name, {}))
         chosen = [way for way in ways(name) if way.name in labels]
         with Progress(console=console) as progress:
             # Once more for what a tuner has chosen.

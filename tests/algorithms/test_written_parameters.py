@@ -95,6 +95,31 @@ def test_values_that_all_ranks_load_stay(
         assert float((found - expected).abs().max()) <= 2e-5
 
 
+@grid(spec=OUTER + GOSSIP + ASYNCHRONOUS, waits=[False, True], passes=[1, 2])
+def test_a_load_is_no_part_of_a_step_however_small(spec: str, waits: bool, passes: int) -> None:
+    """What is loaded moves parameters no further than the step did that it undoes."""
+    if spec.startswith("diloco"):
+        spec += ",outer_lr=0.9,outer_momentum=0.0"  # momentum of before would move what was loaded
+
+    def rank(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        loop = Loop(communicator, spec, lr=0.1)
+        loop.steps(2)
+        loop.model.synchronize()
+        saved, expected = {name: value.clone() for name, value in loop.net.state_dict().items()}, loop.values()
+        loop.steps(1)
+        if waits:
+            loop.wait()
+        loop.net.load_state_dict(saved)
+        loop.optimizer.param_groups[0]["lr"] = 0.0
+        loop.steps(8, passes)
+        loop.model.synchronize()
+        loop.model.close()
+        return loop.values(), expected
+
+    for found, expected in run_ranks(2, rank, timeout=60):
+        assert float((found - expected).abs().max()) <= 2e-5
+
+
 @grid(spec=[*OUTER, *GOSSIP, "async_decentralized", "wagma"], waits=[False, True])
 def test_a_running_mean_that_is_put_back_changes_nothing(spec: str, waits: bool) -> None:
     """Stored, copied in, evaluated and put back, on one rank alone: the training is that without it."""

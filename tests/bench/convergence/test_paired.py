@@ -44,7 +44,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, dies_at: int = 0) -> list[tuple[str, i
     """Stands in for training; every run is noted, and may die."""
     calls: list[tuple[str, int]] = []
 
-    def run(task: Task, row: Row, data: Data, steps: int, seed: int) -> dict[str, Any]:
+    def run(task: Task, row: Row, data: Data, steps: int, seed: int, *, looks: int) -> dict[str, Any]:
+        assert looks == (1 if seed else paired.LOOKS)
         calls.append((row.label, seed))
         if len(calls) == dies_at:
             raise Killed

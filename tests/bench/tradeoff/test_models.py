@@ -15,10 +15,11 @@ from rich.console import Console
 from bagua_kernels import algorithms
 from bagua_kernels.algorithms.choosing.cost.methods import methods
 from bagua_kernels.comm import run_ranks
+from bench.convergence import measure
 from bench.convergence.models import MODELS, ROWS
 from bench.convergence.row import BASELINE
 from bench.convergence.tasks import Data, Task
-from bench.tradeoff import hosts, models, page, quality
+from bench.tradeoff import hosts, models, page
 
 
 def made() -> Data:
@@ -55,14 +56,14 @@ def test_what_is_there_is_not_measured_again(task: Task, monkeypatch: pytest.Mon
         }
 
     monkeypatch.setattr(models, "run", run)
-    monkeypatch.setattr(quality, "points", lambda *given: [(2.0, 0.1), (1.0, 0.5)])
+    monkeypatch.setattr(measure, "run", lambda *given, looks: {"points": [(2.0, 0.1), (1.0, 0.5)]})
     part: dict[str, Any] = {"settings": {"steps": 20}, "curves": {}, "cells": {}, "tunings": {}}
     chosen = models.ways("resnet")[:2]
 
     def go(rates: list[float], ways: list[Any]) -> list[str]:
         missing = list(models.missing(part, task, ways, rates, made()))
-        for _, measure in missing:
-            measure()
+        for _, each in missing:
+            each()
         return [name for name, _ in missing]
 
     curves = [f"resnet: {way.name}, quality" for way in chosen]
@@ -73,6 +74,14 @@ def test_what_is_there_is_not_measured_again(task: Task, monkeypatch: pytest.Mon
     assert go([100.0, 1000.0], chosen) == []
     more = models.ways("resnet")[:3]
     assert len(go([100.0, 1000.0], more)) == 3
+
+
+def test_curves_of_the_same_settings_are_taken() -> None:
+    trained = {"settings": {"steps": 20}, "runs": {"ByteGrad": {"0": {"points": [[1.0, 0.5]]}}, "sign": {"0": {}}}}
+    for steps, expected in ((20, {"ByteGrad": [[1.0, 0.5]]}), (10, {})):
+        part: dict[str, Any] = {"settings": {"steps": steps, "seed": 0, "hosts": models.HOSTS}, "curves": {}}
+        models.take(part, trained)
+        assert part["curves"] == expected
 
 
 def test_a_tuner_is_as_good_as_what_it_has_chosen() -> None:
