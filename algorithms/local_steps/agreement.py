@@ -16,6 +16,7 @@ _LEAST = 0.25  # of the number of ranks, as far as outer parameters go at least
 _SLOW = 50.0  # rounds, over the number of ranks: how slowly momentum may rise
 _MOST_RANKS = 8  # that count: the study has no more
 _MOST = 0.8
+_FARTHEST = 2.0  # of SlowMo, whose momentum does not look ahead: it overshoots where outer parameters go further
 _SURELY = 3.0  # times as far in the end: from there on, outer parameters go as far as plain means at once
 _RATES, _SHARES = (0.7, 1.0), (0.6, 0.85)
 _ROW = 4096  # elements whose norm is found in float32
@@ -39,7 +40,7 @@ class Agreement:
     More than 8 ranks count as 8. Their number stands for the learning rate, which suits the samples of one rank, and would be
     larger for those of all.
 
-    `SlowMo` has a learning rate of its own, and the momentum with which it goes as far in the end.
+    `SlowMo` keeps its learning rate, and has slow_momentum = 1 - slow_lr / min(far, 0.7 / (1 - bound), 2), and at least 0.
 
     Pseudo-gradients of few ranks, of small batches, or of weights that are trained already are mostly noise, which momentum would
     add up. In the first rounds it would add up steps of a learning rate that still rises. As long as the bound keeps it small,
@@ -122,13 +123,15 @@ class Agreement:
         return momentum_after(self.rounds, self.share, lr, self._communicator.size)
 
     def slow_momentum(self, slow_lr: float) -> float:
-        """Returns the momentum of this round for `SlowMo`, with which outer parameters go as far in the end.
+        """Returns the momentum of this round for `SlowMo`.
 
         Args:
             slow_lr: the slow learning rate.
         """
-        lr = self.outer_lr()
-        return slow_momentum_beside(slow_lr, lr, self.momentum(lr))
+        size = self._communicator.size
+        if size == 1:
+            return max(0.0, 1 - slow_lr * (1 - self.momentum(ALONE[0])) / ALONE[0])
+        return slow_momentum_after(self.rounds, self.share, slow_lr, size)
 
     def numbers(self) -> dict[str, Any]:
         """Returns what a checkpoint contains of it."""
@@ -177,15 +180,17 @@ def momentum_after(rounds: int, share: float, lr: float, ranks: int) -> float:
     return max(0.0, min(1 - lr / _far(share, ranks), _rising(rounds, ranks), _MOST))
 
 
-def slow_momentum_beside(slow_lr: float, lr: float, momentum: float) -> float:
-    """Returns the momentum with which slow_lr / (1 - it) is lr / (1 - momentum), or 0 where slow_lr alone is more.
+def slow_momentum_after(rounds: int, share: float, slow_lr: float, ranks: int) -> float:
+    """Returns the momentum of a round for `SlowMo`.
 
     Args:
+        rounds: that have begun, with this one.
+        share: on which ranks have agreed in the last one.
         slow_lr: the slow learning rate.
-        lr: an outer learning rate.
-        momentum: that belongs to it.
+        ranks: that take part.
     """
-    return max(0.0, 1 - slow_lr * (1 - momentum) / lr)
+    far = min(_far(share, ranks), _RATES[0] / (1 - _rising(rounds, ranks)), _FARTHEST)
+    return max(0.0, 1 - slow_lr / far)
 
 
 def _rate(share: float) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after, slow_momentum_beside
+from bagua_kernels.algorithms.local_steps.agreement import lr_after, momentum_after, slow_momentum_after
 from bagua_kernels.compression import ChunkedTopK
 
 Numbers = Callable[[int, float, int], tuple[float, float]]
@@ -115,9 +115,10 @@ def auto(family: Family) -> Way:
     """What the algorithms take by default."""
 
     def numbers(number: int, share: float, ranks: int) -> tuple[float, float]:
+        if family == "slow":
+            return 1.0, slow_momentum_after(number, share, 1.0, ranks)
         lr = lr_after(number, share, ranks)
-        momentum = momentum_after(number, share, lr, ranks)
-        return (lr, momentum) if family == "nesterov" else (1.0, slow_momentum_beside(1.0, lr, momentum))
+        return lr, momentum_after(number, share, lr, ranks)
 
     return Way(f"{family} auto", family, numbers)
 

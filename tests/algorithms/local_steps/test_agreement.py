@@ -55,8 +55,7 @@ def oracle(size: int, slow: bool) -> list[np.ndarray]:
         lr = max(rate, min(1.0, far / 3) * (1 - bound))
         momentum = max(0.0, min(1 - lr / far, bound, 0.8))
         if slow:
-            # The same distance in the end: lr / (1 - momentum).
-            lr, momentum = 1.0, max(0.0, 1 - (1 - momentum) / lr)
+            lr, momentum = 1.0, max(0.0, 1 - 1 / min(far, 0.7 / (1 - bound), 2.0))
         memory = momentum * memory + mean
         start = start - lr * (memory if slow else mean + momentum * memory)
         square = sum(d @ d for d in own) / size
