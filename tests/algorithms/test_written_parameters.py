@@ -120,8 +120,8 @@ def test_a_load_is_no_part_of_a_step_however_small(spec: str, waits: bool, passe
         assert float((found - expected).abs().max()) <= 2e-5
 
 
-@grid(spec=[*OUTER, *GOSSIP, "async_decentralized", "wagma"], waits=[False, True])
-def test_a_running_mean_that_is_put_back_changes_nothing(spec: str, waits: bool) -> None:
+@grid(spec=[*OUTER, *GOSSIP, "async_decentralized", "wagma"], waits=[False, True], loads=[False, True])
+def test_a_running_mean_that_is_put_back_changes_nothing(spec: str, waits: bool, loads: bool) -> None:
     """Stored, copied in, evaluated and put back, on one rank alone: the training is that without it."""
 
     def rank(communicator: Communicator, evaluates: bool) -> torch.Tensor:
@@ -131,13 +131,19 @@ def test_a_running_mean_that_is_put_back_changes_nothing(spec: str, waits: bool)
             if waits:
                 loop.wait()
             if evaluates and communicator.rank == 0:
-                own = [p.detach().clone() for p in loop.net.parameters()]
-                fill(loop.net, 9)
+                own = {name: value.clone() for name, value in loop.net.state_dict().items()}
+                if loads:
+                    loop.net.load_state_dict(Odd(9).state_dict())
+                else:
+                    fill(loop.net, 9)
                 loop.model.eval()
                 with torch.no_grad():
                     loss_of(loop.model, 0, 99)
-                    for parameter, value in zip(loop.net.parameters(), own, strict=True):
-                        parameter.copy_(value)
+                    if loads:
+                        loop.net.load_state_dict(own)
+                    else:
+                        for name, parameter in loop.net.named_parameters():
+                            parameter.copy_(own[name])
                 loop.model.train()
         loop.model.synchronize()
         loop.model.close()
