@@ -16,6 +16,7 @@ from typing import Any
 import bench.convergence.page
 import bench.short_runs.page
 import bench.track.page
+import bench.tradeoff.page
 import bench.winners.page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,7 @@ class Generated:
 
 TABLES = {
     "models": Generated("docs/models.md", "models", bench.convergence.page.table),
+    "models in time": Generated("docs/models.md", "models_tradeoff", bench.tradeoff.page.table),
     "short runs": Generated("docs/outer-steps.md", "short_runs", bench.short_runs.page.table),
     "track": Generated("docs/track.md", "track", bench.track.page.table),
     "winners": Generated("docs/choosing.md", "winners", bench.winners.page.table),

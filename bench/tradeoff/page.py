@@ -13,7 +13,8 @@ NEVER = "–"
 
 def table(results: dict[str, Any]) -> str:
     """A row for each model and way: for each network milliseconds of a step, and how many times sooner the loss is there."""
-    found = {name: results[name]["summary"] for name in MODELS if name in results}
+    # A model whose curves are still to come has no summary.
+    found = {name: results[name]["summary"] for name in MODELS if "summary" in results.get(name, {})}
     rates = sorted({row["rate"] for rows in found.values() for row in rows})
     headings = ["model", "row", *(f"{rate:,g} Mbit/s: {part}" for rate in rates for part in ("ms", "times"))]
     lines = []
