@@ -60,7 +60,8 @@ from bench.models.data import Inputs, outputs
 
 DECAY = 0.01  # of AdamW
 _WARM = 1000  # seeds of warm-ups begin here, so that their orders of examples are others
-_LOOKS = 40  # steps from one look at an algorithm's noise to the next
+LOOKS = 20  # at losses and metrics of a run whose way counts
+_NOISE = 40  # steps from one look at an algorithm's noise to the next
 _PART = 1000  # examples that are evaluated at once
 _SOME = 2000  # examples of the test set that are looked at on the way
 
@@ -154,6 +155,8 @@ def train(
     def look(taken: int) -> None:
         nonlocal looked
         if taken in places:
+            # What is under way belongs to steps.
+            algorithm.wait()
             before = algorithm.stats().bytes_sent
             points.append(_point(task, algorithm, model, communicator, data))
             looked += algorithm.stats().bytes_sent - before
@@ -215,7 +218,7 @@ def take_steps(
         optimizer.zero_grad()
         task.loss(outputs(algorithm, data.x[batch]), data.y[batch]).backward()
         optimizer.step()
-        if isinstance(algorithm, Differences) and step % _LOOKS == 0:
+        if isinstance(algorithm, Differences) and step % _NOISE == 0:
             noise.append(algorithm.noise())
         after(step + 1)
     return noise

@@ -33,8 +33,6 @@ from bench.resume import Missing, Results
 
 __all__ = ["MODELS", "ROWS", "missing", "settings_of", "summary", "table"]
 
-LOOKS = 20  # of the first seed's runs, at the same distance
-
 
 def settings_of(task: Task, data: Data, steps: int) -> Results:
     """What all runs of a file have in common."""
@@ -56,7 +54,7 @@ def missing(part: Results, task: Task, rows: Sequence[Row], data: Data, seeds: i
 
     def trained(row: Row, seed: int) -> None:
         began = time.process_time()
-        looks = 1 if seed else LOOKS
+        looks = 1 if seed else measure.LOOKS
         run = measure.run(task, row, data, part["settings"]["steps"], seed, looks=looks)
         run |= {"cpu_seconds": time.process_time() - began, "machine": speed.machine()}
         part["runs"].setdefault(row.label, {})[str(seed)] = finite(run)
@@ -88,8 +86,11 @@ def summary(part: Results, task: Task) -> list[dict[str, Any]]:
             one[f"{name}_deviation"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
             one[f"{name}_differences"] = [run[name] - base[seed][name] for seed, run in runs.items() if seed in base]
         raw = part["runs"][row.label].values()
-        for name in ("bytes_per_step", "seconds", "cpu_seconds"):
+        for name in ("seconds", "cpu_seconds"):
             one[name] = statistics.fmean(_number(run[name]) for run in raw)
+        # Of the seeds that have them.
+        sent = [run["bytes_per_step"] for run in raw if run["bytes_per_step"] is not None]
+        one["bytes_per_step"] = statistics.fmean(sent) if sent else math.nan
         rows.append(one)
     return rows
 

@@ -45,7 +45,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, dies_at: int = 0) -> list[tuple[str, i
     calls: list[tuple[str, int]] = []
 
     def run(task: Task, row: Row, data: Data, steps: int, seed: int, *, looks: int) -> dict[str, Any]:
-        assert looks == (1 if seed else paired.LOOKS)
+        assert looks == (1 if seed else measure.LOOKS)
         calls.append((row.label, seed))
         if len(calls) == dies_at:
             raise Killed
@@ -174,3 +174,12 @@ def test_the_page_marks_what_is_beyond_the_noise_of_seeds() -> None:
     assert any(line.startswith(f"| {BASELINE} | 1.1000 ± 0.1414 |") for line in lines)
     del runs["DiLoCo"]["2"]
     assert page.table({"resnet": {"settings": {"steps": 1000}, "runs": runs}}) == ""
+
+
+def test_looks_on_the_way_change_nothing(task: Task) -> None:
+    row = next(row for row in ROWS if row.label == "DiLoCo" and "resnet" in row.tasks)
+    plain, looked = (measure.run(task, row, task.data(), 40, 0, looks=looks) for looks in (1, 4))
+    points = looked.pop("points")
+    assert len(points) == 4
+    assert points[-1] == (looked["loss"], looked["accuracy"])
+    assert {**looked, "seconds": 0} == {**plain, "seconds": 0}
