@@ -358,6 +358,7 @@ class LocalModel:
         In the middle of a step, where the caller wanted it, autograd is informed. A backward pass then raises whose forward pass
         had other parameters.
         """
+        self.loaded = False
         if self.writes is not None:
             self.writes.mark()
             if self.in_step and not self.at_point:

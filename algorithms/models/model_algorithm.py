@@ -315,7 +315,7 @@ class ModelAlgorithm(Algorithm):
                     average_states(state, self.communicator)
                     put_state(optimizer, state)
             loop.restart()
-            self.local.written = self.local.loaded = self.local.own = False
+            self.local.written = self.local.own = False
             self.local.mark()
 
     @contextlib.contextmanager
@@ -523,7 +523,7 @@ class ModelAlgorithm(Algorithm):
             loop.load_vectors(states)
             if len(states) == 1:
                 loop.load_numbers(states[0]["numbers"])
-            local.written = local.loaded = False
+            local.written = False
             # The means of several states are the same on all ranks.
             local.own = len(states) == 1
             local.mark()

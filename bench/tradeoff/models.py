@@ -92,7 +92,7 @@ def missing(part: Results, task: Task, chosen: Sequence[Way], rates: Sequence[fl
     """
 
     def trained(row: Row) -> None:
-        found = measure.run(task, row, data, part["settings"]["steps"], SEED, looks=paired.LOOKS)
+        found = measure.run(task, row, data, part["settings"]["steps"], SEED, looks=measure.LOOKS)
         part["curves"][row.label] = found["points"]
 
     def timed(rate: float) -> None:

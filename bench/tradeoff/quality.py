@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bench.convergence.measure import run
+from bench.convergence import measure
 from bench.convergence.tasks import Data, Task
 from bench.tradeoff.ways import Way
 
-LOOKS = 20  # of a run, at the same distance
-
 
 def curve(way: Way, task: Task, data: Data, seed: int, steps: int) -> list[float]:
-    """Metrics of the test set at `LOOKS` points of a run, only the last one of all of it; of means, where ranks differ."""
-    return [metric for _, metric in run(task, way.row, data, steps, seed, looks=LOOKS)["points"]]
+    """Metrics of the test set on the way of a run, only the last one of all of it; of means, where ranks differ."""
+    found = measure.run(task, way.row, data, steps, seed, looks=measure.LOOKS)
+    return [metric for _, metric in found["points"]]

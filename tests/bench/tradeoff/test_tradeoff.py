@@ -39,7 +39,7 @@ def test_a_curve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(x, (x[:, 0] > 0).long(), x[:100], (x[:100, 0] > 0).long())
     task = dataclasses.replace(TASK, model=lambda: torch.nn.Linear(2, 2), ranks=2, batch=4)
     way = next(way for way in ways() if way.name == name)
-    monkeypatch.setattr(quality, "LOOKS", 4)
+    monkeypatch.setattr("bench.convergence.measure.LOOKS", 4)
     found = quality.curve(way, task, data, 0, 40)
     assert len(found) == 4
     assert found[-1] > 0.9
