@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from bagua_kernels.comm.mailbox.courier import Courier, weakly
 from bagua_kernels.errors import MismatchError
 
 _WRITTEN = 64  # kind of letters
+_NUMBER = struct.Struct("<q")  # of a rest
 # Calls that take the mean over all ranks: no average beside training changes it.
 _MEANS = frozenset({"synchronize()", "averaged()"})
 
@@ -26,6 +28,8 @@ class Average(Protocol):
 
     @property
     def rests(self) -> bool: ...  # noqa: D102
+    @property
+    def rest_number(self) -> int: ...  # noqa: D102
     def rest(self, *, early: bool = False) -> object: ...  # noqa: D102
     def resume(self) -> None: ...  # noqa: D102
 
@@ -60,7 +64,8 @@ class Averages(Loop):
         self.courier = Courier(local.mailbox, f"{local.name} courier")
         self.model.check = self.courier.check_serving
         self._order = order
-        self._waiting: dict[int, float] = {}
+        # By rank and number of a rest: since when the rank waits there for others to take what was written.
+        self._waiting: dict[tuple[int, int], float] = {}
         # True from a forward pass of training to the next step: backward needs the parameters of that pass.
         self._in_passes = False
         self.courier.on(_WRITTEN, weakly(self._hear_written))
@@ -142,11 +147,13 @@ class Averages(Loop):
     def take_written(self, values: list[torch.Tensor]) -> None:
         """See `Loop.take_written`; all ranks meet, and none has what is owed for earlier models."""
         communicator = self.local.communicator
+        self._resume()
+        # With the number: another rank may still be on its way out of the rest before.
+        number = _NUMBER.pack(self.average.rest_number)
         for peer in range(communicator.size):
             if peer != communicator.rank:
-                self.courier.post(peer, _WRITTEN, b"")
-        self._rest_once(changes=True)
-        self._waiting.clear()
+                self.courier.post(peer, _WRITTEN, number)
+        self._drop_waiting(self._rest_once(changes=True))
         self.local.put(values)
         self._refer()
         self.model.end_write()
@@ -155,17 +162,25 @@ class Averages(Loop):
         """See `Loop.is_part_of_step`; not if another rank waits for this one to take what was written."""
         return super().is_part_of_step() and not self._waiting
 
-    def _hear_written(self, sender: int, _: bytes) -> None:
-        self._waiting[sender] = self.local.mailbox.clock.now()
+    def _hear_written(self, sender: int, body: bytes) -> None:
+        (number,) = _NUMBER.unpack(body)
+        self._waiting[sender, number] = self.local.mailbox.clock.now()
+
+    def _drop_waiting(self, rest: int) -> bool:
+        """Drops the ranks that waited in a rest, which has ended; returns True if there were any."""
+        ended = [key for key in list(self._waiting) if key[1] <= rest]
+        for key in ended:
+            del self._waiting[key]
+        return bool(ended)
 
     def _check_waiting(self) -> None:
         """Raises if a rank whose parameters were written is lost, or has waited for this one for the timeout."""
         local, lost = self.local, self.courier.lost
-        if gone := [rank for rank in list(self._waiting) if rank in lost]:
+        if gone := sorted({rank for rank, _ in list(self._waiting)} & set(lost)):
             with local.failing():
                 raise lost_error("its wait for other ranks to take what was written to its parameters", gone, lost)
         now, timeout = local.mailbox.clock.now(), local.mailbox.timeout
-        late = [rank for rank, since in list(self._waiting.items()) if now - since > timeout]
+        late = [rank for (rank, _), since in list(self._waiting.items()) if now - since > timeout]
         if late:
             with local.failing():
                 raise MismatchError(
@@ -203,14 +218,12 @@ class Averages(Loop):
             self.resumed()
 
     def _rest(self, *, changes: bool = True, early: bool = False) -> None:
-        self._rest_once(changes=changes, early=early)
-        while self._waiting:
+        while self._drop_waiting(self._rest_once(changes=changes, early=early)):
             # That was for parameters that others have written. They go on, and come to this call later.
-            self._waiting.clear()
             self._refer()
-            self._rest_once(changes=changes, early=early)
 
-    def _rest_once(self, *, changes: bool, early: bool = False) -> None:
+    def _rest_once(self, *, changes: bool, early: bool = False) -> int:
+        """Rests until all ranks do; returns the number of the rest."""
         local, writes = self.local, self.local.writes
         with local.failing():
             # Others may have trained since the last rest, and need this rank until they have come here.
@@ -228,6 +241,7 @@ class Averages(Loop):
                 writes.restore(marks)
             if written:
                 local.put(values)
+            return self.average.rest_number
 
     def finish(self) -> None:
         """See `Loop.finish`; takes part in what other ranks do until all have come here."""

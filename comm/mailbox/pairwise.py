@@ -194,6 +194,11 @@ class PairwiseAverage:
         """True from `rest` to `resume`."""
         return self._rests.resting
 
+    @property
+    def rest_number(self) -> int:
+        """The number of this rank's present or next rest, from 0."""
+        return self._rests.number
+
     def rest(self, *, early: bool = False) -> None:
         """Answers others, until all ranks rest; nobody asks afterwards until `resume`.
 

@@ -183,6 +183,11 @@ class TriggeredAverage:
         """True from `rest` to `resume`."""
         return self._rests.resting
 
+    @property
+    def rest_number(self) -> int:
+        """The number of this rank's present or next rest, from 0."""
+        return self._rests.number
+
     def rest(self, *, early: bool = False) -> int:
         """Takes part in whatever others start, until all ranks rest; returns the last version, which is then through everywhere.
 
