@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bagua_kernels.optim.orthogonal import iterated
+from bagua_kernels.optim.orthogonal import orthogonal
 
 WIDTH, LAYERS, HEADS, CONTEXT, SYMBOLS = 64, 2, 4, 32, 128
 # Of Newton and Schulz's iteration, as Muon's author has them.
@@ -157,19 +157,9 @@ class Muon:
         for p, momentum in zip(self._matrices, self._momenta, strict=True):
             assert p.grad is not None
             momentum.lerp_(p.grad, 1 - self._momentum)
-            direction = _orthogonal(p.grad.lerp(momentum, self._momentum))
+            direction = orthogonal(p.grad.lerp(momentum, self._momentum), _QUINTIC, 5, 1e-7)
             rows, columns = p.shape[2], p.shape[1]
             p.add_(direction, alpha=-self._rate * factor * max(1.0, rows / columns) ** 0.5)
-
-
-def _orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """Newton and Schulz's five iterations, of matrices of shape (copies, m, n)."""
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    # In bfloat16, as `bagua_kernels.optim.Muon` has it.
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)).bfloat16()
-    x = iterated(x.float(), _QUINTIC, 5)
-    return x.mT if tall else x
 
 
 Optimizer = AdamW | Muon

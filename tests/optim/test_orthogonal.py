@@ -54,13 +54,17 @@ def test_it_is_as_near_to_float64_as_pytorchs(shape: tuple[int, int], scale: flo
     assert own < 1.5 * theirs + 0.005
 
 
-def test_many_matrices_are_each_for_itself() -> None:
-    x = torch.stack([matrix(8, 20), 2 * matrix(8, 20).flip(1)])
-    x = (x / x.norm(dim=(1, 2), keepdim=True)).bfloat16().float()
-    found = orthogonal.iterated(x, COEFFICIENTS, STEPS)
+@grid(shape=[(8, 20), (20, 8), (64, 64)], native=[False, True])
+def test_many_matrices_are_each_for_itself(
+    shape: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orthogonal, "multiplies_bfloat16", lambda: native)
+    x = torch.stack([matrix(*shape), 2 * matrix(*shape).flip(1)])
+    found = orthogonal.orthogonal(x, COEFFICIENTS, STEPS, EPS)
+    assert found.dtype == torch.bfloat16
+    assert found.shape == x.shape
     for own, one in zip(found, x, strict=True):
         assert error(own, oracle(one.double().numpy())) < 0.05
-    assert torch.equal(found, found.bfloat16().float())
 
 
 def test_zeros_stay_zeros() -> None:
