@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -25,10 +24,7 @@ def comes_late(model: Any) -> None:
     def late(**options: Any) -> Any:
         found = rest(**options)
         del average.rest
-        deadline = time.monotonic() + limits.seconds(20)
-        while not model.averages._waiting:
-            assert time.monotonic() < deadline, "no other rank has written parameters"
-            time.sleep(0.001)
+        limits.until(lambda: model.averages._waiting, "a letter of a rank that has written parameters", limit=20)
         return found
 
     average.rest = late
