@@ -25,7 +25,7 @@ def orthogonal(matrix: Tensor, coefficients: Coefficients, steps: int, eps: floa
         The matrices, in bfloat16.
     """
     native = matrix.device.type != "cpu" or multiplies_bfloat16()
-    if matrix.dim() < 3 and (matrix.dim() < 2 or native or len(coefficients) != 3 or steps >= 100):
+    if matrix.dim() < 2 or (matrix.dim() == 2 and (native or len(coefficients) != 3 or steps >= 100)):
         return _zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.bfloat16()
